@@ -1,0 +1,142 @@
+"""Check that imports point down only: ``python tools/check_layers.py [ROOT]``.
+
+Every import statement counts, also inside functions and under ``TYPE_CHECKING``. Packages of one layer do not import
+each other, modules of one layer may, and no files import each other in a circle. Prints ``file:line imports X: rule``.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "zeromesh"
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("cli", "integrations"),
+    ("__init__", "engine", "build", "zero", "checkpointing"),
+    ("shard", "activation", "precision", "optim", "checkpoint", "data", "architectures"),
+    ("dist", "observe", "config"),
+    ("model",),
+)
+"""Packages and top-level modules, top to bottom."""
+
+FORBIDDEN: dict[str, tuple[str, ...]] = {"model": ("torch.distributed",)}
+"""Modules from elsewhere that a package must not import."""
+
+DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: ``file`` imports ``target`` (dotted) at ``line``."""
+
+    file: Path
+    line: int
+    source: str
+    target: str
+
+
+def module_name(file: Path, root: Path) -> str:
+    """The dotted name of a source file under ``root``."""
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """The row of the table that a module of the package belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports_of(file: Path, root: Path, modules: set[str]) -> Iterator[Import]:
+    """All imports of one file; a name imported from a package counts as its module where there is one."""
+    source = module_name(file, root)
+    package = source.split(".") if file.name == "__init__.py" else source.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, source, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                known = inner in modules or inner in ("torch.distributed",)
+                yield Import(file, node.lineno, source, inner if known else base)
+
+
+def broken_rule(item: Import) -> str | None:
+    """The rule that an import breaks, or None."""
+    here = room(item.source)
+    for name in FORBIDDEN.get(here, ()):
+        if item.target == name or item.target.startswith(name + "."):
+            return f"{here} must not import {name}"
+    if item.target.split(".")[0] != PACKAGE:
+        return None
+    there = room(item.target)
+    for name in (here, there):
+        if name not in DEPTH:
+            return f"{name} is in no layer; add it to LAYERS in tools/check_layers.py"
+    if DEPTH[there] < DEPTH[here]:
+        return f"imports point down only, and {there} is above {here}"
+    modules_only = all("." not in name.removeprefix(PACKAGE + ".") for name in (item.source, item.target))
+    if DEPTH[there] == DEPTH[here] and here != there and not modules_only:
+        return f"{here} and {there} are packages of one layer"
+    return None
+
+
+def cycles(edges: dict[str, dict[str, Import]]) -> Iterator[list[Import]]:
+    """The circles that a depth-first walk over the files closes, each as its list of imports."""
+    state: dict[str, str] = {}
+    path: list[Import] = []
+
+    def walk(module: str) -> Iterator[list[Import]]:
+        state[module] = "open"
+        for target, item in edges.get(module, {}).items():
+            path.append(item)
+            if state.get(target) == "open":
+                start = next(index for index, step in enumerate(path) if step.source == target)
+                yield path[start:]
+            elif target not in state:
+                yield from walk(target)
+            path.pop()
+        state[module] = "done"
+
+    for module in edges:
+        if module not in state:
+            yield from walk(module)
+
+
+def check(root: Path) -> list[str]:
+    """All broken rules of the package under ``root``, as printable lines."""
+    files = sorted((root / PACKAGE).rglob("*.py"))
+    modules = {module_name(file, root) for file in files}
+    edges: dict[str, dict[str, Import]] = {}
+    problems = []
+    for file in files:
+        for item in imports_of(file, root, modules):
+            where = f"{file.relative_to(root)}:{item.line} imports {item.target}"
+            if rule := broken_rule(item):
+                problems.append(f"{where}: {rule}")
+            if item.target in modules and item.target != item.source:
+                edges.setdefault(item.source, {}).setdefault(item.target, item)
+    for circle in cycles(edges):
+        first = circle[0]
+        names = " > ".join([step.source for step in circle] + [first.source])
+        problems.append(f"{first.file.relative_to(root)}:{first.line} imports {first.target}: a circle, {names}")
+    return problems
+
+
+def main(arguments: list[str]) -> int:
+    """Print what is wrong; 1 if anything is."""
+    root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
+    problems = check(root)
+    print("\n".join(problems) if problems else "import layers: ok")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The processes of a run: environment, process group, mesh and collectives."""
