@@ -1,0 +1,289 @@
+"""Tests on several ranks: worker processes that are started once per session, and commands with a time limit.
+
+``run_ranks`` is what most tests use, ``spawn_ranks`` is for tests that kill ranks, ``run_command`` for command lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+START_LIMIT = 120.0
+"""Seconds that importing torch may take on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank: ``kind`` is returned, raised, died or hung.
+
+    ``value`` is what it returned, ``text`` its traceback, its signal or its stack, ``output`` what it printed,
+    ``at`` when it was known (seconds since the epoch).
+    """
+
+    rank: int
+    kind: str
+    value: Any
+    text: str
+    output: str
+    at: float
+
+
+class RankFailure(Exception):
+    """A rank raised, died or hung; the message shows all ranks, the first failure first."""
+
+    def __init__(self, name: str, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = tuple(outcomes)
+        failed = sorted((o for o in outcomes if o.kind != "returned"), key=lambda o: (o.kind == "hung", o.at))
+        blocks = [_block(outcome) for outcome in failed]
+        well = [str(o.rank) for o in outcomes if o.kind == "returned"]
+        blocks += [f"ranks that returned: {', '.join(well)}"] if well else []
+        super().__init__(f"{name} failed on {len(failed)} of {len(outcomes)} ranks\n\n" + "\n\n".join(blocks))
+
+
+def _block(outcome: Outcome) -> str:
+    text = f"---- rank {outcome.rank} {outcome.kind} ----\n{outcome.text.rstrip()}"
+    return text + (f"\n-- its output --\n{outcome.output.rstrip()}" if outcome.output.strip() else "")
+
+
+@dataclass
+class Worker:
+    """One worker process with its socket and the files that it writes."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    output: Path
+    stacks: Path
+    read: int = 0
+
+    def new_output(self) -> str:
+        """What the worker has printed since the last call began."""
+        return self.output.read_bytes()[self.read :].decode(errors="replace")
+
+    def death(self) -> str | None:
+        """How the process ended, or None if it lives."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def stack(self) -> str:
+        """The Python stacks of all its threads; it must have been asked for by SIGUSR1."""
+        for _ in range(20):
+            time.sleep(0.05)
+            if "File" in (text := self.stacks.read_text(errors="replace")):
+                return text
+        return "no stack: the process does not answer signals"
+
+    def kill(self) -> None:
+        """End the process with all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+
+
+class Pool:
+    """Workers for ranks 0, 1, ...; started when first needed, and anew after any failure."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._workers: list[Worker] = []
+        self._calls = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process numbers of the workers that run now."""
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """End the workers and remove their files."""
+        self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = 60,
+        grace: float = 0.5,
+    ) -> list[Outcome]:
+        """Call ``fn`` on every rank and collect the outcomes.
+
+        Args:
+            fn: function of an importable module.
+            world_size: number of ranks.
+            args: positional arguments, the same on every rank.
+            kwargs: keyword arguments, the same on every rank.
+            timeout: seconds that all ranks have together, without the start of the workers.
+            grace: seconds that the others still have after the first failure.
+        """
+        call = pickle.dumps((fn, tuple(args), kwargs or {}))
+        outcomes: dict[int, Outcome] = {}
+        try:
+            self._start(world_size)
+            self._send(call, world_size, timeout)
+            self._collect(outcomes, world_size, timeout, grace)
+        finally:
+            if len(outcomes) < world_size or any(outcome.kind != "returned" for outcome in outcomes.values()):
+                self._kill()
+        return [outcomes[rank] for rank in range(world_size)]
+
+    def _start(self, world_size: int) -> None:
+        if any(worker.death() for worker in self._workers):
+            self._kill()
+        new = [self._launch(rank) for rank in range(len(self._workers), world_size)]
+        self._workers += new
+        limit = time.monotonic() + START_LIMIT
+        for worker in new:
+            if not worker.connection.poll(max(0.0, limit - time.monotonic())):
+                raise RuntimeError(f"worker {worker.rank} did not start in {START_LIMIT} s: {worker.new_output()}")
+            try:
+                worker.connection.recv_bytes()
+            except EOFError:
+                raise RuntimeError(f"worker {worker.rank} did not start: {worker.new_output()}") from None
+
+    def _launch(self, rank: int) -> Worker:
+        ours, theirs = socket.socketpair()
+        stem = self._folder / f"{time.monotonic_ns()}-{rank}"
+        output, stacks = stem.with_suffix(".out"), stem.with_suffix(".stacks")
+        script = Path(__file__).with_name("harness_worker.py")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        with theirs, output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-u", str(script), str(theirs.fileno()), str(rank), str(stacks)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
+        return Worker(rank, process, Connection(ours.detach()), output, stacks)
+
+    def _send(self, call: bytes, world_size: int, timeout: float) -> None:
+        self._calls += 1
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        store = str(self._folder / f"{self._calls}.store")
+        request = {"call": call, "world_size": world_size, "store": store, "port": port, "timeout": timeout}
+        for worker in self._workers[:world_size]:
+            worker.read = worker.output.stat().st_size
+            worker.connection.send(request)
+
+    def _collect(self, outcomes: dict[int, Outcome], world_size: int, timeout: float, grace: float) -> None:
+        waiting = {worker.connection: worker for worker in self._workers[:world_size]}
+        limit = time.monotonic() + timeout
+        while waiting and time.monotonic() < limit:
+            ready = {connection for connection in wait(list(waiting), 0.1) if isinstance(connection, Connection)}
+            ready |= {connection for connection, worker in waiting.items() if worker.death()}
+            for connection in ready:
+                worker = waiting.pop(connection)
+                outcomes[worker.rank] = outcome = _receive(worker)
+                if outcome.kind != "returned":
+                    limit = min(limit, time.monotonic() + grace)
+        for worker in waiting.values():
+            worker.process.send_signal(signal.SIGUSR1)
+        for worker in waiting.values():
+            outcomes[worker.rank] = Outcome(worker.rank, "hung", None, worker.stack(), worker.new_output(), time.time())
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+
+def _receive(worker: Worker) -> Outcome:
+    """The outcome of a worker that has answered or ended."""
+    try:
+        kind, value, at = pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        worker.process.wait(5)
+        return Outcome(
+            worker.rank, "died", None, worker.death() or "closed its socket", worker.new_output(), time.time()
+        )
+    text = value if kind == "raised" else ""
+    return Outcome(worker.rank, kind, None if text else value, text, worker.new_output(), at)
+
+
+@functools.cache
+def session_pool() -> Pool:
+    """The pool that all tests of the session share."""
+    return Pool()
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on every rank; what each returned, by rank.
+
+    Raises:
+        RankFailure: if a rank raised, died, or did not return within ``timeout`` seconds.
+    """
+    __tracebackhide__ = True
+    outcomes = session_pool().run(fn, world_size, args, kwargs, timeout)
+    if any(outcome.kind != "returned" for outcome in outcomes):
+        raise RankFailure(fn.__name__, outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def spawn_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any
+) -> list[Outcome]:
+    """Call ``fn(*args, **kwargs)`` on every rank in fresh processes; the outcomes, whatever they are.
+
+    After a failure the other ranks have the whole of ``timeout`` to find out.
+    """
+    with Pool() as pool:
+        return pool.run(fn, world_size, args, kwargs, timeout, grace=timeout)
+
+
+def run_command(
+    command: Sequence[str | Path], timeout: float = 60, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line with ``variables`` added to the environment, stdout and stderr as one text.
+
+    Whatever its exit status is, it is returned. Raises AssertionError with the output so far, having ended the
+    command and all that it started, if it takes longer than ``timeout`` seconds.
+    """
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env=os.environ | variables,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"{command} did not end in {timeout} s; its output:\n{output}") from None
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, "")

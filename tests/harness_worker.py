@@ -1,0 +1,99 @@
+"""One rank of the worker pool of ``harness.py``: takes calls from a socket and answers with their outcomes."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def leave_with_parent() -> None:
+    """End this process when the pytest process is gone, whatever it is doing."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def reset(environment: dict[str, str]) -> None:
+    """Take away what the last call may have left: its groups, settings, variables and memory.
+
+    It is done before a call and not after it, when all ranks have answered and none needs another's group any more.
+    """
+    gc.collect()  # what holds a group goes before the group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+def answer(request: dict[str, Any], rank: int) -> Any:
+    """Call the function in a process group of its own."""
+    function, args, kwargs = pickle.loads(request["call"])
+    world_size = request["world_size"]
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_PORT=str(request["port"]))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{request['store']}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=request["timeout"] + 30),
+    )
+    return function(*args, **kwargs)
+
+
+def serve(connection: Connection, rank: int) -> None:
+    """Answer calls until the parent closes the socket."""
+    environment = dict(os.environ)
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        try:
+            reset(environment)
+            reply = pickle.dumps(("returned", answer(request, rank), time.time()))
+        except BaseException:
+            reply = pickle.dumps(("raised", traceback.format_exc(), time.time()))
+        connection.send_bytes(reply)
+
+
+def main() -> None:
+    """Arguments: the socket's descriptor, the rank, the file for stacks."""
+    descriptor, rank, stacks = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    leave_with_parent()
+    os.set_inheritable(descriptor, False)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", MASTER_ADDR="127.0.0.1")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    torch.set_num_threads(1)
+    gc.freeze()
+    connection = Connection(descriptor)
+    connection.send_bytes(pickle.dumps(("ready", None, time.time())))
+    serve(connection, rank)
+
+
+if __name__ == "__main__":
+    main()

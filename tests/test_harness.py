@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import Pool, RankFailure, run_command, run_ranks, session_pool, spawn_ranks
+
+
+def total(value: float) -> tuple[torch.Tensor, int, dict[str, str]]:
+    tensor = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(tensor)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return tensor, os.getpid(), {name: os.environ[name] for name in names}
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ZeroDivisionError(f"rank {rank} cannot divide")
+    dist.barrier()
+
+
+def hang_on(rank: int) -> None:
+    print(f"rank {dist.get_rank()} is here")
+    if dist.get_rank() == rank:
+        wait_for_ever()
+    dist.barrier()
+
+
+def wait_for_ever() -> None:
+    time.sleep(1000)
+
+
+def kill_on(rank: int) -> str:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()
+    except RuntimeError:
+        return "noticed"
+    return "did not notice"
+
+
+def random_number() -> float:
+    return torch.rand(()).item()
+
+
+def leave_traces() -> None:
+    dist.new_group()
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    os.environ["LEFT_BEHIND"] = "1"
+
+
+def traces() -> list[str]:
+    found = {
+        "groups": len(dist.distributed_c10d._world.pg_map) != 1,
+        "dtype": torch.get_default_dtype() != torch.float32,
+        "grad": not torch.is_grad_enabled(),
+        "variable": "LEFT_BEHIND" in os.environ,
+    }
+    return [name for name, is_left in found.items() if is_left]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("world_size", [4, 2, 1, 3])
+def test_every_rank_computes_in_a_world_of_the_asked_size(world_size: int) -> None:
+    results = run_ranks(total, world_size, 1.0)
+    assert [tensor.item() for tensor, _, _ in results] == [world_size * (world_size + 1) / 2] * world_size
+    for rank, (_, _, environment) in enumerate(results):
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == str(world_size)
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+    assert len({environment["MASTER_PORT"] for _, _, environment in results}) == 1
+
+
+def test_workers_are_reused() -> None:
+    first = [pid for _, pid, _ in run_ranks(total, 3, 1.0)]
+    second = [pid for _, pid, _ in run_ranks(total, 2, 1.0)]
+    assert first[:2] == second
+    assert os.getpid() not in first
+
+
+def test_no_state_goes_from_call_to_call() -> None:
+    first = run_ranks(random_number, 2)
+    run_ranks(leave_traces, 2)
+    assert run_ranks(random_number, 2) == first
+    assert run_ranks(traces, 2) == [[]] * 2
+
+
+def test_an_exception_fails_with_the_first_failure_first_and_the_next_call_works() -> None:
+    with pytest.raises(RankFailure, match="rank 1 cannot divide") as failure:
+        run_ranks(raise_on, 2, 1)
+    message = str(failure.value)
+    assert "raise_on failed" in message
+    assert message.index("rank 1 raised") < message.index("rank 0 hung")
+    assert "in raise_on" in message.split("rank 0 hung")[1]
+    assert [tensor.item() for tensor, _, _ in run_ranks(total, 2, 1.0)] == [3.0] * 2
+
+
+def test_a_hang_is_killed_and_shows_every_ranks_stack_and_output() -> None:
+    pids = [pid for _, pid, _ in run_ranks(total, 2, 1.0)]
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(hang_on, 2, 0, timeout=1)
+    by_rank = {outcome.rank: outcome for outcome in failure.value.outcomes}
+    assert "in wait_for_ever" in by_rank[0].text
+    assert "in hang_on" in by_rank[1].text
+    assert all(f"rank {rank} is here" in by_rank[rank].output for rank in (0, 1))
+    assert all(by_rank[rank].text.strip() in str(failure.value) for rank in (0, 1))
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 died ----\nkilled by SIGKILL"):
+        run_ranks(kill_on, 2, 1)
+
+
+def test_fresh_ranks_give_an_outcome_each() -> None:
+    before = session_pool().pids
+    outcomes = spawn_ranks(kill_on, 2, 0)
+    assert [outcome.kind for outcome in outcomes] == ["died", "returned"]
+    assert outcomes[1].value == "noticed"
+    assert session_pool().pids == before
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('a torch that does not load')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Pool() as pool, pytest.raises(RuntimeError, match="a torch that does not load"):
+        pool.run(random_number, 1)
+
+
+def test_workers_end_with_the_session(tmp_path: Path) -> None:
+    script = tmp_path / "session.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "from harness import session_pool\n"
+        "if __name__ == '__main__':\n"
+        "    session_pool().run(time.sleep, 1, (0,))\n"
+        "    print(session_pool().pids[0], flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    finished = run_command([sys.executable, script], PYTHONPATH=str(Path(__file__).parent))
+    pid = int(finished.stdout)
+    limit = time.monotonic() + 20
+    while alive(pid):
+        assert time.monotonic() < limit, f"worker {pid} outlives its session"
+        time.sleep(0.05)
+
+
+def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)did not end in 1 s.*\d+") as failure:
+        run_command(["sh", "-c", "sleep 1000 & echo $!; wait"], timeout=1)
+    child = int(str(failure.value).split()[-1])
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], capture_output=True, text=True).stdout
+    assert not state.strip() or state.startswith("Z")
