@@ -1,0 +1,147 @@
+"""From a path or a dict to one plain document: no duplicate keys, one name per key, nothing that means "unset"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zeromesh.config.errors import ConfigError, show
+from zeromesh.config.tables import RENAMED
+
+UNSET = "auto"
+"""The value that means: as if the key were not there."""
+
+
+class _Repeated(dict[str, Any]):
+    """A JSON object in which some keys stand more than once."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The configuration as a fresh dict, with the overrides in place, other names replaced and "auto" left out.
+
+    Args:
+        source: path of a JSON file, or a mapping such as ``json.load`` gives.
+        overrides: ``dotted.path=value``, the value as JSON; what is not JSON is a string.
+
+    Raises:
+        ConfigError: no such file, not JSON, not an object, a key twice, or an override that cannot be read.
+    """
+    document: dict[str, Any] = _rename(_read_file(Path(source)) if isinstance(source, str | Path) else _copy(source))
+    for override in overrides:
+        document = _merge(document, _rename(_parse_override(override)))
+    cleaned = {key: _without_unset(item) for key, item in document.items() if not _is_unset(item)}
+    cleaned.pop("$schema", None)
+    return cleaned
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(["there is no such file; give the path of a JSON file, or a dict"], str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"cannot be read as a text file: {error}"], str(path)) from None
+    try:
+        document = json.loads(text, object_pairs_hook=_from_pairs)
+    except json.JSONDecodeError as error:
+        raise ConfigError([_syntax_problem(text, error)], str(path)) from None
+    if not isinstance(document, dict):
+        raise ConfigError([f"is {show(document)}, but must be an object: {{ ... }}"], str(path))
+    repeated = _repeated_paths(document, "")
+    if repeated:
+        problems = [f"{key} stands more than once; keep one of them" for key in repeated]
+        raise ConfigError(problems, str(path))
+    return document
+
+
+def _syntax_problem(text: str, error: json.JSONDecodeError) -> str:
+    line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+    hint = ""
+    if line.startswith(("//", "#", "/*")):
+        hint = "; JSON has no comments, take this one out"
+    elif "double quotes" in error.msg:
+        hint = "; keys are in double quotes, and the last one has no comma after it"
+    return f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {show(line)}{hint}"
+
+
+def _from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = _Repeated(pairs)
+    keys = [key for key, _ in pairs]
+    document.repeated = tuple(dict.fromkeys(key for key in keys if keys.count(key) > 1))
+    return document
+
+
+def _repeated_paths(value: Any, prefix: str) -> list[str]:
+    """Dotted paths of the keys that stand more than once."""
+    if isinstance(value, list):
+        return [path for item in value for path in _repeated_paths(item, prefix)]
+    if not isinstance(value, _Repeated):
+        return []
+    here = [prefix + key for key in value.repeated]
+    return here + [path for key, item in value.items() for path in _repeated_paths(item, f"{prefix}{key}.")]
+
+
+def _copy(value: Any) -> Any:
+    """Containers copied, so that the settings do not change when the caller's dict does."""
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    """``a.b=1`` as ``{"a": {"b": 1}}``."""
+    path, equals, text = override.partition("=")
+    parts = path.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(
+            [f"{show(override)} must be of the form path=value, as in zero_optimization.stage=3"], "--set"
+        )
+    try:
+        value: Any = json.loads(text, object_pairs_hook=_from_pairs)
+    except json.JSONDecodeError:
+        value = text
+    for part in reversed(parts):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _merge(document: Any, change: Any) -> Any:
+    """``document`` with the values of ``change``; objects are merged key by key, all else is replaced."""
+    if not isinstance(document, dict) or not isinstance(change, dict):
+        return change
+    merged = {key: _merge(document[key], item) for key, item in change.items() if key in document}
+    return {**document, **change, **merged}
+
+
+def _rename(document: dict[str, Any]) -> dict[str, Any]:
+    """Every key under the one name that it has here."""
+    if isinstance(document.get("zero_optimization"), bool):
+        document = {**document, "zero_optimization": {"stage": int(document["zero_optimization"])}}
+    for old, new in RENAMED.items():
+        parent, _, old_name = old.rpartition(".")
+        section = document if not parent else document.get(parent)
+        if not isinstance(section, dict) or old_name not in section:
+            continue
+        new_name = new.rpartition(".")[2]
+        if new_name in section:
+            raise ConfigError([f"{old} and {new} are two names of one key; keep {new}"])
+        renamed = {new_name if key == old_name else key: item for key, item in section.items()}
+        document = renamed if not parent else {**document, parent: renamed}
+    return document
+
+
+def _without_unset(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_unset(item) for key, item in value.items() if not _is_unset(item)}
+    return [_without_unset(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_unset(value: Any) -> bool:
+    return isinstance(value, str) and value == UNSET

@@ -1,0 +1,42 @@
+"""What is wrong with a configuration: one error that lists every problem."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+
+LONGEST_VALUE = 80
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used.
+
+    Attributes:
+        problems: one line per problem, each with the dotted key, the value, the rule and the remedy.
+    """
+
+    def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            message = f"{source}: {self.problems[0]}"
+        else:
+            lines = "".join(f"\n  - {problem}" for problem in self.problems)
+            message = f"{source} has {len(self.problems)} problems:{lines}"
+        super().__init__(message)
+
+
+def show(value: object) -> str:
+    """``value`` as JSON where it has such a form, shortened to one line."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that ``word`` was most likely meant to be, or None; letter case does not matter."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None

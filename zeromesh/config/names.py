@@ -1,0 +1,52 @@
+"""The optimizers and schedules that a configuration may name."""
+
+from __future__ import annotations
+
+from zeromesh.config.errors import nearest, show
+
+OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "adagrad", "sgd", "muon")
+"""Optimizers of ours, in any letter case."""
+
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "WSD")
+"""Schedules of ours, in any letter case."""
+
+GONE_OPTIMIZERS: dict[str, str] = {
+    "onebitadam": "use adam; gradients travel in 16 bits under fp16 or bf16",
+    "zerooneadam": "use adam; gradients travel in 16 bits under fp16 or bf16",
+    "onebitlamb": "use lamb; gradients travel in 16 bits under fp16 or bf16",
+    "muadam": "use adam, and pass parameter groups with muP's learning rates to initialize",
+    "muadamw": "use adamw, and pass parameter groups with muP's learning rates to initialize",
+    "musgd": "use sgd, and pass parameter groups with muP's learning rates to initialize",
+}
+"""Optimizers of DeepSpeed that are not here, in lower case, and what to use instead."""
+
+
+def check_optimizer(name: str) -> str:
+    """``name`` itself. Raises ValueError, with a suggestion, if there is no such optimizer."""
+    import torch
+
+    if name.lower() in GONE_OPTIMIZERS:
+        raise ValueError(f"is not available; {GONE_OPTIMIZERS[name.lower()]}")
+    return _check(name, OPTIMIZERS, _classes(torch.optim, torch.optim.Optimizer), "torch.optim")
+
+
+def check_scheduler(name: str) -> str:
+    """``name`` itself. Raises ValueError, with a suggestion, if there is no such schedule."""
+    from torch.optim import lr_scheduler
+
+    return _check(name, SCHEDULERS, _classes(lr_scheduler, lr_scheduler.LRScheduler), "torch.optim.lr_scheduler")
+
+
+def _classes(module: object, base: type) -> list[str]:
+    """Names of the public subclasses of ``base`` in ``module``."""
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    found = {name: value for name, value in public.items() if isinstance(value, type) and value is not base}
+    return [name for name, value in found.items() if issubclass(value, base)]
+
+
+def _check(name: str, ours: tuple[str, ...], theirs: list[str], module: str) -> str:
+    if name.lower() in {known.lower() for known in (*ours, *theirs)}:
+        return name
+    suggestion = nearest(name, (*theirs, *ours))
+    remedy = f"did you mean {show(suggestion)}?" if suggestion else "choose one of them"
+    raise ValueError(f"must be one of {', '.join(ours)}, or a class of {module}; {remedy}")

@@ -1,0 +1,383 @@
+"""The settings of a run: read from DeepSpeed's JSON, checked at every depth, and frozen."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from zeromesh.config.batch import solve_batch, solve_mesh
+from zeromesh.config.catalogue import Entry, catalogue
+from zeromesh.config.document import read_document
+from zeromesh.config.errors import ConfigError
+from zeromesh.config.explain import explain, gone_problems, not_yet_problems, without_effect, without_gone
+from zeromesh.config.parts import (
+    ActivationCheckpointing,
+    Aio,
+    Bf16,
+    Checkpoint,
+    DataTypes,
+    Fp16,
+    MeshSizes,
+    Optimizer,
+    Pipeline,
+    Scheduler,
+    Slots,
+    TensorParallel,
+    TorchAutocast,
+)
+from zeromesh.config.section import CountFloat, CountInt, Dtype, Names, PositiveFloat, PositiveInt, Section
+from zeromesh.config.tables import WITHOUT_EFFECT
+from zeromesh.config.train import ModelShape, Run, TextData
+from zeromesh.config.unused import (
+    Autotuning,
+    Comet,
+    CommsLogger,
+    Compile,
+    CsvMonitor,
+    DataEfficiency,
+    ExpertParallel,
+    FlopsProfiler,
+    HybridEngine,
+    TensorBoard,
+    Timers,
+    Wandb,
+    WeightQuantization,
+)
+from zeromesh.config.zero import ZeroOptimization
+from zeromesh.model.placement import ROWS, Row
+
+if TYPE_CHECKING:
+    from zeromesh.model.precision import LossScale, Precision
+
+log = logging.getLogger("zeromesh")
+
+
+class Settings(Section):
+    """Every key at its value. What depends on the number of ranks is still open; ``resolve`` closes it."""
+
+    train_batch_size: PositiveInt | None = Field(
+        None,
+        description="Samples per update, over all ranks. Null: train_micro_batch_size_per_gpu x "
+        "gradient_accumulation_steps x data-parallel ranks.",
+    )
+    train_micro_batch_size_per_gpu: PositiveInt | None = Field(
+        None, description="Samples per rank and micro-batch. Null: from the other two sizes, else 1."
+    )
+    gradient_accumulation_steps: PositiveInt | None = Field(
+        None, description="Micro-batches per update. Null: from the other two sizes, else 1."
+    )
+    optimizer: Optimizer | None = Field(None, description="The optimizer. Null: the one passed to initialize.")
+    scheduler: Scheduler | None = Field(None, description="The schedule. Null: the one passed to initialize, or none.")
+    gradient_clipping: CountFloat = Field(
+        0.0,
+        description="Largest global norm of the gradients; 0 means no clipping "
+        "(DeepSpeed's default is 1.0 since version 0.19, and was 0 before).",
+    )
+    prescale_gradients: bool = Field(
+        False, description="Divide gradients by the number of data-parallel ranks before they are reduced."
+    )
+    gradient_predivide_factor: PositiveFloat = Field(
+        1.0, description="Divide gradients by this before they are reduced, and by the rest of the mean after."
+    )
+    gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="What gradients are reduced to.")
+    communication_data_type: Dtype | None = Field(
+        None, description="Dtype of gradients on the wire. Null: the dtype of the parameters."
+    )
+    data_types: DataTypes = Field(DataTypes(), description="Dtypes that differ from those of the model.")
+    fp16: Fp16 = Field(Fp16(), description="fp16 parameters with an fp32 master and a loss scale.")
+    bf16: Bf16 = Field(Bf16(), description="bf16 parameters with an fp32 master. Also called bfloat16.")
+    torch_autocast: TorchAutocast = Field(TorchAutocast(), description="The forward under torch.autocast.")
+    zero_optimization: ZeroOptimization = Field(
+        ZeroOptimization(),
+        description="Which states are sharded, and where they rest. True and false stand for stages 1 and 0.",
+    )
+    mesh: MeshSizes = Field(MeshSizes(), description="Sizes of the mesh of ranks; their product is the world size.")
+    slots: Slots = Field(Slots(), description="Budgets of full-size working buffers, in units.")
+    units: Names = Field(
+        (),
+        description="Class names, or glob patterns of module names, whose parameters travel together. "
+        "Empty: found automatically.",
+    )
+    activation_checkpointing: ActivationCheckpointing = Field(
+        ActivationCheckpointing(), description="Recompute activations in the backward instead of keeping them."
+    )
+    seed: CountInt = Field(1234, description="Seed of initial weights, dropout and the order of samples.")
+    steps_per_print: CountInt | None = Field(None, description="Updates between lines of the log. Null or 0: none.")
+    wall_clock_breakdown: bool = Field(False, description="Log the time of forward, backward and step.")
+    dataloader_drop_last: bool = Field(False, description="Drop the last, incomplete batch of training_data.")
+    managed_gradient_accumulation: bool = Field(True, description="The engine counts micro-batches.")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="How checkpoints are written and loaded.")
+    model: ModelShape | None = Field(None, description="The language model of zeromesh train.")
+    data: TextData | None = Field(None, description="The text of zeromesh train.")
+    run: Run | None = Field(None, description="Length and output of zeromesh train.")
+    pipeline: Pipeline | None = Field(None, description="The model cut into stages.")
+    tensor_parallel: TensorParallel = Field(TensorParallel(), description="Layers split over ranks.")
+    sequence_parallel_size: PositiveInt = Field(1, description="Ranks that share one sequence.")
+    expert_parallel: ExpertParallel | None = Field(None, description="Experts spread over ranks.")
+    use_data_before_expert_parallelism: bool = Field(False, description="Order of the data and expert axes.")
+    seq_parallel_communication_data_type: Dtype = Field(
+        "fp32", description="Dtype of gradients on the wire between ranks that share a sequence."
+    )
+    sparse_gradients: bool = Field(False, description="Reduce gradients of embeddings as rows.")
+    zero_allow_untested_optimizer: bool = Field(False, description="Allow optimizers that DeepSpeed does not know.")
+    zero_force_ds_cpu_optimizer: bool = Field(True, description="Insist on DeepSpeed's own optimizer on the host.")
+    disable_allgather: bool = Field(False, description="Broadcast updated parameters instead of gathering them.")
+    allgather_size: CountInt = Field(500_000_000, description="Old form of allgather_bucket_size.")
+    dump_state: bool = Field(False, description="Print the engine's state.")
+    disable_python_gc: bool = Field(False, description="Switch Python's garbage collector off.")
+    memory_breakdown: bool = Field(False, description="Print the memory in use.")
+    vocabulary_size: PositiveInt | None = Field(None, description="Size of the vocabulary, checked for alignment.")
+    log_level: str | None = Field(None, description="Level of the log.")
+    timers: Timers = Field(Timers(), description="Timers of the engine.")
+    tensorboard: TensorBoard = Field(TensorBoard(), description="Metrics for TensorBoard.")
+    wandb: Wandb = Field(Wandb(), description="Metrics for Weights & Biases.")
+    csv_monitor: CsvMonitor = Field(CsvMonitor(), description="Metrics as CSV files.")
+    comet: Comet = Field(Comet(), description="Metrics for Comet.")
+    flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="A profile of one step.")
+    comms_logger: CommsLogger = Field(CommsLogger(), description="A log of collectives.")
+    aio: Aio = Field(Aio(), description="Asynchronous file access for NVMe.")
+    compile: Compile = Field(Compile(), description="Compiler passes on the whole graph.")
+    data_efficiency: DataEfficiency = Field(DataEfficiency(), description="Samples and tokens by difficulty.")
+    autotuning: Autotuning = Field(Autotuning(), description="A search for the fastest settings.")
+    hybrid_engine: HybridEngine = Field(HybridEngine(), description="Generation between training steps.")
+    weight_quantization: WeightQuantization | None = Field(None, description="Weights as numbers of few bits.")
+    datastates_ckpt: Any = Field(None, description="A second writer of checkpoints.")
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = ()) -> Settings:
+        """The settings from a JSON file, a dict, or other settings.
+
+        Keys that have no effect are reported once, at INFO, to the logger "zeromesh".
+
+        Args:
+            source: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
+            overrides: ``dotted.path=value``, the value as JSON; what is not JSON is a string.
+
+        Raises:
+            ConfigError: everything that is wrong, in one error.
+        """
+        if isinstance(source, Settings):
+            if not overrides:
+                return source
+            source = source.model_dump(mode="python", exclude_unset=True)
+        if not isinstance(source, str | Path | Mapping):
+            raise ConfigError([f"must be the path of a JSON file, or a dict, not {type(source).__name__}"])
+        document = read_document(source, overrides)
+        name = str(source) if isinstance(source, str | Path) else "the configuration"
+        settings = _validate(document, name)
+        idle = without_effect(document)
+        if idle:
+            lines = "".join(f"\n  {path}: {reason}" for path, reason in idle.items())
+            log.info("these keys of the configuration have no effect:%s", lines)
+        return settings
+
+    def resolve_mesh(self, world_size: int) -> dict[str, int]:
+        """The size of every axis of the mesh; their product is ``world_size``.
+
+        ``mesh.data = -1`` becomes what is left. DeepSpeed's ``mics_shard_size`` (Zhang et al., "MiCS", 2022) and
+        ``zero_hpz_partition_size`` (Wang et al., "ZeRO++", 2023) set the size of a shard group, and the groups
+        replicate each other.
+
+        Raises:
+            ConfigError: the sizes do not fit the number of ranks.
+        """
+        return solve_mesh(self.mesh.model_dump(), self._shard_group, world_size)
+
+    def resolve(self, data_size: int, sizes: Mapping[str, int] | None = None) -> Resolved:
+        """The settings with the batch sizes worked out for ``data_size`` data-parallel ranks.
+
+        Args:
+            data_size: ranks that feed different samples.
+            sizes: the mesh as it is, to be recorded; by default it stays as configured.
+
+        Raises:
+            ConfigError: ``train = micro x accumulation x data_size`` does not hold or has no whole solution.
+        """
+        batch = solve_batch(
+            self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, data_size
+        )
+        values = self.model_dump(mode="python", exclude_unset=True) | {
+            "train_batch_size": batch.train,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+        }
+        if sizes is not None:
+            values["mesh"] = dict(sizes)
+        return Resolved.model_validate(values)
+
+    @property
+    def row(self) -> Row:
+        """Which states are sharded. Hybrid sharding is a matter of the mesh."""
+        return ROWS[self.zero_optimization.stage]
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of the run."""
+        from zeromesh.model.precision import Precision
+
+        compute = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
+        autocast = self.torch_autocast.dtype if self.torch_autocast.enabled else None
+        return Precision(
+            compute=_dtype(compute),
+            communicate=_dtype(self.communication_data_type),
+            accumulate=_dtype(self.data_types.grad_accum_dtype),
+            autocast=_dtype(autocast),
+            cast_inputs=self.fp16.auto_cast if self.fp16.enabled else True,
+            loss_scale=self._loss_scale if "fp16" in (compute, autocast) else None,
+        )
+
+    @property
+    def _loss_scale(self) -> LossScale:
+        from zeromesh.model.precision import LossScale
+
+        return LossScale(
+            static=self.fp16.loss_scale or None,
+            initial_power=self.fp16.initial_scale_power,
+            window=self.fp16.loss_scale_window,
+            hysteresis=self.fp16.hysteresis,
+            consecutive_hysteresis=self.fp16.consecutive_hysteresis,
+            minimum=self.fp16.min_loss_scale,
+        )
+
+    @property
+    def _shard_group(self) -> tuple[str, int] | None:
+        """DeepSpeed's key for the size of a shard group, and its value, where one is set."""
+        zero = self.zero_optimization
+        if zero.mics_shard_size > 0:
+            return "zero_optimization.mics_shard_size", zero.mics_shard_size
+        if zero.zero_hpz_partition_size > 1:
+            return "zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size
+        return None
+
+    def to_json(self) -> str:
+        """Every value in JSON, in a fixed order, as ``load`` reads it.
+
+        Keys without effect are in it only where they were set.
+        """
+        return json.dumps(self._plain(), indent=2)
+
+    def fingerprint(self) -> str:
+        """A JSON string that is equal for equal settings: every rank of a run must have the same."""
+        return json.dumps(self._plain(), sort_keys=True, separators=(",", ":"))
+
+    def _plain(self) -> dict[str, Any]:
+        plain = _jsonable(self.model_dump(mode="python"))
+        assert isinstance(plain, dict)
+        return _without_idle(plain, _jsonable(self.model_dump(mode="python", exclude_unset=True)), "")
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        problems = [*_precision_problems(self), *_shard_group_problems(self)]
+        if problems:
+            raise ConfigError(problems)
+        return self
+
+
+class Resolved(Settings):
+    """Settings in which nothing depends on the number of ranks any more."""
+
+    train_batch_size: PositiveInt
+    train_micro_batch_size_per_gpu: PositiveInt
+    gradient_accumulation_steps: PositiveInt
+
+    @property
+    def data_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.train_batch_size // (self.train_micro_batch_size_per_gpu * self.gradient_accumulation_steps)
+
+    @property
+    def gradient_predivide(self) -> float:
+        """What gradients are divided by before they are reduced; 1 for nothing. The rest of the mean comes after."""
+        return float(self.data_size) if self.prescale_gradients else self.gradient_predivide_factor
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """Every key of the settings by its dotted path."""
+    return catalogue(Settings)
+
+
+def differences(mine: str, theirs: str) -> list[str]:
+    """What differs between two fingerprints, as ``key: value here, value there``."""
+    first, second = _flat(json.loads(mine), ""), _flat(json.loads(theirs), "")
+    paths = dict.fromkeys([*first, *second])
+    return [
+        f"{path}: {first.get(path, 'not set')} here, {second.get(path, 'not set')} there"
+        for path in paths
+        if first.get(path) != second.get(path)
+    ]
+
+
+def _validate(document: dict[str, Any], source: str) -> Settings:
+    problems: list[str] = []
+    settings = None
+    try:
+        settings = Settings.model_validate(without_gone(document))
+    except ValidationError as error:
+        problems = explain(error, entries())
+    problems = [*problems, *gone_problems(document), *not_yet_problems(document, problems)]
+    if problems or settings is None:
+        raise ConfigError(problems, source)
+    return settings
+
+
+def _precision_problems(settings: Settings) -> list[str]:
+    switches = {name: getattr(settings, name).enabled for name in ("fp16", "bf16", "torch_autocast")}
+    on = [f"{name}.enabled" for name, enabled in switches.items() if enabled]
+    if len(on) < 2:
+        return []
+    return [f"{' and '.join(on)} are true, but only one of them can be; set the others to false"]
+
+
+def _shard_group_problems(settings: Settings) -> list[str]:
+    zero = settings.zero_optimization
+    if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
+        return ["zero_optimization.mics_shard_size and zero_hpz_partition_size say the same thing; keep one of them"]
+    return []
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    return {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
+
+
+def _jsonable(value: Any) -> Any:
+    """``value`` in the types of JSON; what has no such form becomes its name."""
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    named = getattr(value, "__qualname__", None)
+    return f"{value.__module__}.{named}" if named else str(value)
+
+
+def _without_idle(section: dict[str, Any], given: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """``section`` without the keys that have no effect and were not given."""
+    kept = {}
+    for key, value in section.items():
+        if prefix + key in WITHOUT_EFFECT:
+            if key in given:
+                kept[key] = given[key]
+        elif isinstance(value, dict):
+            inner = given.get(key)
+            kept[key] = _without_idle(value, inner if isinstance(inner, dict) else {}, f"{prefix}{key}.")
+        else:
+            kept[key] = value
+    return kept
+
+
+def _flat(value: Any, path: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {path: json.dumps(value)}
+    return {
+        leaf: text for key, item in value.items() for leaf, text in _flat(item, f"{path}.{key}".lstrip(".")).items()
+    }

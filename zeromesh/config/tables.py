@@ -1,0 +1,199 @@
+"""What is special about keys: the tables that the rules on them are read from.
+
+Each is keyed by dotted path; a path of a section speaks for all keys in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+OURS: tuple[str, ...] = (
+    "mesh",
+    "slots",
+    "units",
+    "seed",
+    "activation_checkpointing.enabled",
+    "activation_checkpointing.targets",
+    "model",
+    "data",
+    "run",
+)
+"""Keys that DeepSpeed does not have."""
+
+RENAMED: dict[str, str] = {
+    "bfloat16": "bf16",
+    "tensor_parallel.tp": "tensor_parallel.tensor_parallel",
+    "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    },
+}
+"""Other names of a key, to the one that is used here."""
+
+_UNITS = "units travel whole, and their number in memory is set by slots"
+_ALWAYS = "it is always so here"
+_METRICS = "the engine does not write there yet"
+_OFFLOAD = "nothing is offloaded in this version"
+
+WITHOUT_EFFECT: dict[str, str] = {
+    "sparse_gradients": "gradients travel dense",
+    "zero_allow_untested_optimizer": "every optimizer that updates element by element works with every stage",
+    "zero_force_ds_cpu_optimizer": "there is no separate optimizer for the host",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism in this version",
+    "disable_allgather": "what is gathered follows from the placement of the states",
+    "dump_state": "the resolved configuration is part of every run",
+    "disable_python_gc": "Python's garbage collector is left alone",
+    "memory_breakdown": "call engine.memory_report() instead",
+    "vocabulary_size": "the model's own size counts",
+    "use_data_before_expert_parallelism": "the order of the axes of the mesh is fixed",
+    "log_level": 'set the level of logging.getLogger("zeromesh") instead',
+    "allgather_size": _UNITS,
+    "timers": "throughput is always measured by the host's clock",
+    "tensorboard": _METRICS,
+    "wandb": _METRICS,
+    "csv_monitor": _METRICS,
+    "comet": _METRICS,
+    "flops_profiler": "use torch.profiler",
+    "comms_logger": "call engine.traffic_report() instead",
+    "aio": "nothing is kept on NVMe in this version",
+    "autotuning": "settings are not searched for",
+    "hybrid_engine": "there is no engine for generation",
+    "compile": "the compiler passes of DeepSpeed are not here; compile the model's blocks with torch.compile",
+    "data_efficiency": "samples are taken as the loader gives them",
+    "expert_parallel": "there is no expert parallelism in this version",
+    "tensor_parallel": "there is no tensor parallelism in this version",
+    "pipeline": "there are no pipeline stages in this version",
+    "weight_quantization": "weights are not quantised",
+    "datastates_ckpt": "checkpoints have one writer",
+    "optimizer.legacy_fusion": "torch's fused updates are used where they exist",
+    "torch_autocast.lower_precision_safe_modules": "communication_data_type says how gradients travel",
+    "data_types.keep_in_fp32_modules": "buffers keep their dtype, and parameters have one dtype",
+    "bf16.immediate_grad_update": "gradients are added as soon as they are there",
+    "bf16.check_grad_overflow": "updates are skipped only where a loss scale is used",
+    "activation_checkpointing.partition_activations": "there is no tensor parallelism in this version",
+    "activation_checkpointing.cpu_checkpointing": "activations are recomputed, not moved",
+    "activation_checkpointing.number_checkpoints": "targets says what is recomputed",
+    "activation_checkpointing.contiguous_memory_optimization": "activations are left to torch's allocator",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait there",
+    "activation_checkpointing.profile": "use torch.profiler",
+    "checkpoint.use_node_local_storage": "every rank writes to the folder it is given",
+    "checkpoint.parallel_write": "all ranks always write at once",
+    "checkpoint.checkpoint_serialization": "checkpoints have one format",
+    "checkpoint.writer": "checkpoints have one writer",
+    "zero_optimization.mics_hierarchical_params_gather": "units are gathered in one step",
+    "zero_optimization.offload_optimizer": _OFFLOAD,
+    "zero_optimization.offload_param": _OFFLOAD,
+    "zero_optimization.cpu_offload": _OFFLOAD,
+    "zero_optimization.cpu_offload_param": _OFFLOAD,
+    "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
+    "zero_optimization.overlap_comm": "communication always overlaps with compute where the backend can",
+    "zero_optimization.contiguous_gradients": _ALWAYS,
+    "zero_optimization.reduce_scatter": "what is reduced, and how, follows from the placement of the states",
+    "zero_optimization.reduce_bucket_size": "gradients are reduced unit by unit",
+    "zero_optimization.use_multi_rank_bucket_allreduce": "gradients are reduced unit by unit",
+    "zero_optimization.allgather_partitions": _ALWAYS,
+    "zero_optimization.allgather_bucket_size": _UNITS,
+    "zero_optimization.compute_grad_norm": _ALWAYS,
+    "zero_optimization.load_from_fp32_weights": "the master is made from the weights as they are before rounding",
+    "zero_optimization.elastic_checkpoint": "checkpoints have one format",
+    "zero_optimization.sub_group_size": "the update goes over whole units",
+    "zero_optimization.stage3_prefetch_bucket_size": _UNITS,
+    "zero_optimization.stage3_param_persistence_threshold": _UNITS,
+    "zero_optimization.stage3_model_persistence_threshold": _UNITS,
+    "zero_optimization.stage3_max_live_parameters": _UNITS,
+    "zero_optimization.stage3_max_reuse_distance": _UNITS,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "save_16bit_model always gathers the weights",
+    "zero_optimization.stage3_module_granularity_threshold": _UNITS,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _UNITS,
+    "zero_optimization.stage3_allgather_sequential": _UNITS,
+    "zero_optimization.ignore_unused_parameters": "a parameter that got no gradient on any rank is skipped",
+    "zero_optimization.legacy_stage1": "there is one engine for all stages",
+    "zero_optimization.round_robin_gradients": _OFFLOAD,
+    "zero_optimization.parameter_alignment": "the layout of a unit aligns what needs it",
+    "zero_optimization.memory_efficient_linear": "torch.nn.functional.linear is left as it is",
+    "zero_optimization.pipeline_loading_checkpoint": "every rank reads only its own part",
+    "zero_optimization.override_module_apply": "torch.nn.Module.apply is left as it is",
+    "zero_optimization.log_trace_cache_warnings": "units are fetched in any order of use",
+    "zero_optimization.enable_sanity_checks": "the engine always guards against stale memory",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _OFFLOAD,
+    "zero_optimization.leaf_module": "name the modules that are fetched as a whole in units",
+}
+"""Keys that are accepted and change nothing, and why."""
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """A key of which only some values work in this version."""
+
+    allowed: tuple[Any, ...]
+    what: str
+
+
+_OFF = (False,)
+_OFFLOADING = "offloading to the host or to NVMe"
+_QUANTISED = "quantised communication"
+
+NOT_YET: dict[str, NotYet] = {
+    "mesh.pipeline": NotYet((1,), "pipeline parallelism"),
+    "mesh.context": NotYet((1,), "context parallelism"),
+    "mesh.tensor": NotYet((1,), "tensor parallelism"),
+    "mesh.expert": NotYet((1,), "expert parallelism"),
+    "pipeline": NotYet(({}, None), "pipeline parallelism"),
+    "tensor_parallel.autotp_size": NotYet((0, 1), "tensor parallelism"),
+    "tensor_parallel.tensor_parallel.tp_size": NotYet((1,), "tensor parallelism"),
+    "sequence_parallel_size": NotYet((1,), "sequence parallelism"),
+    "expert_parallel.enabled": NotYet(_OFF, "expert parallelism"),
+    "zero_optimization.offload_optimizer.device": NotYet(("none",), _OFFLOADING),
+    "zero_optimization.offload_param.device": NotYet(("none",), _OFFLOADING),
+    "zero_optimization.cpu_offload": NotYet(_OFF, _OFFLOADING),
+    "zero_optimization.cpu_offload_param": NotYet(_OFF, _OFFLOADING),
+    "zero_optimization.zenflow": NotYet((None,), _OFFLOADING),
+    "zero_optimization.zero_quantized_weights": NotYet(_OFF, _QUANTISED),
+    "zero_optimization.zero_quantized_gradients": NotYet(_OFF, _QUANTISED),
+    "zero_optimization.zero_quantized_nontrainable_weights": NotYet(_OFF, "quantised frozen weights"),
+    "weight_quantization.enabled": NotYet(_OFF, "quantised weights"),
+    "gradient_allreduce_op": NotYet(("mean",), "the sum of gradients instead of their mean"),
+    "managed_gradient_accumulation": NotYet((True,), "accumulation left to the training loop"),
+    "fp16.fp16_master_weights_and_grads": NotYet(_OFF, "a master in 16 bits"),
+    "bf16.bf16_master_weights_and_grads": NotYet(_OFF, "a master in 16 bits"),
+    "bf16.bf16_optimizer_states": NotYet(_OFF, "an optimizer state in 16 bits"),
+    "data_types.param_dtype": NotYet((None,), "a dtype for parameters beside fp16 and bf16"),
+    "data_types.buffer_dtype": NotYet((None,), "a dtype for buffers"),
+    "checkpoint.load_universal": NotYet(_OFF, "loading a checkpoint of another layout"),
+    "compile.deepcompile": NotYet(_OFF, "compiler passes on the whole graph"),
+    "data_efficiency.enabled": NotYet(_OFF, "choosing samples and tokens by difficulty"),
+    "hybrid_engine.enabled": NotYet(_OFF, "generation between training steps"),
+    "autotuning.enabled": NotYet(_OFF, "a search for settings"),
+    "datastates_ckpt": NotYet((False, None), "a second writer of checkpoints"),
+}
+"""Keys that need something this version does not have; a row goes when it comes."""
+
+GONE: dict[str, str] = {
+    "amp": "use fp16, bf16 or torch_autocast",
+    "nebula": "checkpoints are written to the folder given to save_checkpoint",
+    "compression_training": "compress the model before or after training",
+    "quantize_training": "compress the model before or after training",
+    "eigenvalue": "it only served quantize_training",
+    "sparse_attention": "use attention that is part of the model",
+    "elasticity": "set the batch sizes directly",
+    "graph_harvesting": "compile the model's blocks with torch.compile",
+    "curriculum_learning": "order the samples in the loader",
+    "progressive_layer_drop": "drop layers in the model",
+    "zero_optimization.zeropp_loco_param": "use communication_data_type for fewer bits on the wire",
+}
+"""Sections of older DeepSpeed versions that are refused unless they are switched off, and what to do instead."""

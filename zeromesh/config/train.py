@@ -1,0 +1,94 @@
+"""Sections that only ``zeromesh train`` reads: the model, the text and the run."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from zeromesh.config.section import CountFloat, CountInt, Names, PositiveFloat, PositiveInt, Section
+
+
+class ModelShape(Section):
+    """The language model to train."""
+
+    architecture: Literal["gpt", "llama"] = Field("gpt", description="Kind of model.")
+    vocab_size: PositiveInt | None = Field(
+        None, description='Entries of the vocabulary. Null or "auto": as many as the tokenizer has.'
+    )
+    hidden_size: PositiveInt = Field(description="Size of the hidden state; a multiple of heads.")
+    layers: PositiveInt = Field(description="Number of blocks.")
+    heads: PositiveInt = Field(description="Attention heads.")
+    kv_heads: PositiveInt | None = Field(
+        None, description="Key and value heads; a divisor of heads. Null: as many as heads. Llama only."
+    )
+    mlp_size: PositiveInt | None = Field(
+        None, description="Size between the matrices of the MLP. Null: what the architecture usually has."
+    )
+    sequence_length: PositiveInt = Field(description="Tokens per sample.")
+    dropout: CountFloat = Field(0.0, lt=1, description="Probability that an activation is dropped.")
+    tie_embeddings: bool | None = Field(
+        None, description="Use the embedding as the output matrix. Null: gpt does, llama does not."
+    )
+    rope_theta: PositiveFloat = Field(10000.0, description="Base of the rotary position angles. Llama only.")
+    norm_eps: PositiveFloat = Field(1e-5, description="Added to the variance in normalisation layers.")
+    initializer_range: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.hidden_size % self.heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} must be a multiple of heads = {self.heads}; the nearest are "
+                f"{self.hidden_size // self.heads * self.heads or self.heads} and "
+                f"{(self.hidden_size // self.heads + 1) * self.heads}"
+            )
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            divisors = [size for size in range(1, self.heads + 1) if self.heads % size == 0]
+            raise ValueError(
+                f"kv_heads = {self.kv_heads} must be a divisor of heads = {self.heads}; choose one of {divisors}"
+            )
+        return self
+
+
+class TextData(Section):
+    """The text to train on."""
+
+    train: Names = Field(
+        min_length=1,
+        description="Files, folders or glob patterns; the word python-stdlib stands for the source of Python's own "
+        "standard library.",
+    )
+    validation: Names | None = Field(
+        None, description="Files, folders or glob patterns. Null: a share of the training files is held out."
+    )
+    validation_fraction: CountFloat = Field(
+        0.02, lt=1, description="Share of the training text that is held out where validation is null."
+    )
+    suffixes: Names = Field((), description="Ends of the names of files to use in folders. Empty: all text files.")
+    vocabulary_size: PositiveInt = Field(4096, ge=257, description="Entries of the tokenizer that is trained.")
+    tokenizer: str | None = Field(
+        None, description="File of a ready tokenizer (tokenizers' JSON). Null: one is trained on the training text."
+    )
+
+
+class Sample(Section):
+    """Texts that are continued at the end of a run."""
+
+    prompts: Names = Field((), description="Beginnings of texts to continue.")
+    length: PositiveInt = Field(200, description="Tokens to add to each.")
+    temperature: CountFloat = Field(0.8, description="Randomness of the choice; 0 takes the likeliest token.")
+
+
+class Run(Section):
+    """How long to train, and what to write."""
+
+    steps: PositiveInt = Field(description="Updates of the parameters.")
+    output: str = Field("runs/train", description="Folder of everything the run writes.")
+    evaluate_every: CountInt = Field(100, description="Steps between validations; 0: only at the end.")
+    evaluate_batches: PositiveInt = Field(20, description="Micro-batches per rank in one validation.")
+    save_every: CountInt = Field(0, description="Steps between checkpoints; 0: only at the end.")
+    resume: bool = Field(False, description="Continue from the last checkpoint in output.")
+    ranks: PositiveInt = Field(1, description="Processes to start; ignored under torchrun.")
+    threads: PositiveInt | None = Field(None, description="Threads per rank. Null: the cores shared out evenly.")
+    log_every: PositiveInt = Field(10, description="Steps between lines of the log.")
+    sample: Sample = Field(Sample(), description="Texts to continue at the end of the run.")

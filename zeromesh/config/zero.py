@@ -1,0 +1,128 @@
+"""The ``zero_optimization`` section: DeepSpeed's names for where the states of a unit rest."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+from pydantic import Field
+
+from zeromesh.config.section import CountInt, Fraction, Int, Names, PositiveFloat, PositiveInt, Section
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+class OffloadOptimizer(Section):
+    """Where the optimizer's state rests."""
+
+    device: Device = Field("none", description="Memory of the optimizer's state.")
+    nvme_path: str | None = Field(None, description="Folder on the NVMe device.")
+    buffer_count: CountInt = Field(4, description="Buffers for the optimizer's state on the way to NVMe.")
+    pin_memory: bool = Field(True, description="Use page-locked host memory.")
+    pipeline_read: bool = Field(False, description="Read the next tile while the current one is updated.")
+    pipeline_write: bool = Field(False, description="Write the last tile while the current one is updated.")
+    fast_init: bool = Field(False, description="Faster first write to NVMe.")
+    ratio: Fraction = Field(1.0, description="Share of the optimizer's state that is offloaded.")
+    super_offload: bool = Field(False, description="Offloading tuned for superchips.")
+    cpuadam_cores_perc: Fraction = Field(0.8, description="Share of the cores that update on the host.")
+
+
+class OffloadParam(Section):
+    """Where sharded parameters rest."""
+
+    device: Device = Field("none", description="Memory of the sharded parameters.")
+    nvme_path: str | None = Field(None, description="Folder on the NVMe device.")
+    buffer_count: CountInt = Field(5, description="Buffers for parameters on the way to NVMe.")
+    buffer_size: CountInt = Field(100_000_000, description="Size of one such buffer, in elements.")
+    max_in_cpu: CountInt = Field(1_000_000_000, description="Elements that stay in host memory.")
+    pin_memory: bool = Field(True, description="Use page-locked host memory.")
+
+
+class LeafModule(Section):
+    """Modules whose parameters are fetched together."""
+
+    classes: Names = Field((), description="Class names, with their package.")
+    names: Names = Field((), description="Names of modules in the model.")
+    name_suffixes: Names = Field((), description="Ends of names of modules.")
+
+
+class ZenFlow(Section):
+    """Updates of the important gradients first."""
+
+    topk_ratio: PositiveFloat = Field(0.1, lt=1, description="Share of gradient columns updated at once.")
+    select_strategy: Literal["step", "epoch"] | None = Field(None, description="When columns are selected anew.")
+    select_interval: PositiveInt | None = Field(None, description="Steps or epochs between selections.")
+    update_interval: PositiveInt | None = Field(None, description="Steps between updates of the other columns.")
+    overlap_step: bool = Field(False, description="Update on the host during forward and backward.")
+    offload: bool = Field(False, description="Keep the selected optimizer state on the host.")
+    auto_ratio: Fraction = Field(0.99, description="Threshold by which the update interval is chosen.")
+    full_warm_up_rounds: CountInt = Field(0, description="First rounds in which all columns are updated.")
+    pt_reserved_cores_perc: Fraction = Field(0.5, description="Share of the cores left to PyTorch.")
+    steps_per_epoch: PositiveInt | None = Field(None, description="Steps in one epoch.")
+
+
+class ZeroOptimization(Section):
+    """Which states are sharded over the data-parallel ranks, and where they rest."""
+
+    stage: CountInt = Field(
+        0,
+        le=3,
+        description="What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
+    )
+    mics_shard_size: Int = Field(
+        -1,
+        description="Ranks in one shard group (MiCS); the groups replicate each other. -1: all ranks are one group. "
+        "The same as mesh.data with mesh.replicate filling what is left.",
+    )
+    mics_hierarchical_params_gather: bool = Field(False, description="Gather in two steps, inside nodes first.")
+    zero_hpz_partition_size: CountInt = Field(
+        1,
+        description="Ranks in one shard group (hpZ); the groups replicate each other. 0 or 1: all ranks are one group. "
+        "Here all three states are sharded inside the group, as with mics_shard_size.",
+    )
+    offload_optimizer: OffloadOptimizer | None = Field(None, description="Where the optimizer's state rests.")
+    offload_param: OffloadParam | None = Field(None, description="Where sharded parameters rest.")
+    cpu_offload: bool = Field(False, description="Old form of offload_optimizer.device = cpu.")
+    cpu_offload_param: bool = Field(False, description="Old form of offload_param.device = cpu.")
+    cpu_offload_use_pin_memory: bool = Field(False, description="Old form of pin_memory in the offload sections.")
+    zero_quantized_weights: bool = Field(False, description="Gather parameters as 8-bit numbers.")
+    zero_quantized_nontrainable_weights: bool = Field(False, description="Keep frozen parameters as 8-bit numbers.")
+    zero_quantized_gradients: bool = Field(False, description="Reduce gradients as 4-bit numbers.")
+    zenflow: ZenFlow | None = Field(None, description="Update important gradients first, the others on the host.")
+    overlap_comm: bool | None = Field(None, description="Overlap the reduction of gradients with the backward.")
+    contiguous_gradients: bool = Field(True, description="Copy gradients into one buffer as they are produced.")
+    reduce_scatter: bool = Field(True, description="Reduce-scatter gradients instead of an all-reduce.")
+    reduce_bucket_size: PositiveInt = Field(500_000_000, description="Elements reduced at a time.")
+    use_multi_rank_bucket_allreduce: bool = Field(True, description="Join the buckets of several ranks.")
+    allgather_partitions: bool = Field(True, description="All-gather the updated parameters, not broadcast.")
+    allgather_bucket_size: CountInt = Field(500_000_000, description="Elements gathered at a time.")
+    compute_grad_norm: bool = Field(True, description="Compute the global norm of the gradients.")
+    load_from_fp32_weights: bool = Field(True, description="Initialise the master from fp32 weights.")
+    elastic_checkpoint: bool = Field(False, description="Write checkpoints that other rank counts can load.")
+    sub_group_size: CountInt = Field(1_000_000_000, description="Elements updated at a time.")
+    stage3_prefetch_bucket_size: CountInt = Field(50_000_000, description="Elements gathered ahead of their use.")
+    stage3_param_persistence_threshold: CountInt = Field(
+        100_000, description="Parameters with fewer elements are not sharded."
+    )
+    stage3_model_persistence_threshold: CountInt = Field(
+        sys.maxsize, description="Most elements that are left unsharded."
+    )
+    stage3_max_live_parameters: CountInt = Field(1_000_000_000, description="Most elements gathered at a time.")
+    stage3_max_reuse_distance: CountInt = Field(
+        1_000_000_000, description="Keep what is used again within so many elements."
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = Field(False, description="Gather weights in save_16bit_model.")
+    stage3_module_granularity_threshold: Int = Field(0, description="Fetch finer modules as one.")
+    stage3_use_all_reduce_for_fetch_params: bool = Field(False, description="Gather with an all-reduce.")
+    stage3_allgather_sequential: bool = Field(False, description="Gather parameters one by one.")
+    ignore_unused_parameters: bool = Field(True, description="Allow parameters without a gradient.")
+    legacy_stage1: bool = Field(False, description="Use the old code of stage 1.")
+    round_robin_gradients: bool = Field(False, description="Spread the copying of gradients to the host over ranks.")
+    parameter_alignment: bool = Field(False, description="Align every parameter in the flat buffers.")
+    memory_efficient_linear: bool = Field(True, description="Replace torch.nn.functional.linear.")
+    pipeline_loading_checkpoint: bool = Field(False, description="Load checkpoints rank after rank.")
+    override_module_apply: bool = Field(True, description="Replace torch.nn.Module.apply while a model is built.")
+    log_trace_cache_warnings: bool = Field(False, description="Warn when the order of modules changes.")
+    enable_sanity_checks: bool = Field(False, description="Check the engine's state while it runs.")
+    save_muon_momentum_buffer_in_memory: bool = Field(False, description="Keep Muon's momentum off NVMe.")
+    leaf_module: LeafModule = Field(LeafModule(), description="Modules that are fetched as a whole.")
