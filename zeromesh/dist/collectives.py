@@ -1,0 +1,203 @@
+"""Collectives over one mesh axis that move as little as the formulas say, on every backend.
+
+gloo's own reduce-scatter moves twice what is needed and its all-gather runs far below the speed of the link, so on
+gloo both are made of point-to-point messages: each rank sends every other exactly the segment that it is owed. They
+are posted at once and progress on gloo's own thread, which is what overlaps them with compute. Messages carry
+a tag per purpose, so that ranks that disagree on the order never add up each other's wrong buffers.
+
+With n ranks, a buffer of V bytes costs each rank V (n-1)/n on the wire for an all-gather or a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank sent, and calls, by (collective, axis), since the last reset."""
+
+    calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, collective: str, axis: str, sent: int) -> None:
+        """Count one call that sends ``sent`` bytes from this rank."""
+        self.calls[collective, axis] += 1
+        self.bytes[collective, axis] += sent
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.calls.clear()
+        self.bytes.clear()
+
+
+class Pending:
+    """A collective under way. ``wait`` returns when its result may be used, and does the rest of its work once."""
+
+    def __init__(self, works: Sequence[Any] = (), then: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._then = then
+        self._done = False
+
+    def wait(self) -> None:
+        """Block until the result is there (on CUDA: make the current stream wait for it). May be called again."""
+        if self._done:
+            return
+        for work in self._works:
+            work.wait()
+        self._done = True
+        if self._then is not None:
+            self._then()
+        self._works, self._then = (), None
+
+
+class Group:
+    """The ranks along one axis, and what they do together.
+
+    Args:
+        axis: name of the mesh axis, for accounting.
+        process_group: torch's group, or None for an axis of size 1.
+        device: where the tensors live.
+        traffic: where bytes and calls are counted.
+    """
+
+    def __init__(self, axis: str, process_group: Any, device: torch.device, traffic: Traffic) -> None:
+        self.axis = axis
+        self.process_group = process_group
+        self.device = device
+        self._traffic = traffic
+        self.size: int = 1 if process_group is None else process_group.size()
+        self.rank: int = 0 if process_group is None else process_group.rank()
+        self._point_to_point = process_group is not None and dist.get_backend(process_group) == "gloo"
+        # gloo sends from host memory only: tensors of an accelerator pass through a host copy.
+        self._through_host = self._point_to_point and device.type != "cpu"
+
+    def receive_elements(self, shard_elements: int) -> int:
+        """Elements of the receive buffer that ``reduce_scatter`` needs for shards of ``shard_elements``."""
+        if self.size == 1:
+            return 0
+        return shard_elements * (self.size - 1 if self._point_to_point else 1)
+
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor, tag: int) -> Pending:
+        """Fill ``full`` from the shards of all ranks.
+
+        Args:
+            full: shape ``(size * n,)``; segment r becomes rank r's shard.
+            own: shape ``(n,)``, this rank's shard; it may be the segment of ``full`` itself.
+            tag: distinguishes collectives that are under way at the same time.
+        """
+        mine = full.chunk(self.size)[self.rank]
+        if mine.data_ptr() != own.data_ptr():
+            mine.copy_(own)
+        if self.size == 1:
+            return Pending()
+        self._traffic.add("all_gather", self.axis, own.nbytes * (self.size - 1))
+        if self._through_host:
+            host = torch.empty_like(full, device="cpu")
+            host.chunk(self.size)[self.rank].copy_(own)
+            rows = host.chunk(self.size)
+            return Pending(self._exchange([rows[self.rank]] * self.size, rows, tag), lambda: _copy(full, host))
+        if self._point_to_point:
+            return Pending(self._exchange([own] * self.size, full.chunk(self.size), tag))
+        # c10d's stream waits for the current stream here, on which every reader of ``full`` was launched, and
+        # the current stream waits for c10d's in ``wait``: the buffer is not written before it is free.
+        work = dist.all_gather_into_tensor(full, mine, group=self.process_group, async_op=True)
+        return Pending([work])
+
+    def reduce_scatter(self, full: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool,
+                       tag: int) -> Pending:
+        """Sum the ranks' buffers; this rank gets its segment of the sum.
+
+        The sum runs in ``out``'s dtype and in the order of ranks on every rank, so that its value does not depend on
+        who computes it (on gloo; nccl sums in the dtype of ``full``).
+
+        Args:
+            full: shape ``(size * n,)``. Must not be written before the result has been waited for.
+            received: buffer of ``receive_elements(n)`` elements, in ``full``'s dtype.
+            out: shape ``(n,)``, any dtype; may be this rank's segment of ``full`` if the dtypes are equal.
+            add: add the sum to what ``out`` holds instead of replacing it.
+            tag: as in ``all_gather``.
+        """
+        mine = full.chunk(self.size)[self.rank]
+        if self.size == 1:
+            return Pending(then=lambda: _accumulate([mine], out, add))
+        self._traffic.add("reduce_scatter", self.axis, mine.nbytes * (self.size - 1))
+        if not self._point_to_point:
+            # As in all_gather: c10d orders its stream after the current one here, and before it in ``wait``.
+            work = dist.reduce_scatter_tensor(received, full, group=self.process_group, async_op=True)
+            return Pending([work], lambda: _accumulate([received], out, add))
+        host = full.cpu() if self._through_host else full
+        landing = torch.empty_like(received, device="cpu") if self._through_host else received
+        others = iter(landing.chunk(self.size - 1))
+        parts = [mine if rank == self.rank else next(others) for rank in range(self.size)]
+        works = self._exchange(host.chunk(self.size), parts, tag)
+        return Pending(works, lambda: _accumulate([part.to(out.device) for part in parts], out, add))
+
+    def _exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: int) -> list[Any]:
+        """Post: ``send[r]`` to rank r, ``receive[r]`` from rank r, for all others, nearest first."""
+        works = []
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            works.append(self.process_group.recv([receive[source]], source, tag))
+            works.append(self.process_group.send([send[target]], target, tag))
+        return works
+
+    def exchange(self, vector: torch.Tensor, tag: int = 1) -> torch.Tensor:
+        """Every rank's ``vector`` as the rows of one matrix, shape ``(size, n)``, on the host; ``vector`` is 1-D."""
+        place = self.device if not self._point_to_point else torch.device("cpu")
+        rows = torch.empty(self.size, vector.numel(), dtype=vector.dtype, device=place)
+        rows[self.rank] = vector
+        if self.size > 1:
+            self._traffic.add("exchange", self.axis, vector.nbytes * (self.size - 1))
+            if self._point_to_point:
+                Pending(self._exchange([rows[self.rank]] * self.size, list(rows), tag)).wait()
+            else:
+                dist.all_gather_into_tensor(rows, rows[self.rank].clone(), group=self.process_group)
+        return rows.cpu()
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Give every rank the values that group rank ``root`` has. The tensor is contiguous."""
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        if self.rank == root:
+            self._traffic.add("broadcast", self.axis, tensor.nbytes * (self.size - 1))
+        source = dist.get_global_rank(self.process_group, root)
+        dist.broadcast(tensor, source, group=self.process_group)
+
+    def all_reduce(self, full: torch.Tensor, tag: int) -> None:
+        """Sum ``full`` over the ranks, in place; shape ``(size * n,)``."""
+        if self.size == 1:
+            return
+        shard = full.chunk(self.size)[self.rank]
+        received = torch.empty(self.receive_elements(shard.numel()), dtype=full.dtype, device=full.device)
+        self.reduce_scatter(full, received, shard, False, tag).wait()
+        self.all_gather(full, shard, tag).wait()
+
+
+def _accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
+    """``out`` (+)= the sum of ``parts``, first to last. One of the parts may be ``out``, the others are scratch."""
+    rest = list(parts)
+    if any(part.data_ptr() == out.data_ptr() for part in parts):
+        assert not add, "a buffer that is summed in place has nothing to be added to"
+        total = rest[0]
+        for part in rest[1:-1]:
+            total.add_(part)
+        if len(rest) > 1:
+            torch.add(total, rest[-1], out=out)
+        return
+    if not add and len(rest) > 1 and rest[0].dtype == out.dtype:
+        torch.add(rest.pop(0), rest.pop(0), out=out)
+    elif not add:
+        out.copy_(rest.pop(0))
+    for part in rest:
+        out.add_(part)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)

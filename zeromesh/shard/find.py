@@ -1,0 +1,147 @@
+"""Which modules of a model become units, found from the model's own structure or named by the user."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+SMALLEST_SHARE = 16
+"""A unit that is smaller than the largest one by this factor costs more in messages than it saves in memory."""
+LARGEST_SHARE = 4
+"""A unit that holds more than one in so many of the model's elements is cut further where it has blocks inside."""
+
+
+def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
+    """The units of ``model`` but the root, in order of registration; none encloses another unless ``targets`` say so.
+
+    Without targets: the elements of lists of blocks (``ModuleList`` and the like, at any depth, so the model may hold a
+    Hugging Face model as a submodule), then the large modules that are left, such as an embedding or a head.
+    What is small stays with the root.
+
+    Args:
+        model: its parameters may be on any device, meta included.
+        targets: class names, or glob patterns of module names; if given, exactly these modules become units.
+
+    Raises:
+        ValueError: a target that matches no module with parameters.
+    """
+    if targets:
+        return list(_matching(model, targets))
+    total = _elements(model)
+    candidates = list(_candidates(model, "", total))
+    floor = max((_elements(module) for _, module in candidates), default=0) // SMALLEST_SHARE
+    shared = _shared(model)
+    return [(name, m) for name, m in candidates if _elements(m) > floor and any(p not in shared for p in _ids(m))]
+
+
+def _candidates(module: nn.Module, name: str, total: int) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if _elements(child) == 0:
+            continue
+        leaf = next(child.children(), None) is None
+        block = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS)
+        if leaf or (block and not _too_large(child, total)):
+            yield path, child
+        else:
+            yield from _candidates(child, path, total)
+
+
+def _too_large(block: nn.Module, total: int) -> bool:
+    """Whether a block is better cut: it is a good part of the model and mostly consists of blocks of one kind."""
+    if _elements(block) * LARGEST_SHARE <= total:
+        return False
+    inside = sum(
+        _elements(container) for container in block.modules() if isinstance(container, CONTAINERS) and _repeats(container)
+    )
+    return inside * 2 > _elements(block)
+
+
+def _repeats(container: nn.Module) -> bool:
+    kinds = Counter(type(child) for child in container.children() if next(child.children(), None) is not None)
+    return any(count > 1 for count in kinds.values())
+
+
+def _matching(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    unused = dict.fromkeys(targets)
+    for name, module in model.named_modules():
+        if not name or _elements(module) == 0:
+            continue
+        hits = [t for t in targets if t in {kind.__name__ for kind in type(module).__mro__} or fnmatchcase(name, t)]
+        for hit in hits:
+            unused.pop(hit, None)
+        if hits:
+            yield name, module
+    if unused:
+        kinds = sorted({type(module).__name__ for _, module in model.named_modules()})
+        raise ValueError(
+            f"units: {next(iter(unused))!r} matches no module with parameters; give a class name or a pattern of module "
+            f"names. The classes in this model are {', '.join(kinds)}"
+        )
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _ids(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
+
+
+def _shared(model: nn.Module) -> set[int]:
+    """Parameters that stand at several places: they belong to the nearest common ancestor."""
+    places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return {key for key, count in places.items() if count > 1}
+
+
+def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Which unit owns each parameter: the innermost one that encloses every place where the parameter stands.
+
+    Args:
+        model: the whole model.
+        units: names of the units without the root, whose name is the empty string.
+
+    Returns:
+        By unit name, the (fully qualified name, parameter) pairs in order of registration; a shared parameter once.
+    """
+    places: dict[int, list[str]] = {}
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+        first.setdefault(id(parameter), (name, parameter))
+    owned: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in ("", *units)}
+    for key, names in places.items():
+        enclosing = [u for u in units if all(name.startswith(u + ".") for name in names)]
+        owned[max(enclosing, key=len, default="")].append(first[key])
+    return owned
+
+
+def check_parameters(model: nn.Module) -> torch.device | None:
+    """The one device of the model's parameters, None for meta.
+
+    Raises:
+        ValueError: no trainable parameter, parameters on several devices, or ones that cannot be laid out flat.
+    """
+    devices: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        devices.setdefault(parameter.device, name)
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"parameter {name} has layout {parameter.layout}; only dense parameters can be sharded")
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            raise ValueError(f"parameter {name} is lazy and has no shape yet; run one batch through the model first")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        count = len(list(model.parameters()))
+        raise ValueError(
+            f"the model has no trainable parameters ({count} in all, none with requires_grad); "
+            "set requires_grad on those to be trained before initialize"
+        )
+    if len(devices) > 1:
+        listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"the model's parameters are on several devices ({listed}); move the model to one device first")
+    device = next(iter(devices))
+    return None if device.type == "meta" else device

@@ -1,0 +1,301 @@
+"""Gradients: from where autograd leaves them, through a slot, to their home.
+
+A gradient that arrives is copied (the first time) or added into the slot of its flat buffer, and freed. ``reduce`` turns
+the full gradient in the slot into this rank's part of the sum over the ranks, its *home*:
+
+- gradient sharded: after each micro-batch, into a home of its own, where micro-batches are summed;
+- gradient replicated: at the accumulation boundary; micro-batches are summed in the slot, and the home lies in it
+  where the dtypes allow.
+
+What is kept is the plain sum over ranks and micro-batches; the update divides once by what it has to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeromesh.dist.collectives import Pending
+from zeromesh.dist.mesh import Mesh
+from zeromesh.model.placement import Placement, Row
+from zeromesh.shard.layout import Layout
+from zeromesh.shard.slots import Pool, Slot, largest
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """Where gradients are kept, in which dtypes, and how many are in the works at once.
+
+    Attributes:
+        sharded: reduce after every micro-batch into a sharded home; else at the accumulation boundary.
+        owned: whether each rank ends up with its shard of the sum only (optimizer sharded), or with all of it.
+        wire: dtype on the wire; None is the parameters'.
+        accumulate: dtype of the sum; None is fp32 for 16-bit parameters, else the parameters'.
+        slots: how many full gradients exist at once; None is what ``sharded`` implies: two, or all.
+        predivide: the buffers are divided by it before they are summed (16-bit sums must not overflow).
+    """
+
+    sharded: bool
+    owned: bool
+    wire: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+    slots: int | None = None
+    predivide: float = 1.0
+
+    @classmethod
+    def of(cls, row: Row, **options: object) -> GradientPolicy:
+        """The policy of a row of the placement table."""
+        return cls(row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED, **options)  # type: ignore[arg-type]
+
+    def wire_dtype(self, layout: Layout) -> torch.dtype:
+        """dtype of this layout's gradients on the wire."""
+        return self.wire if self.wire and layout.dtype.is_floating_point else layout.dtype
+
+    def home_dtype(self, layout: Layout) -> torch.dtype:
+        """dtype in which this layout's gradients are summed and kept."""
+        narrow = layout.dtype in (torch.float16, torch.bfloat16)
+        return self.accumulate or (torch.float32 if narrow else layout.dtype)
+
+
+class Gradient:
+    """The gradient of one flat buffer, between two updates.
+
+    Attributes:
+        home: this rank's part of the sum so far, in the home dtype; None before the first reduction.
+        full: the full gradient that is being filled, or None.
+        used: per parameter, whether a gradient arrived since the last update.
+    """
+
+    def __init__(self, layout: Layout, own: slice, shard: slice, tag: int) -> None:
+        self.layout = layout
+        self.own = own
+        self.shard = shard
+        self.tag = tag
+        self.buffer: torch.Tensor | None = None
+        self.home: torch.Tensor | None = None
+        self.full: torch.Tensor | None = None
+        self.slot: Slot | None = None
+        self.held: Slot | None = None
+        self.arrived = [False] * len(layout.segments)
+        self.used = [False] * len(layout.segments)
+
+    def fill(self, index: int, value: torch.Tensor) -> None:
+        """Copy or add parameter ``index``'s gradient into ``full``."""
+        assert self.full is not None
+        segment = self.layout.segments[index]
+        target = self.full[segment.start : segment.stop].view(segment.shape)
+        if self.arrived[index]:
+            target.add_(value)
+        else:
+            target.copy_(value)
+        self.arrived[index] = self.used[index] = True
+
+    def zero_missing(self) -> None:
+        """Zero what no gradient arrived for, so that the whole buffer can be summed."""
+        assert self.full is not None
+        missing = [(s.start, s.stop) for s, here in zip(self.layout.segments, self.arrived, strict=True) if not here]
+        for start, stop in (*self.layout.gaps, *missing):
+            self.full[start:stop] = 0
+
+
+class Reducer:
+    """Fills slots with gradients and reduces them into their homes."""
+
+    def __init__(self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool) -> None:
+        self.gradients = tuple(gradients)
+        self.policy = policy
+        self._mesh = mesh
+        self._group = mesh.shard
+        self._in_flight: deque[tuple[Gradient, Slot, Slot | None, Pending, Slot]] = deque()
+        self._gathering: list[tuple[Gradient, Slot, torch.Tensor, Pending, Slot | None]] = []
+        self._accumulates = accumulates
+        self._last = True
+        count = policy.slots or (2 if policy.sharded else len(self.gradients))
+        self._limit = max(1, min(2, count - 1))
+        sizes = [g.layout.size * self._slot_dtype(g).itemsize for g in self.gradients]
+        self.slots = Pool(largest(sizes, count), mesh.device)
+        wires = [g.layout.size * policy.wire_dtype(g.layout).itemsize for g in self.gradients if self._converts(g)]
+        self.wires = Pool(largest(wires, self._limit), mesh.device)
+        receives = [self._receive_bytes(g) for g in self.gradients]
+        self.receives = Pool(largest(receives, self._limit), mesh.device)
+        for gradient in self.gradients:
+            if not self._home_in_slot(gradient):
+                dtype = policy.home_dtype(gradient.layout)
+                gradient.buffer = torch.empty(gradient.own.stop - gradient.own.start, dtype=dtype, device=mesh.device)
+
+    # What follows from the policy.
+
+    def _slot_dtype(self, gradient: Gradient) -> torch.dtype:
+        """Micro-batches are summed where they are kept; what is reduced at once may stay as narrow as the wire."""
+        if self.policy.owned and (self.policy.sharded or not self._accumulates):
+            return self.policy.wire_dtype(gradient.layout)
+        return self.policy.home_dtype(gradient.layout)
+
+    def _home_in_slot(self, gradient: Gradient) -> bool:
+        return not self.policy.sharded and self._slot_dtype(gradient) == self.policy.home_dtype(gradient.layout)
+
+    def _converts(self, gradient: Gradient) -> bool:
+        return self._group.size > 1 and self._slot_dtype(gradient) != self.policy.wire_dtype(gradient.layout)
+
+    def _receive_bytes(self, gradient: Gradient) -> int:
+        elements = self._group.receive_elements(gradient.layout.shard_size)
+        return elements * self.policy.wire_dtype(gradient.layout).itemsize
+
+    # The way of a gradient.
+
+    def begin(self, last: bool) -> None:
+        """A backward begins; ``last`` if an update follows it."""
+        self._last = last
+
+    def arrive(self, gradient: Gradient, index: int, value: torch.Tensor) -> None:
+        """Take the gradient of parameter ``index``; ``value`` may be freed afterwards."""
+        if value.is_sparse:
+            value = value.to_dense()
+        if gradient.full is None:
+            self._open(gradient)
+        elif self._accumulates is False and gradient.arrived[index] and not self.policy.sharded:
+            self._widen()
+        gradient.fill(index, value)
+
+    def _widen(self) -> None:
+        """Micro-batches turn out to be summed: from here on in the dtype that sums are kept in."""
+        before = {id(g): self._slot_dtype(g) for g in self.gradients}
+        self._accumulates = True
+        for gradient in self.gradients:
+            narrow, slot = gradient.full, gradient.slot
+            if before[id(gradient)] == self._slot_dtype(gradient):
+                continue
+            gradient.buffer = None
+            if narrow is not None and slot is not None:
+                self._open(gradient)
+                assert gradient.full is not None
+                gradient.full.copy_(narrow)
+                self.slots.give(slot)
+
+    def _open(self, gradient: Gradient) -> None:
+        dtype = self._slot_dtype(gradient)
+        gradient.slot = self._take(self.slots, gradient.layout.size * dtype.itemsize)
+        gradient.full = gradient.slot.tensor(gradient.layout.size, dtype)
+
+    def _take(self, pool: Pool, nbytes: int) -> Slot:
+        slot = pool.take(nbytes)
+        while slot is None and self._in_flight:
+            self._finish()
+            slot = pool.take(nbytes)
+        return slot or pool.grow(nbytes)
+
+    def reduce(self, gradients: Sequence[Gradient]) -> None:
+        """Start to sum these over the ranks, if it is time. All ranks call this in the same order."""
+        if not (self.policy.sharded or self._last):
+            return
+        for gradient in gradients:
+            self._reduce(gradient)
+
+    def _reduce(self, gradient: Gradient) -> None:
+        if gradient.full is None:
+            if self._group.size == 1 and gradient.home is not None:
+                return
+            self._open(gradient)
+        assert gradient.full is not None and gradient.slot is not None
+        gradient.zero_missing()
+        while len(self._in_flight) >= self._limit:
+            self._finish()
+        full, slot, wire_slot = gradient.full, gradient.slot, None
+        if self.policy.predivide != 1.0:
+            full.div_(self.policy.predivide)
+        wire = full
+        if self._converts(gradient):
+            dtype = self.policy.wire_dtype(gradient.layout)
+            wire_slot = self._take(self.wires, gradient.layout.size * dtype.itemsize)
+            wire = wire_slot.tensor(gradient.layout.size, dtype).copy_(full)
+        receive_slot = self._take(self.receives, self._receive_bytes(gradient))
+        elements = self._group.receive_elements(gradient.layout.shard_size)
+        received = receive_slot.tensor(elements, wire.dtype)
+        out, add = full[gradient.shard], False
+        if not self._home_in_slot(gradient):
+            out, add = gradient.buffer, gradient.home is not None
+            assert out is not None
+        pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1)
+        self._in_flight.append((gradient, slot, wire_slot, pending, receive_slot))
+        gradient.full, gradient.slot = None, None
+        gradient.arrived = [False] * len(gradient.arrived)
+
+    def _finish(self) -> None:
+        """Wait for the oldest reduction and put its result where it belongs."""
+        gradient, slot, wire_slot, pending, receive_slot = self._in_flight.popleft()
+        pending.wait()
+        self.receives.give(receive_slot)
+        if not self._home_in_slot(gradient):
+            gradient.home = gradient.buffer
+            self._release(slot, wire_slot)
+            return
+        full = slot.tensor(gradient.layout.size, self._slot_dtype(gradient))
+        if self.policy.owned:
+            self._keep(gradient, slot, full)
+            self._release(None, wire_slot)
+            return
+        wire = full
+        if wire_slot is not None:
+            wire = wire_slot.tensor(gradient.layout.size, self.policy.wire_dtype(gradient.layout))
+            wire[gradient.shard].copy_(full[gradient.shard])
+        gathering = self._group.all_gather(wire, wire[gradient.shard], gradient.tag + 2)
+        self._gathering.append((gradient, slot, wire, gathering, wire_slot))
+
+    def _release(self, slot: Slot | None, wire_slot: Slot | None) -> None:
+        if slot is not None:
+            self.slots.give(slot)
+        if wire_slot is not None:
+            self.wires.give(wire_slot)
+
+    def _keep(self, gradient: Gradient, slot: Slot, full: torch.Tensor) -> None:
+        """The sum stays in its slot; or joins the one that was kept before, if more gradients came after a reduction."""
+        if gradient.home is None:
+            gradient.home, gradient.held = full[gradient.own], slot
+        else:
+            gradient.home.add_(full[gradient.own])
+            self.slots.give(slot)
+
+    def finish(self) -> None:
+        """Wait for every reduction that was started."""
+        while self._in_flight:
+            self._finish()
+        for gradient, slot, wire, pending, wire_slot in self._gathering:
+            pending.wait()
+            full = slot.tensor(gradient.layout.size, self._slot_dtype(gradient))
+            if wire_slot is not None:
+                full.copy_(wire)
+            self._keep(gradient, slot, full)
+            self._release(None, wire_slot)
+        self._gathering.clear()
+
+    def complete(self) -> None:
+        """At the accumulation boundary: reduce what has not been, sum over the replicas, and wait."""
+        self._last = True
+        self.finish()
+        self.reduce([g for g in self.gradients if g.full is not None or g.home is None])
+        self.finish()
+        if self._mesh.replicate.size > 1:
+            for gradient in self.gradients:
+                self._sum_replicas(gradient)
+
+    def _sum_replicas(self, gradient: Gradient) -> None:
+        assert gradient.home is not None
+        wire = gradient.home.to(self.policy.wire_dtype(gradient.layout))
+        self._mesh.replicate.all_reduce(wire, gradient.tag + 3)
+        if wire is not gradient.home:
+            gradient.home.copy_(wire)
+
+    def reset(self) -> None:
+        """Forget all gradients: after an update, or after a backward that failed."""
+        self.finish()
+        for gradient in self.gradients:
+            for slot in (gradient.slot, gradient.held):
+                if slot is not None:
+                    self.slots.give(slot)
+            gradient.full = gradient.slot = gradient.home = gradient.held = None
+            gradient.arrived = [False] * len(gradient.arrived)
+            gradient.used = [False] * len(gradient.used)

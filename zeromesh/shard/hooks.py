@@ -1,0 +1,150 @@
+"""Where the engine listens: the forward of each unit, the gradients of its outputs, the saved tensors, the gradients.
+
+Tensor hooks on outputs are the only hooks on the graph. Backward identity nodes and full backward hooks would break under
+in-place operations. That a gradient reaches an output of a unit means that every node created after it has run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from zeromesh.shard.unit import Unit
+
+
+class Call:
+    """One forward of a unit whose backward is to come. It lives as long as the graph that it belongs to."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.version = unit.version
+        self.task = -1
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def forward_begins(self, unit: Unit) -> None:
+        """The unit's forward is about to run."""
+
+    def forward_ends(self, unit: Unit, call: Call | None) -> None:
+        """It has run, or raised. ``call`` if a gradient of its outputs may come."""
+
+    def backward_begins(self, call: Call) -> None:
+        """The first gradient of an output of this call arrived."""
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
+    """Register the hooks of one unit; ``calls`` holds those of its calls whose backward has not begun."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        listener.forward_begins(unit)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = None
+        if torch.is_grad_enabled() and output is not None:
+            inputs = {id(tensor) for tensor in tensors_in((args, kwargs))}
+            outputs = [t for t in tensors_in(output) if t.requires_grad and id(t) not in inputs]
+            if outputs:
+                call = Call(unit)
+                calls.add(call)
+                hook = _output_hook(call, listener, calls)
+                for tensor in outputs:
+                    tensor.register_hook(hook)
+        listener.forward_ends(unit, call)
+
+    return [
+        unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        unit.module.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+
+
+def _output_hook(call: Call, listener: Listener, calls: WeakSet[Call]) -> Callable[[torch.Tensor], None]:
+    def arrived(gradient: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if call.task == task:
+            return  # another output of the same call
+        call.task = task
+        calls.discard(call)
+        listener.backward_begins(call)
+
+    return arrived
+
+
+class SavedTensors:
+    """Saves views of units' parameters as such, and has the unit fetched when autograd wants them back.
+
+    Other tensors are passed through, with the check that nobody changed them in place, which autograd leaves to the
+    hooks where there are any.
+
+    Args:
+        unit_of: the unit that a storage belongs to, by the storage's address.
+        need: has a unit in memory when it returns.
+    """
+
+    def __init__(self, unit_of: Mapping[int, Unit], need: Callable[[Unit], None]) -> None:
+        self._unit_of = unit_of
+        self._need = need
+        self._contexts: list[Any] = []
+
+    @property
+    def entered(self) -> bool:
+        """Whether tensors are saved this way now."""
+        return bool(self._contexts)
+
+    def enter(self) -> None:
+        """From here on tensors are saved this way."""
+        context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        context.__enter__()
+        self._contexts.append(context)
+
+    def leave(self) -> None:
+        """No longer."""
+        self._contexts.pop().__exit__(None, None, None)
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[Unit | None, int, torch.Tensor]:
+        if tensor.layout is not torch.strided:
+            return None, -1, tensor.detach()
+        unit = self._unit_of.get(tensor.untyped_storage()._cdata)
+        return unit, tensor._version if unit is None else unit.version, tensor.detach()
+
+    def _unpack(self, packed: tuple[Unit | None, int, torch.Tensor]) -> torch.Tensor:
+        unit, version, tensor = packed
+        if unit is not None:
+            check_version(unit, version)
+            self._need(unit)
+        elif version not in (-1, tensor._version):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
+            )
+        return tensor
+
+
+def check_version(unit: Unit, version: int) -> None:
+    """Raise RuntimeError if the unit's parameters were updated since its forward."""
+    if unit.version != version:
+        raise RuntimeError(
+            f"the parameters of {unit} were updated between a forward and its backward (update {version}, now "
+            f"{unit.version}); run the backward before step, or the forward again"
+        )

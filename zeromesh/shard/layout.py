@@ -1,0 +1,89 @@
+"""Where every parameter of a unit lies in its flat buffers: pure arithmetic.
+
+All parameters of a unit with the same dtype and the same ``requires_grad`` lie in one flat buffer, each at a
+64-byte boundary, padded so that every rank of the shard group owns an equal range. Collectives work on
+the buffer as it is: nothing is copied to be communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ALIGNMENT = 64
+"""Bytes. The widest vector registers and a cache line; CUDA's matrix kernels need 16."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place in a flat buffer: elements ``[start, stop)``."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One flat buffer of a unit.
+
+    Attributes:
+        dtype: of the parameters as computed with.
+        trainable: whether its parameters get gradients.
+        segments: the parameters in order.
+        shards: over how many ranks it is sharded.
+        size: elements, padding included; a multiple of ``shards``.
+    """
+
+    dtype: torch.dtype
+    trainable: bool
+    segments: tuple[Segment, ...]
+    shards: int
+    size: int
+
+    @classmethod
+    def build(cls, named_shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, trainable: bool,
+              shards: int) -> Layout:
+        """Lay the parameters out one after the other."""
+        align = max(1, ALIGNMENT // dtype.itemsize)
+        segments, position = [], 0
+        for name, shape in named_shapes:
+            segments.append(Segment(name, shape, position, position + shape.numel()))
+            position = round_up(position + shape.numel(), align)
+        return cls(dtype, trainable, tuple(segments), shards, round_up(max(position, 1), align * shards))
+
+    @property
+    def shard_size(self) -> int:
+        """Elements that each rank owns."""
+        return self.size // self.shards
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full buffer."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def elements(self) -> int:
+        """Elements of the parameters, without padding."""
+        return sum(segment.stop - segment.start for segment in self.segments)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the buffer that belong to no parameter."""
+        starts = [segment.start for segment in self.segments] + [self.size]
+        stops = [0] + [segment.stop for segment in self.segments]
+        return tuple((stop, start) for stop, start in zip(stops, starts, strict=True) if start > stop)
+
+    def owned(self, low: int, high: int) -> list[tuple[int, int, int]]:
+        """The segments that overlap ``[low, high)`` of the buffer: (index, start, stop), the overlap in the buffer."""
+        overlaps = [(i, max(s.start, low), min(s.stop, high)) for i, s in enumerate(self.segments)]
+        return [(i, start, stop) for i, start, stop in overlaps if start < stop]

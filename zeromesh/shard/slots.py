@@ -1,0 +1,82 @@
+"""Slots: full-size working buffers, allocated once and lent out.
+
+A pool is a budget. It holds its slots for good, so that training neither fragments memory nor pays for page faults.
+When everything that it has is in use and cannot be given up, it grows rather than deadlock; what it grew by stays,
+is counted, and is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Since torch 2.13 memory moves from one storage to another. Before, a lent slot is only a right to allocate."""
+
+
+class Slot:
+    """One buffer of ``nbytes`` bytes; with ``lent`` it goes into other storages and is empty where that is no move."""
+
+    def __init__(self, nbytes: int, device: torch.device, lent: bool) -> None:
+        self.nbytes = nbytes
+        self.storage = torch.UntypedStorage(nbytes if CAN_SWAP or not lent else 0, device=device)
+
+    def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first ``elements`` of it, 1-D. A view: it does not outlive the loan."""
+        return torch.empty(0, dtype=dtype, device=self.storage.device).set_(self.storage, 0, (elements,), (1,))
+
+
+class Pool:
+    """Slots of given sizes.
+
+    Args:
+        sizes: bytes of each slot; they are allocated now.
+        device: where they lie.
+        lent: whether the memory goes into the units' storages (parameters) or is used where it is (gradients).
+    """
+
+    def __init__(self, sizes: Iterable[int], device: torch.device, lent: bool = False) -> None:
+        self._device = device
+        self._lent = lent
+        self._free = sorted((Slot(size, device, lent) for size in sizes if size > 0), key=lambda slot: slot.nbytes)
+        self.nbytes = sum(slot.nbytes for slot in self._free)
+
+    def take(self, nbytes: int) -> Slot | None:
+        """The smallest free slot that holds ``nbytes``, or None."""
+        for index, slot in enumerate(self._free):
+            if slot.nbytes >= nbytes:
+                return self._free.pop(index)
+        return None
+
+    def grow(self, nbytes: int) -> Slot:
+        """A new slot beyond the budget."""
+        self.nbytes += nbytes
+        return Slot(nbytes, self._device, self._lent)
+
+    def give(self, slot: Slot) -> None:
+        """Return a slot. On CUDA its next writer is launched after its last reader on the same stream, or by a
+        collective that waits for that stream, so no event is needed."""
+        self._free.append(slot)
+        self._free.sort(key=lambda free: free.nbytes)
+
+
+def largest(sizes: Iterable[int], count: int) -> list[int]:
+    """The ``count`` largest sizes: slots in which ``count`` units fit at once, whichever they are."""
+    return sorted(sizes, reverse=True)[:count]
+
+
+def attach(storage: torch.UntypedStorage, slot: Slot) -> None:
+    """Put the slot's memory into ``storage``, which is empty."""
+    if CAN_SWAP:
+        storage._swap_data_ptr_(slot.storage)  # type: ignore[attr-defined]
+    else:
+        storage.resize_(slot.nbytes)
+
+
+def detach(storage: torch.UntypedStorage, slot: Slot) -> None:
+    """Take the slot's memory out of ``storage`` again."""
+    if CAN_SWAP:
+        storage._swap_data_ptr_(slot.storage)  # type: ignore[attr-defined]
+    else:
+        storage.resize_(0)

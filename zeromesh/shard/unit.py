@@ -1,0 +1,179 @@
+"""A unit: parameters that travel together, and the memory in which they are computed with.
+
+Note on the names of a unit's tensors:
+
+- ``full``: the flat buffer of a layout, all parameters, as computed with. It is a view of the unit's own storage, to
+  which ``parameter.data`` is bound once and for all. Fetching puts memory into that storage and evicting takes it
+  out, so that views which autograd saved see the memory again when it is back.
+- ``home``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
+- ``master``: what the optimizer updates: an fp32 copy for 16-bit parameters, else ``home`` itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from zeromesh.dist.collectives import Pending
+from zeromesh.dist.mesh import Mesh
+from zeromesh.model.piece import Piece
+from zeromesh.model.placement import Placement, Row
+from zeromesh.shard.gradient import Gradient
+from zeromesh.shard.layout import Layout, round_up
+from zeromesh.shard.slots import Slot, attach, detach
+
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+class State(enum.Enum):
+    """Where a unit's parameters are."""
+
+    HOME = "home"
+    """At rest; the unit's storage is empty (sharded) or holds values from before the update (replicated)."""
+    FETCHING = "fetching"
+    """On their way into the unit's storage."""
+    FETCHED = "fetched"
+    """Whole and current in the unit's storage."""
+
+
+class Flat:
+    """The parameters of a unit that share one layout, with their home, master and gradient.
+
+    Args:
+        layout: where each parameter lies.
+        parameters: in the order of the layout's segments.
+        number: unique over the model, the same on every rank.
+    """
+
+    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], number: int, row: Row, mesh: Mesh) -> None:
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.tag = 16 + 4 * number
+        shard = mesh.shard.rank * layout.shard_size
+        self.shard = slice(shard, shard + layout.shard_size)
+        self.own = self.shard if row.optimizer is Placement.SHARDED else slice(0, layout.size)
+        self.gradient: Gradient | None = None
+        self.full = torch.empty(0)
+        self.home = torch.empty(0)
+        self.master = torch.empty(0)
+        self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
+
+    def fill(self, row: Row, mesh: Mesh, mixed: bool) -> None:
+        """Take the parameters' values, those of the first rank, into ``full``, ``home`` and ``master``.
+
+        With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded.
+        """
+        layout = self.layout
+        dtype = self.parameters[0].dtype
+        for parameter in self.parameters:
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        source = self.full if dtype == layout.dtype else torch.empty(layout.size, dtype=dtype, device=mesh.device)
+        for start, stop in layout.gaps:
+            source[start:stop] = 0
+        for parameter, segment in zip(self.parameters, layout.segments, strict=True):
+            source[segment.start : segment.stop].view(segment.shape).copy_(parameter.detach())
+        mesh.group("world").broadcast(source)
+        if source is not self.full:
+            self.full.copy_(source)
+        sharded = row.parameter is Placement.SHARDED
+        self.home = self.full[self.shard].clone() if sharded else self.full[self.own]
+        self.master = self.home
+        if mixed and layout.trainable and layout.dtype in SIXTEEN_BIT:
+            self.master = source[self.own].to(torch.float32, copy=True)
+        for parameter, segment in zip(self.parameters, layout.segments, strict=True):
+            parameter.data = self.full[segment.start : segment.stop].view(segment.shape)
+        if layout.trainable:
+            self.pieces = tuple(self._make_pieces())
+
+    def _make_pieces(self) -> Iterator[tuple[int, slice, Piece]]:
+        for index, start, stop in self.layout.owned(self.own.start, self.own.stop):
+            segment = self.layout.segments[index]
+            local = slice(start - self.own.start, stop - self.own.start)
+            parameter = nn.Parameter(self.master[local])
+            piece = Piece(segment.name, tuple(segment.shape), start - segment.start, stop - segment.start, parameter)
+            yield index, local, piece
+
+
+class Unit:
+    """One unit of the model.
+
+    Args:
+        index: position in the order of registration; the root has index 0.
+        name: of the module in the model; empty for the root.
+        module: whose forward needs the parameters.
+        parent: the unit that encloses it, None for the root.
+    """
+
+    def __init__(self, index: int, name: str, module: nn.Module, parent: Unit | None) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.parent = parent
+        self.flats: tuple[Flat, ...] = ()
+        self.nbytes = 0
+        self.storage = torch.UntypedStorage(0)
+        self.state = State.HOME
+        self.version = 0
+        self.sharded = False
+        self.slot: Slot | None = None
+        self._pending: list[Pending] = []
+
+    def __repr__(self) -> str:
+        return f"unit {self.name or '(root)'!r}"
+
+    def place(self, flats: Sequence[Flat], row: Row, mesh: Mesh, mixed: bool) -> None:
+        """Allocate the storage, fill it, and leave the parameters fetched."""
+        self.flats = tuple(flats)
+        self.sharded = row.parameter is Placement.SHARDED
+        offsets = []
+        for flat in flats:
+            offsets.append(self.nbytes)
+            self.nbytes = round_up(self.nbytes + flat.layout.nbytes, 64)
+        self.storage = torch.UntypedStorage(self.nbytes, device=mesh.device)
+        for flat, offset in zip(flats, offsets, strict=True):
+            layout = flat.layout
+            empty = torch.empty(0, dtype=layout.dtype, device=mesh.device)
+            flat.full = empty.set_(self.storage, offset // layout.dtype.itemsize, (layout.size,), (1,))
+            flat.fill(row, mesh, mixed)
+        self.state = State.FETCHED
+
+    def go_home(self) -> None:
+        """Free the memory that the parameters were placed in; from here on they are fetched into slots."""
+        assert self.sharded and self.slot is None
+        self.storage.resize_(0)
+        self.state = State.HOME
+
+    @property
+    def ancestors(self) -> set[Unit]:
+        """The units that enclose this one."""
+        return set() if self.parent is None else {self.parent} | self.parent.ancestors
+
+    def begin_fetch(self, mesh: Mesh, slot: Slot | None) -> None:
+        """Start to bring the parameters into the storage; ``slot`` is the memory to use where they are sharded."""
+        assert self.state is State.HOME, (self, self.state)
+        if self.sharded:
+            assert slot is not None
+            self.slot = slot
+            attach(self.storage, slot)
+        for flat in self.flats:
+            if self.sharded or (flat.layout.trainable and flat.own.stop - flat.own.start < flat.layout.size):
+                self._pending.append(mesh.shard.all_gather(flat.full, flat.home, flat.tag))
+        self.state = State.FETCHING
+
+    def finish_fetch(self) -> None:
+        """Wait until the parameters are there."""
+        assert self.state is not State.HOME, (self, self.state)
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        self.state = State.FETCHED
+
+    def evict(self) -> Slot:
+        """Give the slot up; the storage is empty from here on. Only where parameters are sharded."""
+        assert self.state is State.FETCHED and self.sharded and self.slot is not None, (self, self.state)
+        detach(self.storage, self.slot)
+        slot, self.slot, self.state = self.slot, None, State.HOME
+        return slot
