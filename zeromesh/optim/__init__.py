@@ -1,0 +1,1 @@
+"""What changes the parameters: optimizers over pieces of them, parameter groups, learning-rate schedules."""

@@ -1,0 +1,330 @@
+"""From a name or a user's optimizer to an optimizer over the pieces that this rank updates.
+
+An optimizer that works element by element is right on any piece. One that looks at more is right only where whole
+parameters are here, or where it is one of ours that asks the other ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.model.piece import Piece, PieceExchange
+from zeromesh.optim.lamb import Lamb
+from zeromesh.optim.lion import Lion
+from zeromesh.optim.muon import Muon
+
+_log = logging.getLogger(__name__)
+
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+        Lion,
+    }
+)
+
+_EXCHANGING: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
+"""Those that get from other ranks what they need of whole parameters."""
+
+_NEVER: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
+    torch.optim.SparseAdam: "gradients are dense here; use Adam",
+}
+
+_WHOLE: dict[type[Optimizer], str] = {
+    torch.optim.Adafactor: "it averages over rows and columns; use ZeRO-0, or another optimizer such as Lion",
+    torch.optim.Muon: 'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use ZeRO-0',
+}
+"""Torch's own that are right only on whole parameters, and what to do where they are sharded."""
+
+_FUSED: dict[type[Optimizer], frozenset[str]] = {
+    torch.optim.Adam: frozenset({"cpu", "cuda"}),
+    torch.optim.AdamW: frozenset({"cpu", "cuda"}),
+    torch.optim.Adagrad: frozenset({"cpu"}),
+    Muon: frozenset({"cpu", "cuda"}),
+}
+"""Devices with a fused update. Not SGD: with momentum, torch's fails when a parameter's first gradient comes late."""
+
+_REFUSED_TYPES: dict[str, str] = {
+    "onebitadam": "Adam with bf16 communication (`communication_data_type`)",
+    "zerooneadam": "Adam with bf16 communication (`communication_data_type`)",
+    "onebitlamb": "Lamb with bf16 communication (`communication_data_type`)",
+    "muadam": "Adam, and one parameter group per width with its own learning rate",
+    "muadamw": "AdamW, and one parameter group per width with its own learning rate",
+    "musgd": "SGD, and one parameter group per width with its own learning rate",
+}
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """A parameter that configs made for DeepSpeed hold but that the class here does not take."""
+
+    optimizers: frozenset[str]
+    remedy: str = ""
+    harmless: tuple[Any, ...] | None = None  # the values that change nothing here; None: any
+
+
+_ADAMS = frozenset({"adam", "adamw"})
+
+_FOREIGN: dict[str, _Foreign] = {
+    "adam_w_mode": _Foreign(_ADAMS),
+    "torch_adam": _Foreign(_ADAMS),
+    "bias_correction": _Foreign(_ADAMS, "torch's Adam always corrects the bias; leave it out", (True,)),
+    "set_grad_none": _Foreign(_ADAMS | {"lion"}),
+    "fp32_optimizer_states": _Foreign(
+        _ADAMS | {"lion", "adagrad"}, "states have the dtype of the master parameters", (True,)
+    ),
+    "amsgrad": _Foreign(frozenset({"lamb", "adagrad"}), "only Adam and AdamW have it", (False,)),
+    "eps_inside_sqrt": _Foreign(frozenset({"lamb"}), "eps is added to the root", (False,)),
+    "ns_method": _Foreign(frozenset({"muon"}), "both compute the same", ("standard", "gram")),
+}
+
+_REFUSED_PARAMS: dict[str, str] = {
+    "max_grad_norm": "set `gradient_clipping` at the top level of the config",
+    "freeze_step": "it belongs to the 1-bit optimizers, which are not offered",
+    "cuda_aware": "it belongs to the 1-bit optimizers, which are not offered",
+    "comm_backend_name": "it belongs to the 1-bit optimizers, which are not offered",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group as this rank sees it; all ranks have the same groups in the same order.
+
+    Attributes:
+        pieces: this rank's pieces of the group's parameters; may be empty.
+        options: hyperparameters of this group, which override those of the optimizer.
+    """
+
+    pieces: tuple[Piece, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build(
+    type: str,
+    params: Mapping[str, Any],
+    groups: Sequence[Group],
+    exchange: PieceExchange,
+    sharded: bool,
+    allow_untested: bool = False,
+    matrices: frozenset[str] = frozenset(),
+) -> Optimizer:
+    """Make the optimizer that a config names, over pieces.
+
+    Args:
+        type: ``adam`` (decoupled weight decay unless ``adam_w_mode`` is false), ``adamw``, ``lamb``, ``lion``,
+            ``adagrad``, ``sgd``, ``muon`` or a class of ``torch.optim``, in upper or lower case.
+        params: its arguments; ``"auto"`` means not given. What is not given has torch's default.
+        groups: as on every rank; an optimizer's ``param_groups`` follow their order (Muon makes two of each).
+        exchange: used by Lamb and Muon.
+        sharded: whether pieces may be less than whole parameters.
+        allow_untested: take classes not known to be right on pieces.
+        matrices: names of the parameters that Muon is to update as matrices.
+
+    Raises:
+        ValueError: for an unknown type or parameter, a value that cannot be had, or an optimizer that would be wrong
+            on pieces.
+    """
+    given = {key: value for key, value in params.items() if not _is_auto(value)}
+    cls, defaults = _find_class(type, given)
+    _check_class(cls, sharded, allow_untested)
+    context: dict[str, Any] = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
+    if cls is Muon:
+        context["matrices"] = matrices
+    accepted = set(inspect.signature(cls).parameters) - {"params", "groups", *context}
+    arguments = defaults | _accept(type, given, accepted)
+    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
+        _give_shapes(piece for group in groups for piece in group.pieces)
+    param_groups = [_group_dict(group) for group in groups]
+    try:
+        optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer {type} with {dict(given)}: {error}") from error
+    _fuse(optimizer)
+    return optimizer
+
+
+def adopt(
+    optimizer: Optimizer,
+    pieces_by_parameter: Mapping[nn.Parameter, Piece | None],
+    sharded: bool,
+    allow_untested: bool = False,
+) -> None:
+    """Make an optimizer that was built over a model's parameters update this rank's pieces of them, in place.
+
+    Its groups, their order and their hyperparameters stay the same objects, so a scheduler may already hold it.
+    Parameters of which this rank has no piece, and frozen ones, leave their group.
+
+    Args:
+        optimizer: not stepped yet.
+        pieces_by_parameter: for every trainable parameter of the model this rank's piece of it, if it has one.
+        sharded: whether pieces may be less than whole parameters.
+        allow_untested: take classes not known to be right on pieces.
+
+    Raises:
+        ValueError: if the optimizer would be wrong on pieces, has been stepped, or holds foreign parameters.
+    """
+    cls = type(optimizer)
+    _check_class(cls, sharded, allow_untested)
+    _check_fresh(optimizer)
+    _check_members(optimizer, pieces_by_parameter)
+    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
+        _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
+    for group in optimizer.param_groups:
+        kept = [(p, piece) for p in group["params"] if (piece := pieces_by_parameter.get(p)) is not None]
+        for parameter in group["params"]:
+            _move_state(optimizer, parameter, pieces_by_parameter.get(parameter))
+        group["params"] = [piece.parameter for _, piece in kept]
+        if "param_names" in group:
+            group["param_names"] = [piece.name for _, piece in kept]
+    _fuse(optimizer)
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _find_class(name: str, given: Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class, and defaults that differ from its own."""
+    lower = name.lower()
+    if lower in _REFUSED_TYPES:
+        raise ValueError(f"optimizer type {name!r} is not offered; use {_REFUSED_TYPES[lower]}")
+    if lower == "adam" and given.get("adam_w_mode", True):
+        return torch.optim.AdamW, {"weight_decay": 0.0}
+    classes = {cls.__name__.lower(): cls for cls in (*_ELEMENTWISE, *_NEVER, *_WHOLE, *_EXCHANGING)}
+    for attribute, value in vars(torch.optim).items():
+        if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer:
+            classes.setdefault(attribute.lower(), value)
+    if lower not in classes:
+        known = sorted(cls.__name__ for cls in classes.values())
+        raise ValueError(f"unknown optimizer type {name!r}{_nearest(name, known)}; known are {', '.join(known)}")
+    return classes[lower], {}
+
+
+def _accept(name: str, given: Mapping[str, Any], accepted: set[str]) -> dict[str, Any]:
+    """The arguments for the class, after every parameter has been checked."""
+    arguments: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in accepted:
+            arguments[key] = _plain(key, value)
+        elif key in _REFUSED_PARAMS:
+            raise ValueError(f"optimizer parameter {key!r} of {name} is not taken: {_REFUSED_PARAMS[key]}")
+        else:
+            _check_foreign(name, key, value, accepted)
+    return arguments
+
+
+def _check_foreign(name: str, key: str, value: Any, accepted: set[str]) -> None:
+    foreign = _FOREIGN.get(key)
+    if foreign is None or name.lower() not in foreign.optimizers:
+        raise ValueError(
+            f"optimizer {name} has no parameter {key!r}{_nearest(key, sorted(accepted))}; "
+            f"it takes {', '.join(sorted(accepted))}"
+        )
+    if foreign.harmless is not None and value not in foreign.harmless:
+        raise ValueError(f"optimizer parameter {key!r} of {name} cannot be {value!r}: {foreign.remedy}")
+    _log.info("optimizer parameter %r of %s has no further effect", key, name)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    lowered = {name.lower(): name for name in known}
+    match = difflib.get_close_matches(word.lower(), lowered, n=1)
+    return f"; did you mean {lowered[match[0]]!r}?" if match else ""
+
+
+def _plain(key: str, value: Any) -> Any:
+    """JSON's lists as the tuples, and its integers among them as the floats, that optimizers expect."""
+    return tuple(float(item) for item in value) if isinstance(value, list) else value
+
+
+def _group_dict(group: Group) -> dict[str, Any]:
+    options = {key: _plain(key, value) for key, value in group.options.items() if not _is_auto(value)}
+    return {"params": [piece.parameter for piece in group.pieces], **options}
+
+
+def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> None:
+    if cls in _NEVER:
+        raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
+    if not sharded or cls in _ELEMENTWISE or cls in _EXCHANGING or allow_untested:
+        return
+    if cls in _WHOLE:
+        raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
+    raise ValueError(
+        f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
+        "use ZeRO-0, or set `zero_allow_untested_optimizer` to true if it does"
+    )
+
+
+def _check_fresh(optimizer: Optimizer) -> None:
+    if any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+        raise ValueError(
+            f"{type(optimizer).__name__} has been stepped or loaded before; give a new one, and load its state "
+            "with the engine's `load_checkpoint`"
+        )
+
+
+def _check_members(optimizer: Optimizer, pieces_by_parameter: Mapping[nn.Parameter, Piece | None]) -> None:
+    foreign = [
+        f"group {number}, parameter {place}"
+        + (f" ({group['param_names'][place]})" if "param_names" in group else "")
+        + f" of shape {tuple(parameter.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if parameter.requires_grad and parameter not in pieces_by_parameter
+    ]
+    if foreign:
+        raise ValueError(
+            f"the optimizer holds parameters that are not the model's: {'; '.join(foreign)}; build it over the "
+            "parameters of the model that you pass, after every change that replaces parameters"
+        )
+
+
+def _move_state(optimizer: Optimizer, parameter: nn.Parameter, piece: Piece | None) -> None:
+    """Cut what an optimizer such as Adagrad makes at construction to the piece."""
+    state = optimizer.state.pop(parameter, None)
+    if not state or piece is None:
+        return
+    optimizer.state[piece.parameter] = {
+        key: value.flatten()[piece.start : piece.stop].to(piece.parameter, copy=True).view_as(piece.parameter)
+        if torch.is_tensor(value) and key != "step" and value.shape == piece.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _give_shapes(pieces: Any) -> None:
+    """Give whole parameters their shape back for an optimizer that may look at it. Their storage stays."""
+    for piece in pieces:
+        assert piece.whole, f"{piece.name} is not whole"
+        piece.parameter.data = piece.parameter.data.view(piece.shape)
+
+
+def _fuse(optimizer: Optimizer) -> None:
+    """Switch on the fused update in groups whose user did not choose, where the device and dtype have one."""
+    devices = _FUSED.get(type(optimizer), frozenset())
+    for group in optimizer.param_groups:
+        undecided = group.get("fused", False) is None and not group["foreach"] and not group["differentiable"]
+        if undecided and all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
+            group["fused"] = True
+            for parameter in group["params"]:
+                if "step" in optimizer.state.get(parameter, {}):
+                    # Made at construction in torch's default dtype, while the fused update counts in fp32.
+                    optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].float()

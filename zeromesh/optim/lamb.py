@@ -1,0 +1,104 @@
+"""LAMB: Adam whose step has, for each parameter, a length in proportion to the parameter's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zeromesh.model.piece import Piece, PieceExchange
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020).
+
+    The trust ratio is the norm of the whole parameter over the norm of its whole update, whatever part of it this
+    rank holds: one sum over the ranks per step, of two float64 numbers per parameter. It is clamped to
+    ``[min_coeff, max_coeff]``, and 1 where either norm is zero.
+
+    Args:
+        groups: parameter groups; their parameters are those of ``pieces``.
+        pieces: every piece this rank updates.
+        exchange: how to reach the other pieces. A rank that holds no piece at all sums zeros that lie on the CPU.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled; part of the update whose norm is taken.
+        bias_correction: correct the moments for their start at zero.
+        max_coeff, min_coeff: bounds of the trust ratio.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        pieces: Iterable[Piece],
+        exchange: PieceExchange,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(groups, defaults)
+        self._exchange = exchange
+        places = {name: place for place, name in enumerate(name for bucket in exchange.buckets for name in bucket)}
+        self._places = {piece.parameter: places[piece.name] for piece in pieces}
+        self._count = len(places)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. All ranks must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = {
+            parameter: (self._direction(parameter, parameter.grad, group), group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
+        norms = self._norms({parameter: direction for parameter, (direction, _) in updates.items()})
+        for parameter, (direction, group) in updates.items():
+            weight_norm, update_norm = norms[:, self._places[parameter]]
+            ratio = (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
+            ratio = torch.where((weight_norm > 0) & (update_norm > 0), ratio, 1.0)
+            parameter.sub_(direction.mul_(ratio * group["lr"]))
+        return loss
+
+    def _direction(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """The update before it is scaled: Adam's, plus weight decay."""
+        state = self.state[parameter]
+        if not state:
+            zeros = torch.zeros_like
+            state.update(step=torch.tensor(0.0), exp_avg=zeros(parameter), exp_avg_sq=zeros(parameter))
+        state["step"] += 1
+        step = state["step"].item()
+        beta1, beta2 = group["betas"]
+        first: torch.Tensor = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        correction1 = 1 - beta1**step if group["bias_correction"] else 1.0
+        correction2 = 1 - beta2**step if group["bias_correction"] else 1.0
+        denominator = (second / correction2).sqrt_().add_(group["eps"])
+        return (first / correction1).div_(denominator).add_(parameter, alpha=group["weight_decay"])
+
+    def _norms(self, directions: dict[torch.nn.Parameter, torch.Tensor]) -> torch.Tensor:
+        """Norms of whole parameters and whole updates, shape (2, parameters), float64; zero where no rank has one."""
+        device = next((parameter.device for parameter in self._places), torch.device("cpu"))
+        squares = torch.zeros(2, self._count, dtype=torch.float64, device=device)
+        for parameter, direction in directions.items():
+            for row, tensor in enumerate((parameter, direction)):
+                squares[row, self._places[parameter]] = torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+        return self._exchange.sum(squares.view(-1)).view(2, -1).sqrt()

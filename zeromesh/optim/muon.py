@@ -1,0 +1,169 @@
+"""Muon: momentum whose matrices are orthogonalized, with AdamW for everything that is not a hidden matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from zeromesh.model.piece import Piece, PieceExchange
+
+_ADJUST_LR = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""Factor on the learning rate by shape: Jordan 2024; Liu et al., "Muon is Scalable for LLM Training", 2025."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024), over pieces.
+
+    The momentum lives in pieces; each bucket that holds matrices is gathered once per step, and every matrix of which
+    this rank has a piece is orthogonalized whole. Numbers equal ``torch.optim.Muon``'s. Each given group becomes two,
+    first its matrices, then the rest, so that both have a learning rate which schedules can move.
+
+    Args:
+        groups: dicts with ``params`` and options that override the arguments below.
+        pieces: every piece this rank updates.
+        exchange: how to get whole matrices.
+        matrices: names of the parameters that Muon updates, the same on all ranks. Those with more than two dims are
+            taken as matrices of ``shape[0]`` rows.
+        lr: learning rate of both parts, ``muon_lr`` and ``adam_lr`` of one; by default 1e-3.
+        weight_decay: decoupled, of both parts; by default 0.1 for matrices and 0.01 for the rest, as in torch.
+        momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: of the matrices' part, as in ``torch.optim.Muon``.
+        betas, eps: of AdamW.
+
+    Raises:
+        ValueError: if ``adjust_lr_fn`` is unknown, or a parameter in ``matrices`` has fewer than two dims.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        pieces: Iterable[Piece],
+        exchange: PieceExchange,
+        matrices: frozenset[str],
+        lr: float = 1e-3,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        weight_decay: float | None = None,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "original",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        self._pieces = {piece.parameter: piece for piece in pieces}
+        self._exchange = exchange
+        self._matrices = matrices
+        muon = {
+            "lr": lr if muon_lr is None else muon_lr,
+            "weight_decay": 0.1 if weight_decay is None else weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        adam = {
+            "lr": lr if adam_lr is None else adam_lr,
+            "weight_decay": 0.01 if weight_decay is None else weight_decay,
+            "betas": betas,
+            "eps": eps,
+        }
+        halves = [half for group in groups for half in self._split(group, muon, adam)]
+        self._adamw = torch.optim.AdamW([half for half in halves if not half["use_muon"]])
+        super().__init__(halves, {})
+        self._check()
+
+    def _split(
+        self, group: Mapping[str, Any], muon: Mapping[str, Any], adam: Mapping[str, Any]
+    ) -> Iterable[dict[str, Any]]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for use_muon, defaults, own_lr in ((True, muon, "muon_lr"), (False, adam, "adam_lr")):
+            members = [p for p in group["params"] if (self._pieces[p].name in self._matrices) is use_muon]
+            half = {"params": members, "use_muon": use_muon, **defaults, **options}
+            half["lr"] = options.get(own_lr, half["lr"])
+            yield half
+
+    def _check(self) -> None:
+        for group in self.param_groups:
+            rule = group.get("adjust_lr_fn", "original")
+            if rule not in _ADJUST_LR:
+                raise ValueError(f"adjust_lr_fn is {rule!r}; it must be one of {', '.join(_ADJUST_LR)}")
+        for piece in self._pieces.values():
+            if piece.name in self._matrices and len(piece.shape) < 2:
+                raise ValueError(
+                    f"parameter {piece.name} of shape {piece.shape} is no matrix and cannot be updated by Muon; "
+                    "set its attribute `use_muon = False`"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. All ranks must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        held = {
+            self._pieces[parameter].name: (self._pieces[parameter], group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if group["use_muon"] and parameter.grad is not None
+        }
+        for number, bucket in enumerate(self._exchange.buckets):
+            if not self._matrices.isdisjoint(bucket):
+                self._update_bucket(number, {name: held[name] for name in bucket if name in held})
+        self._step_adamw()
+        return loss
+
+    def _update_bucket(self, number: int, held: Mapping[str, tuple[Piece, dict[str, Any]]]) -> None:
+        momenta = {name: self._momentum(piece.parameter, group) for name, (piece, group) in held.items()}
+        whole = self._exchange.gather(number, momenta)
+        for name, (piece, group) in held.items():
+            rows = piece.shape[0]
+            matrix = whole[name].view(rows, -1)
+            update = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"])
+            factor = _ADJUST_LR[group["adjust_lr_fn"]](*matrix.shape)
+            piece.parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            piece.parameter.add_(update.reshape(-1)[piece.start : piece.stop], alpha=-group["lr"] * factor)
+
+    def _momentum(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum: torch.Tensor = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+    def _step_adamw(self) -> None:
+        # Loading a state dict replaces groups and state, so the inner optimizer is given the current ones each time.
+        self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+        self._adamw.state = self.state
+        self._adamw.step()
+
+
+def orthogonalize(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
+    """Nearly the nearest orthogonal matrix, by Newton-Schulz iteration of a quintic polynomial (Jordan 2024).
+
+    Args:
+        matrix: shape (rows, columns), any floating dtype.
+        coefficients: of x, x^3 and x^5. The default ones push singular values to within about [0.7, 1.2].
+        steps: iterations.
+
+    Returns:
+        shape (rows, columns), in bfloat16, whose accuracy suffices for a direction.
+    """
+    a, b, c = coefficients
+    x = matrix.bfloat16()
+    if matrix.shape[0] > matrix.shape[1]:
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x

@@ -1,0 +1,73 @@
+"""The fp16 loss scale as it changes from step to step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeromesh.model.precision import LossScale
+
+
+class LossScaler:
+    """Follows a loss-scale policy (Micikevicius et al., "Mixed Precision Training", 2018).
+
+    Every rank must see the same sequence of overflows, and then has the same scale.
+
+    Args:
+        policy: a static scale, or how the dynamic one moves.
+    """
+
+    def __init__(self, policy: LossScale) -> None:
+        self._policy = policy
+        self._scale = 2.0**policy.initial_power if policy.static is None else float(policy.static)
+        self._hysteresis = policy.hysteresis
+        self._good_steps = 0
+
+    @property
+    def scale(self) -> float:
+        """What the loss is to be multiplied with, and the gradient to be divided by."""
+        return self._scale
+
+    def update(self, overflow: bool) -> None:
+        """Take note of whether the step that just ended had a gradient that is not finite.
+
+        Raises:
+            FloatingPointError: on an overflow that cannot be answered with a smaller scale.
+        """
+        if self._policy.static is not None:
+            return
+        if overflow:
+            self._shrink()
+        else:
+            self._grow()
+
+    def _shrink(self) -> None:
+        self._good_steps = 0
+        if self._hysteresis > 1:
+            self._hysteresis -= 1
+            return
+        if self._scale <= self._policy.minimum:
+            raise FloatingPointError(
+                f"the gradient is not finite at the minimum loss scale {self._policy.minimum:g}: the model diverges, "
+                "or fp16's range is too small for it; lower the learning rate, warm it up for longer, set "
+                "`gradient_clipping`, use bf16 instead of fp16, or allow a smaller `fp16.min_loss_scale`"
+            )
+        self._scale = max(self._scale / 2, self._policy.minimum)
+
+    def _grow(self) -> None:
+        full_window = self._good_steps > 0 and self._good_steps % self._policy.window == 0
+        if full_window:
+            self._scale *= 2
+        if full_window or self._policy.consecutive_hysteresis:
+            self._hysteresis = self._policy.hysteresis
+        self._good_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must start from."""
+        return {"scale": self._scale, "hysteresis": self._hysteresis, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``. A static scale stays as configured."""
+        if self._policy.static is None:
+            self._scale = float(state["scale"])
+            self._hysteresis = int(state["hysteresis"])
+            self._good_steps = int(state["good_steps"])
