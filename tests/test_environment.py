@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import run_ranks
+from harness import run_command, run_ranks
 from zeromesh.dist.environment import VARIABLES, Environment, device_for, init_distributed, shutdown
-from zeromesh.dist.launch import RankFailure, _first_failure, launch
+from zeromesh.dist.launch import _first_failure, launch
+
+TEST_PATH = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
 
 TORCHRUN = {
     "RANK": "5",
@@ -196,12 +198,20 @@ def fail_on_one() -> None:
 
 
 @pytest.mark.usefixtures("_bare")
-def test_launch_shows_the_first_failure_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RankFailure, match="rank 1 failed first: LookupError: the key is not there") as failure:
-        launch(fail_on_one, 2)
-    assert failure.value.rank == 1
-    assert "in fail_on_one" in str(failure.value)
-    assert capfd.readouterr().err == ""
+def test_launch_shows_the_first_failure_and_nothing_else() -> None:
+    code = (
+        "import test_environment as t\n"
+        "from zeromesh.dist.launch import RankFailure\n"
+        "try:\n"
+        "    t.launch(t.fail_on_one, 2)\n"
+        "except RankFailure as error:\n"
+        "    print(error.rank, error.summary, error, sep='\\n')\n"
+    )
+    lines = run_command([sys.executable, "-c", code], PYTHONPATH=TEST_PATH).stdout.splitlines()
+    summary = "LookupError: the key is not there"
+    assert lines[:4] == ["1", summary, f"rank 1 failed first: {summary}", "Traceback (most recent call last):"]
+    assert "in fail_on_one" in "".join(lines[4:])
+    assert lines[-1] == summary
 
 
 def test_the_first_failure_is_the_earliest_exception_or_a_killed_rank(tmp_path: Path) -> None:
@@ -257,13 +267,12 @@ def test_an_interrupt_stops_all_ranks_without_noise(tmp_path: Path) -> None:
         "except KeyboardInterrupt:\n"
         "    print('interrupted')\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": TEST_PATH},
         start_new_session=True,
     )
     try:

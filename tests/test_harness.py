@@ -48,6 +48,12 @@ def kill_on(rank: int) -> str:
     return "did not notice"
 
 
+def kill_session(file: str) -> None:
+    Path(file).write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
 def random_number() -> float:
     return torch.rand(()).item()
 
@@ -144,22 +150,17 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tm
         pool.run(random_number, 1)
 
 
-def test_workers_end_with_the_session(tmp_path: Path) -> None:
-    script = tmp_path / "session.py"
-    script.write_text(
-        "import os, signal, time\n"
-        "from harness import session_pool\n"
-        "if __name__ == '__main__':\n"
-        "    session_pool().run(time.sleep, 1, (0,))\n"
-        "    print(session_pool().pids[0], flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    finished = run_command([sys.executable, script], PYTHONPATH=str(Path(__file__).parent))
-    pid = int(finished.stdout)
-    limit = time.monotonic() + 20
-    while alive(pid):
-        assert time.monotonic() < limit, f"worker {pid} outlives its session"
+def test_workers_end_with_the_session_whatever_they_do(tmp_path: Path) -> None:
+    code = "import sys, harness, test_harness as t; harness.session_pool().run(t.kill_session, 1, (sys.argv[1],))"
+    file = tmp_path / "pid"
+    finished = run_command([sys.executable, "-c", code, file], PYTHONPATH=str(Path(__file__).parent))
+    assert finished.returncode == -signal.SIGKILL
+    pid, limit = int(file.read_text()), time.monotonic() + 20
+    while alive(pid) and time.monotonic() < limit:
         time.sleep(0.05)
+    if alive(pid):
+        os.kill(pid, signal.SIGKILL)
+        pytest.fail("the worker outlives its session")
 
 
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
