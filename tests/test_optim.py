@@ -285,9 +285,8 @@ def test_fp32_pieces_agree_with_one_rank(name):
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("AdamV", {}, "did you mean 'Adam"),
-        ("OneBitAdam", {}, "communication_data_type"),
-        ("adamw", {"weight_decey": 0.1}, "weight_decey.*did you mean 'weight_decay'"),
+        ("AdamV", {}, 'did you mean "Adam'),
+        ("adamw", {"weight_decey": 0.1}, 'weight_decey.*did you mean "weight_decay"'),
         ("adamw", {"max_grad_norm": 1.0}, "gradient_clipping"),
         ("adam", {"bias_correction": False}, "bias_correction"),
         ("adam", {"freeze_step": 10}, "1-bit"),
@@ -368,7 +367,7 @@ def test_unknown_classes_are_refused_on_shards_unless_allowed():
 
     expected = train_whole(lambda parameters: [make(parameters)])
     arguments = (make_values(), make_gradients(), LAYOUT, 3)
-    with pytest.raises(ValueError, match="Custom.*zero_allow_untested_optimizer"):
+    with pytest.raises(ValueError, match=r"Custom.*zero_allow_untested_optimizer"):
         train_on_ranks(*arguments, lambda pieces, _: adopted(pieces, make, True))
     ours, _, _ = train_on_ranks(*arguments, lambda pieces, _: adopted(pieces, make, True, allow_untested=True))
     assert_equal(ours, expected, 1e-12)

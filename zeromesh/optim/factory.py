@@ -6,10 +6,9 @@ parameters are here, or where it is one of ours that asks the other ranks.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.model.piece import Piece, PieceExchange
+from zeromesh.optim.arguments import unknown, without_auto
 from zeromesh.optim.lamb import Lamb
 from zeromesh.optim.lion import Lion
 from zeromesh.optim.muon import Muon
@@ -62,15 +62,6 @@ _FUSED: dict[type[Optimizer], frozenset[str]] = {
     Muon: frozenset({"cpu", "cuda"}),
 }
 """Devices with a fused update. Not SGD: with momentum, torch's fails when a parameter's first gradient comes late."""
-
-_REFUSED_TYPES: dict[str, str] = {
-    "onebitadam": "Adam with bf16 communication (`communication_data_type`)",
-    "zerooneadam": "Adam with bf16 communication (`communication_data_type`)",
-    "onebitlamb": "Lamb with bf16 communication (`communication_data_type`)",
-    "muadam": "Adam, and one parameter group per width with its own learning rate",
-    "muadamw": "AdamW, and one parameter group per width with its own learning rate",
-    "musgd": "SGD, and one parameter group per width with its own learning rate",
-}
 
 
 @dataclass(frozen=True)
@@ -143,7 +134,7 @@ def build(
         ValueError: for an unknown type or parameter, a value that cannot be had, or an optimizer that would be wrong
             on pieces.
     """
-    given = {key: value for key, value in params.items() if not _is_auto(value)}
+    given = without_auto(params)
     cls, defaults = _find_class(type, given)
     _check_class(cls, sharded, allow_untested)
     context: dict[str, Any] = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
@@ -198,15 +189,9 @@ def adopt(
     _fuse(optimizer)
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
 def _find_class(name: str, given: Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
     """The class, and defaults that differ from its own."""
     lower = name.lower()
-    if lower in _REFUSED_TYPES:
-        raise ValueError(f"optimizer type {name!r} is not offered; use {_REFUSED_TYPES[lower]}")
     if lower == "adam" and given.get("adam_w_mode", True):
         return torch.optim.AdamW, {"weight_decay": 0.0}
     classes = {cls.__name__.lower(): cls for cls in (*_ELEMENTWISE, *_NEVER, *_WHOLE, *_EXCHANGING)}
@@ -214,8 +199,7 @@ def _find_class(name: str, given: Mapping[str, Any]) -> tuple[type[Optimizer], d
         if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer:
             classes.setdefault(attribute.lower(), value)
     if lower not in classes:
-        known = sorted(cls.__name__ for cls in classes.values())
-        raise ValueError(f"unknown optimizer type {name!r}{_nearest(name, known)}; known are {', '.join(known)}")
+        raise unknown("there is no optimizer", name, {cls.__name__ for cls in classes.values()})
     return classes[lower], {}
 
 
@@ -224,7 +208,7 @@ def _accept(name: str, given: Mapping[str, Any], accepted: set[str]) -> dict[str
     arguments: dict[str, Any] = {}
     for key, value in given.items():
         if key in accepted:
-            arguments[key] = _plain(key, value)
+            arguments[key] = _plain(value)
         elif key in _REFUSED_PARAMS:
             raise ValueError(f"optimizer parameter {key!r} of {name} is not taken: {_REFUSED_PARAMS[key]}")
         else:
@@ -235,42 +219,32 @@ def _accept(name: str, given: Mapping[str, Any], accepted: set[str]) -> dict[str
 def _check_foreign(name: str, key: str, value: Any, accepted: set[str]) -> None:
     foreign = _FOREIGN.get(key)
     if foreign is None or name.lower() not in foreign.optimizers:
-        raise ValueError(
-            f"optimizer {name} has no parameter {key!r}{_nearest(key, sorted(accepted))}; "
-            f"it takes {', '.join(sorted(accepted))}"
-        )
+        raise unknown(f"optimizer {name} has no parameter", key, accepted)
     if foreign.harmless is not None and value not in foreign.harmless:
         raise ValueError(f"optimizer parameter {key!r} of {name} cannot be {value!r}: {foreign.remedy}")
     _log.info("optimizer parameter %r of %s has no further effect", key, name)
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
-    lowered = {name.lower(): name for name in known}
-    match = difflib.get_close_matches(word.lower(), lowered, n=1)
-    return f"; did you mean {lowered[match[0]]!r}?" if match else ""
-
-
-def _plain(key: str, value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """JSON's lists as the tuples, and its integers among them as the floats, that optimizers expect."""
     return tuple(float(item) for item in value) if isinstance(value, list) else value
 
 
 def _group_dict(group: Group) -> dict[str, Any]:
-    options = {key: _plain(key, value) for key, value in group.options.items() if not _is_auto(value)}
+    options = {key: _plain(value) for key, value in without_auto(group.options).items()}
     return {"params": [piece.parameter for piece in group.pieces], **options}
 
 
 def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> None:
     if cls in _NEVER:
         raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
-    if not sharded or cls in _ELEMENTWISE or cls in _EXCHANGING or allow_untested:
-        return
-    if cls in _WHOLE:
+    if sharded and cls in _WHOLE:
         raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
-    raise ValueError(
-        f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
-        "use ZeRO-0, or set `zero_allow_untested_optimizer` to true if it does"
-    )
+    if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING):
+        raise ValueError(
+            f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
+            "use ZeRO-0, or set `zero_allow_untested_optimizer` to true if it does"
+        )
 
 
 def _check_fresh(optimizer: Optimizer) -> None:
@@ -310,7 +284,7 @@ def _move_state(optimizer: Optimizer, parameter: nn.Parameter, piece: Piece | No
     }
 
 
-def _give_shapes(pieces: Any) -> None:
+def _give_shapes(pieces: Iterable[Piece]) -> None:
     """Give whole parameters their shape back for an optimizer that may look at it. Their storage stays."""
     for piece in pieces:
         assert piece.whole, f"{piece.name} is not whole"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-_NORMS = (
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.modules.batchnorm._NormBase,
-)
+_NORM = re.compile(r"norm(\d*d)?$", re.IGNORECASE)
+"""Ends the names of norm classes: torch's, as LayerNorm and BatchNorm2d, and models' own, as LlamaRMSNorm."""
 
 _NO_MATRIX_WORDS = ("embed", "lm_head", "classifier")
 _NO_MATRIX_NAMES = frozenset({"head", "score", "wte", "wpe"})
@@ -21,8 +18,8 @@ _NO_MATRIX_NAMES = frozenset({"head", "score", "wte", "wpe"})
 def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The usual two parameter groups: weight decay for weights, none for biases and norms.
 
-    Without decay are the parameters of norm modules (torch's, and any whose class is called a norm), biases, and
-    other parameters with fewer than two dims. Frozen parameters are left out.
+    Without decay are the parameters of norm modules (whose class, or a base of it, is called a norm), biases, and other
+    parameters with fewer than two dims. Frozen parameters are left out.
 
     Args:
         model: its trainable parameters are split; each appears once, also if it is tied.
@@ -75,7 +72,7 @@ def _owned_parameters(
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, _NORMS) or "norm" in type(module).__name__.lower()
+    return any(_NORM.search(cls.__name__) for cls in type(module).__mro__)
 
 
 def _is_edge(name: str, module: nn.Module) -> bool:

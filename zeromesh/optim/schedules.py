@@ -1,0 +1,317 @@
+"""Learning-rate schedules: each a function from the number of updates done to a learning rate.
+
+DeepSpeed's schedules have its parameters and its timing: the n-th update, counted from 0, uses position n - 1, and
+position -1 is the start. Torch's are used as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer, lr_scheduler
+
+from zeromesh.optim.arguments import unknown, without_auto
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How one parameter group's hyperparameters move.
+
+    Attributes:
+        lr: learning rate by position (-1 before the first step of the schedule) and the group's own learning rate.
+        momentum: first beta by position, or None where it stays.
+    """
+
+    lr: Callable[[int, float], float]
+    momentum: Callable[[int], float] | None = None
+
+
+class Schedule:
+    """Moves an optimizer's hyperparameters along one curve per parameter group.
+
+    Args:
+        optimizer: its groups are set at once, and again by every ``step``.
+        curves: one per group.
+        last_batch_iteration: position to start from; -1 is the beginning.
+    """
+
+    def __init__(self, optimizer: Optimizer, curves: Sequence[Curve], last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        self._curves = curves
+        # The same key as torch's: schedules made one after the other start from one learning rate.
+        self._own = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self._apply()
+
+    def step(self) -> None:
+        """Move on by one update. To be called after the optimizer's ``step``."""
+        self.last_batch_iteration += 1
+        self._apply()
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each group, as set last."""
+        return list(self._last_lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must start from."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict()``; the groups are set at once."""
+        self.last_batch_iteration = int(state["last_batch_iteration"])
+        self._apply()
+
+    def _apply(self) -> None:
+        position = self.last_batch_iteration
+        groups = self.optimizer.param_groups
+        self._last_lr = [curve.lr(position, own) for curve, own in zip(self._curves, self._own, strict=True)]
+        for group, curve, lr in zip(groups, self._curves, self._last_lr, strict=True):
+            group["lr"] = lr
+            if curve.momentum is not None and "betas" in group:
+                group["betas"] = (curve.momentum(position), *group["betas"][1:])
+
+
+def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedule | lr_scheduler.LRScheduler:
+    """Make the schedule that a config names.
+
+    Args:
+        type: a name in ``SCHEDULES`` or a class of ``torch.optim.lr_scheduler``, in upper or lower case.
+        params: its arguments; ``"auto"`` means not given. For those in ``SCHEDULES`` a list gives one value per group.
+        optimizer: whose groups are moved.
+
+    Raises:
+        ValueError: for an unknown type or parameter, one that is missing, or a value that cannot be.
+    """
+    given = without_auto(params)
+    ours = {name.lower(): make for name, make in SCHEDULES.items()}.get(type.lower())
+    if ours is None:
+        return _build_torch(type, given, optimizer)
+    start = given.pop("last_batch_iteration", -1)
+    _check_params(type, given, ours)
+    count = len(optimizer.param_groups)
+    curves = [ours(**_of_group(type, given, number, count)) for number in range(count)]
+    if any(curve.momentum for curve in curves) and not all("betas" in group for group in optimizer.param_groups):
+        _log.warning("%s leaves the momentum as it is where %s has no betas", type, optimizer.__class__.__name__)
+    return Schedule(optimizer, curves, start)
+
+
+def _build_torch(name: str, given: Mapping[str, Any], optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    classes = {
+        attribute.lower(): value
+        for attribute, value in vars(lr_scheduler).items()
+        if inspect.isclass(value) and issubclass(value, lr_scheduler.LRScheduler) and not attribute.startswith("_")
+    }
+    classes.pop("lrscheduler")
+    if name.lower() not in classes:
+        raise unknown("there is no scheduler", name, [*SCHEDULES, *(cls.__name__ for cls in classes.values())])
+    if classes[name.lower()] is lr_scheduler.ReduceLROnPlateau:
+        raise ValueError(
+            "scheduler ReduceLROnPlateau needs a metric in every step; make it in your program, and call its "
+            "step(metric) there instead of naming it in the config"
+        )
+    cls = classes[name.lower()]
+    _check_params(name, given, cls)
+    try:
+        return cls(optimizer, **given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"scheduler {name} with {dict(given)}: {error}") from error
+
+
+def _check_params(name: str, given: Mapping[str, Any], make: Callable[..., Any]) -> None:
+    known = {key: value for key, value in inspect.signature(make).parameters.items() if key != "optimizer"}
+    for key in given:
+        if key not in known:
+            raise unknown(f"scheduler {name} has no parameter", key, known)
+    missing = [key for key, value in known.items() if value.default is value.empty and key not in given]
+    if missing:
+        raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to scheduler.params")
+
+
+def _of_group(name: str, given: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
+    """One group's arguments from those of all."""
+    for key, value in given.items():
+        if isinstance(value, (list, tuple)) and len(value) != count:
+            raise ValueError(f"scheduler {name}: {key} has {len(value)} values for {count} parameter groups")
+    return {key: value[number] if isinstance(value, (list, tuple)) else value for key, value in given.items()}
+
+
+def _warmup(kind: str, steps: int) -> Callable[[int], float]:
+    """The part of the way from 0 to 1, by position. At least two steps, as the logarithm needs."""
+    steps = max(2, steps)
+    if kind == "log":
+        return lambda position: min(1.0, math.log(max(position, 0) + 1) / math.log(steps))
+    if kind == "linear":
+        return lambda position: min(1.0, max(position, 0) / steps)
+    raise ValueError(f"warmup_type is {kind!r}; it must be 'log' or 'linear'")
+
+
+def _warmup_lr(
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> Curve:
+    """Up to ``warmup_max_lr`` (by default the group's own), then constant."""
+    warmup = _warmup(warmup_type, warmup_num_steps)
+
+    def lr(position: int, own: float) -> float:
+        top = own if warmup_max_lr is None else warmup_max_lr
+        return warmup_min_lr + (top - warmup_min_lr) * warmup(position)
+
+    return Curve(lr)
+
+
+def _warmup_decay_lr(
+    total_num_steps: int,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 0.001,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> Curve:
+    """Up to ``warmup_max_lr``, then down in a line to ``warmup_min_lr`` at ``total_num_steps``."""
+    warmup, steps = _warmup(warmup_type, warmup_num_steps), max(2, warmup_num_steps)
+
+    def lr(position: int, own: float) -> float:
+        decay = max(0.0, (total_num_steps - position) / max(1, total_num_steps - steps))
+        part = warmup(position) if position < steps else decay
+        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * part
+
+    return Curve(lr)
+
+
+def _warmup_cosine_lr(
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> Curve:
+    """Up to the group's own learning rate, then down along half a cosine to ``cos_min_ratio`` of it."""
+    warmup, steps = _warmup(warmup_type, warmup_num_steps), max(2, warmup_num_steps)
+
+    def lr(position: int, own: float) -> float:
+        if position < steps:
+            return own * (warmup_min_ratio + (1 - warmup_min_ratio) * warmup(position))
+        progress = min(1.0, (position - steps + 1) / max(1, total_num_steps - steps))
+        return own * (cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+    return Curve(lr)
+
+
+def _one_cycle(
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+) -> Curve:
+    """Up and down in lines, then a decay; the momentum does the opposite (Smith 2018, arXiv 1803.09820).
+
+    The second beta stays the optimizer's. The stair counts have no effect, as in DeepSpeed.
+    """
+    first = cycle_first_step_size
+    second = first if cycle_second_step_size is None else cycle_second_step_size
+    if min(first, second) < 1:
+        raise ValueError(f"OneCycle's step sizes are {first} and {second}; they must be at least 1")
+
+    def height(position: int) -> float:
+        done = (position + 1) % (first + second)
+        return done / first if done <= first else (first + second - done) / second
+
+    def intervals(position: int) -> float:
+        return (position - first - second + 1) / decay_step_size if decay_step_size else 0.0
+
+    def lr(position: int, own: float) -> float:
+        if position < first + second:
+            return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height(position)
+        return cycle_min_lr / (1 + decay_lr_rate * intervals(position))
+
+    def momentum(position: int) -> float:
+        if position < first + second:
+            return cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height(position)
+        return cycle_max_mom * (1 + decay_mom_rate * intervals(position))
+
+    return Curve(lr, momentum if cycle_momentum else None)
+
+
+def _lr_range_test(
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> Curve:
+    """Up without end, to find where training breaks (Smith 2018, arXiv 1803.09820)."""
+
+    def lr(position: int, own: float) -> float:
+        intervals = (position + 1) / lr_range_test_step_size
+        if lr_range_test_staircase:
+            intervals = math.floor(intervals)
+        return lr_range_test_min_lr * (1 + lr_range_test_step_rate * intervals)
+
+    return Curve(lr)
+
+
+_WSD_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+}
+
+
+def _wsd(
+    total_num_steps: int,
+    warmup_num_steps: int = 0,
+    decay_num_steps: int | None = None,
+    min_ratio: float = 0.0,
+    decay_type: str = "linear",
+) -> Curve:
+    """Warmup, stable, decay: up in a line, constant at the group's own rate, down to ``min_ratio`` of it at the end.
+
+    The decay takes a tenth of all steps unless given. Hu et al., "MiniCPM", 2024; ``sqrt`` (1 - sqrt) from Hägele et
+    al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024.
+    """
+    decay_steps = max(1, round(total_num_steps / 10)) if decay_num_steps is None else decay_num_steps
+    if decay_type not in _WSD_DECAYS:
+        raise ValueError(f"decay_type is {decay_type!r}; it must be one of {', '.join(map(repr, _WSD_DECAYS))}")
+    if decay_steps < 0 or warmup_num_steps < 0 or warmup_num_steps + decay_steps > total_num_steps:
+        raise ValueError(
+            f"WSD's warmup_num_steps {warmup_num_steps} and decay_num_steps {decay_steps} must be at least 0 and "
+            f"together at most total_num_steps {total_num_steps}"
+        )
+    decay_start = total_num_steps - decay_steps
+
+    def lr(position: int, own: float) -> float:
+        update = position + 1
+        if update < warmup_num_steps:
+            return own * (update + 1) / warmup_num_steps
+        if update < decay_start:
+            return own
+        progress = min(1.0, (update - decay_start) / decay_steps) if decay_steps else 1.0
+        return own * (min_ratio + (1 - min_ratio) * _WSD_DECAYS[decay_type](progress))
+
+    return Curve(lr)
+
+
+SCHEDULES: dict[str, Callable[..., Curve]] = {
+    "WarmupLR": _warmup_lr,
+    "WarmupDecayLR": _warmup_decay_lr,
+    "WarmupCosineLR": _warmup_cosine_lr,
+    "OneCycle": _one_cycle,
+    "LRRangeTest": _lr_range_test,
+    "WSD": _wsd,
+}
+"""By name, what makes a group's curve from the schedule's parameters."""
