@@ -1,1 +1,50 @@
-"""ZeroMesh: train PyTorch models that do not fit, or are too slow, on one device."""
+"""ZeroMesh: train PyTorch models that do not fit, or are too slow, on one device.
+
+Importing this does nothing but name what there is; each part is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeromesh import checkpointing, zero
+    from zeromesh.build import initialize, make_mesh, shard
+    from zeromesh.config.settings import Settings
+    from zeromesh.dist.environment import Environment, init_distributed
+    from zeromesh.dist.mesh import Mesh
+    from zeromesh.engine import Engine
+    from zeromesh.optim.groups import no_decay_groups
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "initialize": "zeromesh.build",
+    "make_mesh": "zeromesh.build",
+    "shard": "zeromesh.build",
+    "Settings": "zeromesh.config.settings",
+    "Environment": "zeromesh.dist.environment",
+    "init_distributed": "zeromesh.dist.environment",
+    "Mesh": "zeromesh.dist.mesh",
+    "Engine": "zeromesh.engine",
+    "no_decay_groups": "zeromesh.optim.groups",
+    "zero": "",
+    "checkpointing": "",
+}
+
+__all__ = [
+    "Engine", "Environment", "Mesh", "Settings", "checkpointing", "init_distributed", "initialize", "make_mesh",
+    "no_decay_groups", "shard", "zero",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zeromesh' has no attribute {name!r}")
+    home = _HOMES[name]
+    return getattr(import_module(home), name) if home else import_module(f"zeromesh.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -99,7 +99,7 @@ class Sharded:
         self._raw_task = -1
         self._expects = {unit.index: True for unit in self.units}
         self._handles = self._listen()
-        self._share_buffers([True] * len(self._state_buffers()))
+        self._share_buffers([True] * len(self.state_buffers()))
         if self.sharded:
             for guard in self._guards.values():
                 guard.switch(False)
@@ -222,6 +222,20 @@ class Sharded:
         finally:
             self.end()
             self.residency.leave(self.root)
+
+    @contextmanager
+    def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
+        """In this context the units' parameters are whole on every rank. All ranks enter it in the same order."""
+        self._depth += 1
+        self.residency.plan([])
+        for unit in units:
+            self.residency.enter(unit)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            for unit in reversed(units):
+                self.residency.leave(unit)
 
     def _recording(self) -> bool:
         """Whether forwards count for the order: not in evaluation, nor when a checkpoint recomputes."""
@@ -374,7 +388,7 @@ class Sharded:
         self.reducer.complete()
         gradients = self.reducer.gradients
         used = [float(flag) for gradient in gradients for flag in gradient.used]
-        versions = [(id(buffer), buffer._version) for buffer in self._state_buffers()]
+        versions = [(id(buffer), buffer._version) for buffer in self.state_buffers()]
         changed = [float(now != then) for now, then in zip(versions, self._buffer_versions, strict=True)]
         positions = self._order.positions()
         vector = torch.tensor([*notes, *used, *changed, *positions], dtype=torch.float64)
@@ -404,6 +418,17 @@ class Sharded:
         assert gradient.home is not None
         start = gradient.shard.start - gradient.own.start
         return gradient.home[start : start + gradient.layout.shard_size]
+
+    def first_not_finite(self) -> str:
+        """Which parameter has a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
+        for flat in self.flats:
+            gradient = flat.gradient
+            if gradient is None or gradient.home is None or bool(gradient.home.isfinite().all()):
+                continue
+            for index, local, piece in flat.pieces:
+                if not bool(gradient.home[local].isfinite().all()):
+                    return f"; the first parameter concerned on rank {self.mesh.rank} is {piece.name}"
+        return ""
 
     def set_gradients(self, factor: float) -> None:
         """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one."""
@@ -446,9 +471,27 @@ class Sharded:
             for _, _, piece in flat.pieces:
                 piece.parameter.grad = None
 
+    # Accounting.
+
+    def memory(self) -> Iterator[tuple[str, str, int]]:
+        """What is allocated on this rank: (state, tier, bytes), from the buffers themselves."""
+        for flat in self.flats:
+            rest = flat.home if self.sharded else flat.full
+            yield "parameter", "device", rest.nbytes
+            if flat.master is not flat.home:
+                yield "optimizer", "device", flat.master.nbytes
+            if flat.gradient is not None and flat.gradient.buffer is not None:
+                yield "gradient", "device", flat.gradient.buffer.nbytes
+        full_gradients = "slot" if self.reducer.policy.sharded else "gradient"
+        yield full_gradients, "device", self.reducer.slots.nbytes
+        for pool in (self.reducer.wires, self.reducer.receives, self.pool, self.root_pool):
+            yield "slot", "device", pool.nbytes
+        for buffer in self.model.buffers():
+            yield "buffer", "device", buffer.nbytes
+
     # Buffers.
 
-    def _state_buffers(self) -> list[torch.Tensor]:
+    def state_buffers(self) -> list[torch.Tensor]:
         """The buffers that are part of the model's state, in order of registration."""
         return [
             buffer
@@ -459,7 +502,7 @@ class Sharded:
 
     def _share_buffers(self, changed: Sequence[bool]) -> None:
         """Give every rank the first rank's values of the buffers that changed on any rank."""
-        buffers = self._state_buffers()
+        buffers = self.state_buffers()
         for buffer, flag in zip(buffers, changed, strict=True):
             if flag:
                 self.mesh.group("world").broadcast(buffer)

@@ -1,0 +1,1 @@
+"""What happens to activations between the forward and the backward."""

@@ -1,0 +1,37 @@
+"""Activation checkpointing: keep a module's inputs, compute its activations again in the backward.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The mechanism is torch's own, in the form
+without reentrant autograd, which keeps hooks, keyword arguments and random states right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` and keep only its inputs; its activations are computed again in the backward.
+
+    Random numbers, such as dropout's, are the same both times.
+
+    Args:
+        function: any callable on tensors; it is called again in the backward and must compute the same.
+        args, kwargs: its arguments.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    # Imported here: it loads parts of torch that a run without checkpointing does not need.
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_modules(modules: Iterable[nn.Module]) -> None:
+    """Have the forward of each module checkpointed, in place. Their hooks run around it, once."""
+    for module in modules:
+        module.forward = partial(checkpoint, module.forward)

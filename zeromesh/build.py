@@ -1,0 +1,238 @@
+"""``initialize``: puts the parts together. Power users may write their own from the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.agree import describe, require_agreement
+from zeromesh.dist.environment import Environment, device_for, init_distributed
+from zeromesh.dist.mesh import Mesh
+from zeromesh.engine import Engine
+from zeromesh.model.placement import Placement
+from zeromesh.shard.exchange import FlatExchange
+from zeromesh.shard.find import check_parameters, find_units
+from zeromesh.shard.sharded import Sharded, Slots
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
+
+    from zeromesh.config.settings import Resolved, Settings
+
+Config = str | Path | Mapping[str, Any]
+
+
+def initialize(
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Config | Settings | None = None,
+    mesh: Mesh | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    *,
+    args: Any = None,
+    config_params: Config | None = None,
+    dist_init_required: bool | None = None,
+) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any]:
+    """Make a model train as the configuration says.
+
+    The process group is started if nobody has. The model is changed in place: its modules stay the same objects, its
+    parameters are placed over the ranks. All ranks start from the first rank's weights.
+
+    Args:
+        model: any module; its parameters may be on the meta device if it was built under ``zeromesh.zero.Init``.
+        optimizer: one built over the model's parameters, or a function from parameters to one, in place of the
+            configuration's.
+        model_parameters: what the configuration's optimizer updates: parameters or groups as torch's optimizers take
+            them; all trainable ones by default.
+        training_data: a data set, for which a loader is made that gives each rank its share.
+        lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one.
+        collate_fn: for the loader.
+        config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
+        mesh: the ranks; made from the configuration by default.
+        loss_fn: from the model's output and the labels to the loss, for ``train_batch`` of a model that returns no loss.
+        args: an object whose ``deepspeed_config`` names the file, as DeepSpeed's launcher makes it.
+        config_params: DeepSpeed's older name of ``config``.
+        dist_init_required: accepted for DeepSpeed's sake; the process group is started when there is none.
+
+    Returns:
+        The engine, the optimizer, the loader of ``training_data`` or None, the scheduler or None.
+
+    Raises:
+        ConfigError: a ValueError that lists everything wrong with the configuration.
+        ValueError: the model cannot be trained this way, or the ranks have different configurations or models.
+    """
+    from zeromesh.config.settings import Settings
+
+    if model is None:
+        raise ValueError("initialize needs a model: pass model=")
+    given = config if config is not None else config_params
+    given = given if given is not None else getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
+    settings = Settings.load(given)
+    place = check_parameters(model)
+    environment = init_distributed()
+    mesh = mesh or make_mesh(settings, environment)
+    resolved = settings.resolve(mesh.data_size, mesh.sizes)
+    require_agreement(mesh, "the configuration", resolved.to_json())
+    require_agreement(mesh, "the model", describe(model))
+    owned = list(_parameters_and_groups(model, model_parameters))
+    _move_buffers(model, mesh.device)
+    _checkpoint_activations(model, resolved)
+    user = _user_optimizer(optimizer, owned)
+    sharded = shard(model, mesh, resolved, materialise=_materialiser(model) if place is None else None)
+    built = _build_optimizer(sharded, resolved, user, owned)
+    scheduler = _build_scheduler(resolved, lr_scheduler, built)
+    engine = Engine(sharded, resolved, built, scheduler, loss_fn)
+    return engine, built, _loader(training_data, collate_fn, resolved, mesh), scheduler
+
+
+def make_mesh(settings: Settings, environment: Environment | None = None) -> Mesh:
+    """The mesh that the configuration describes, over the ranks that are running."""
+    environment = environment or init_distributed()
+    device = device_for(environment, torch.distributed.get_backend())
+    return Mesh(settings.resolve_mesh(environment.world_size), device)
+
+
+def shard(model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None) -> Sharded:
+    """Place the model's states over the mesh as the configuration says."""
+    return Sharded(
+        model,
+        mesh,
+        settings.row,
+        settings.precision,
+        Slots(settings.slots.parameter, settings.slots.gradient),
+        targets=settings.units,
+        accumulates=settings.gradient_accumulation_steps > 1,
+        predivide=settings.gradient_predivide,
+        materialise=materialise,
+    )
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
+
+
+def _checkpoint_activations(model: nn.Module, settings: Resolved) -> None:
+    chosen = settings.activation_checkpointing
+    if chosen.enabled:
+        from zeromesh.activation.checkpoint import checkpoint_modules
+
+        found = find_units(model, chosen.targets or settings.units)
+        # A leaf has nothing inside that would be kept; recomputing it only costs time.
+        checkpoint_modules(module for _, module in found if chosen.targets or next(module.children(), None) is not None)
+
+
+def _materialiser(model: nn.Module) -> Callable[[Sequence[tuple[str, nn.Parameter]]], None]:
+    from zeromesh.shard.deferred import materialiser
+
+    return materialiser(model)
+
+
+def _parameters_and_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[dict[str, Any]]:
+    """The parameter groups that the configuration's optimizer is to update, as lists of the model's parameters."""
+    members = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    if not members:
+        raise ValueError("model_parameters is empty; leave it out to train all trainable parameters")
+    groups = members if isinstance(members[0], Mapping) else [{"params": members}]
+    known = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(groups):
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = [p[1] if isinstance(p, tuple) else p for p in parameters]
+        if any(id(parameter) not in known for parameter in parameters):
+            raise ValueError(f"model_parameters, group {number}: holds a parameter that is not the model's")
+        yield {**group, "params": parameters}
+
+
+def _user_optimizer(given: Any, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
+    if given is None or isinstance(given, Optimizer):
+        return given
+    if not callable(given):
+        raise ValueError(f"optimizer is a {type(given).__name__}; pass a torch optimizer, or a function that makes one")
+    made = given([dict(group) for group in owned] if len(owned) > 1 else list(owned[0]["params"]))
+    if not isinstance(made, Optimizer):
+        raise ValueError(f"the function passed as optimizer returned a {type(made).__name__}, not a torch optimizer")
+    return made
+
+
+def _build_optimizer(
+    sharded: Sharded, settings: Resolved, user: Optimizer | None, owned: Sequence[dict[str, Any]]
+) -> Optimizer | None:
+    from zeromesh.optim import factory
+
+    is_sharded = sharded.row.optimizer is Placement.SHARDED and sharded.mesh.shard.size > 1
+    allow = settings.zero_allow_untested_optimizer
+    pieces = sharded.pieces
+    if user is not None:
+        by_parameter = {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
+        factory.adopt(user, by_parameter, is_sharded, allow)
+        return user
+    if settings.optimizer is None:
+        return None
+    groups = []
+    for group in owned:
+        mine = [pieces.get(id(parameter)) for parameter in group["params"]]
+        options = {key: value for key, value in group.items() if key not in ("params", "name", "param_names")}
+        groups.append(factory.Group(tuple(piece for piece in mine if piece is not None), options))
+    exchange = FlatExchange(sharded.flats, sharded.row, sharded.mesh)
+    chosen = settings.optimizer
+    matrices = hidden_matrices(sharded.model) if chosen.type.lower() == "muon" else frozenset()
+    return factory.build(chosen.type, dict(chosen.params), groups, exchange, is_sharded, allow, matrices)
+
+
+def hidden_matrices(model: nn.Module) -> frozenset[str]:
+    """Names of the 2-D weights that Muon orthogonalizes: all but those of embeddings and of the model's output.
+
+    The output layer is recognised as what Hugging Face calls it, or as the last linear layer outside the blocks.
+    """
+    skipped = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    blocks = tuple(name + "." for name, _ in find_units(model))
+    linear = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.startswith(blocks)]
+    for head in (output, linear[-1] if linear else None):
+        if head is not None:
+            skipped |= {id(p) for p in head.parameters()}
+    return frozenset(n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in skipped)
+
+
+def _build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:
+    if given is not None and not hasattr(given, "step"):
+        return given(optimizer)
+    if given is not None or settings.scheduler is None:
+        return given
+    if optimizer is None:
+        raise ValueError("the configuration has a scheduler but there is no optimizer; add one, or pass optimizer=")
+    from zeromesh.optim import schedules
+
+    return schedules.build(settings.scheduler.type, dict(settings.scheduler.params), optimizer)
+
+
+def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+    batch = settings.train_micro_batch_size_per_gpu
+    drop = settings.dataloader_drop_last
+    if isinstance(data, IterableDataset):
+        raise ValueError(
+            "training_data is an IterableDataset, which initialize cannot divide among the ranks; make the loader "
+            "yourself and give each rank share engine.data_rank of engine.data_size"
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, mesh.data_size, mesh.data_rank, shuffle=True, seed=settings.seed, drop_last=drop
+    )
+    return DataLoader(data, batch, sampler=sampler, collate_fn=collate_fn, drop_last=drop)

@@ -1,0 +1,416 @@
+"""The engine: forward, backward, step. A thin composition of the parts that ``build.py`` puts together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh import report, saving
+from zeromesh.precision.scaler import LossScaler
+from zeromesh.shard.sharded import Agreement, Sharded
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Resolved
+
+_log = logging.getLogger("zeromesh")
+
+MOST_SKIPPED = 10
+"""So many updates in a row may be skipped for gradients that are not finite, where no loss scale explains them."""
+
+
+class Engine:
+    """Trains one model over the ranks of a mesh.
+
+    Attributes:
+        module: the model, the same object that was passed in.
+        optimizer: updates this rank's pieces; None if there is none.
+        lr_scheduler: stepped after every update; None if there is none.
+        config: the resolved settings.
+        sharded: the model's states.
+        global_steps: updates so far, skipped ones included.
+        micro_steps: micro-batches so far.
+        skipped_steps: updates that were skipped because a gradient was not finite.
+    """
+
+    def __init__(
+        self, sharded: Sharded, config: Resolved, optimizer: Optimizer | None, lr_scheduler: Any = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.sharded = sharded
+        self.module = sharded.model
+        self.mesh = sharded.mesh
+        self.device = sharded.mesh.device
+        self.config = config
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.loss_scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale else None
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self._loss_fn = loss_fn
+        self._accumulation = config.gradient_accumulation_steps
+        self._boundary: bool | None = None
+        self._syncs = True
+        self._finite: list[torch.Tensor] = []
+        self._norm: float | None = None
+        self._skipped_in_a_row = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """The model's own methods and attributes; its methods may use its parameters."""
+        if name == "module":
+            raise AttributeError(name)
+        value = getattr(self.module, name)
+        if getattr(value, "__self__", None) is not self.module:
+            return value
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with self.sharded.computing(), self._autocast():
+                return value(*args, **kwargs)
+
+        return method
+
+    # Forward.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on this rank's share of a micro-batch.
+
+        Floating-point inputs are cast to the dtype of a 16-bit run (``fp16.auto_cast: false`` leaves them alone).
+        """
+        dtype = self.config.precision.compute
+        if dtype is not None and self.config.precision.cast_inputs:
+            args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+        with self._autocast():
+            return self.module(*args, **kwargs)
+
+    forward = __call__
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.config.precision.autocast
+        if dtype is None:
+            return nullcontext()
+        # Without a cache: it would keep a second copy of every weight until the end of the forward.
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+
+    # Backward.
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Compute gradients of this rank's mean loss; over ranks and micro-batches they are averaged.
+
+        Args:
+            loss: scalar; it is divided by the accumulation steps, and scaled in fp16.
+            retain_graph: as in torch.
+            scale_wrt_gas: divide by the accumulation steps.
+
+        Returns:
+            The loss that was differentiated, without the loss scale.
+
+        Raises:
+            ValueError: the loss is not a scalar tensor with a graph.
+        """
+        _check_loss(loss)
+        self._finite.append(torch.isfinite(loss.detach()).all())
+        if scale_wrt_gas and self._accumulation > 1:
+            loss = loss / self._accumulation
+        scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
+        try:
+            with self.sharded.backward(last=self._syncs and self.is_gradient_accumulation_boundary()):
+                scaled.backward(retain_graph=retain_graph)
+        except BaseException:
+            self.zero_grad()
+            raise
+        return loss
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the micro-batches since the last update."""
+        self.sharded.forget_gradients()
+        self._finite.clear()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before an update."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self._accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the current micro-batch is the last one before an update; holds until said otherwise."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this context are not followed by an update: replicated gradients stay on their rank until a
+        backward outside of it, or ``step``."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    # Update.
+
+    def step(self) -> None:
+        """Update the parameters at the accumulation boundary; called after every micro-batch.
+
+        Raises:
+            RuntimeError: no backward came before.
+            FloatingPointError: a loss was not finite on some rank, or gradients were not for many updates in a row.
+        """
+        if not self._syncs:
+            raise RuntimeError("step() inside no_sync(): leave the context first, the update needs the gradients' sum")
+        if not self._finite:
+            raise RuntimeError("step() without backward(): call engine.backward(loss) for each micro-batch first")
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return
+        if self.optimizer is None:
+            raise RuntimeError("step() needs an optimizer: name one in the configuration, or pass optimizer=")
+        agreement = self.sharded.complete([self._first_bad_loss()])
+        self._finite.clear()
+        scale = self.mesh.data_size * (self.loss_scaler.scale if self.loss_scaler else 1.0)
+        factor = self.sharded.predivide / scale
+        self._norm = agreement.norm * factor
+        self.global_steps += 1
+        if self._must_skip(agreement):
+            return
+        self.sharded.set_gradients(factor * self._clip(self._norm))
+        self.optimizer.step()
+        self.sharded.updated()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._print()
+
+    def _first_bad_loss(self) -> float:
+        """1 + the number of the first micro-batch whose loss is not finite; 0 if all are."""
+        finite = torch.stack(self._finite).tolist()
+        return 0.0 if all(finite) else 1.0 + finite.index(False)
+
+    def _clip(self, norm: float) -> float:
+        """What gradients of this norm are multiplied by; the constant is torch's."""
+        limit = self.config.gradient_clipping
+        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+    def _must_skip(self, agreement: Agreement) -> bool:
+        """Whether the gradients cannot be used; all ranks come to the same answer."""
+        bad = agreement.notes[:, 0]
+        finite = not bool(bad.any()) and self._norm not in (float("inf"), float("-inf")) and self._norm == self._norm
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(not finite)
+        if finite:
+            self._skipped_in_a_row = 0
+            return False
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        culprit = self.sharded.first_not_finite()
+        self.sharded.forget_gradients()
+        dynamic = self.config.precision.loss_scale is not None and self.config.precision.loss_scale.static is None
+        if dynamic:
+            assert self.loss_scaler is not None
+            _log.info("update %d skipped: overflow; the loss scale is now %g", self.global_steps, self.loss_scaler.scale)
+            return True
+        if bool(bad.any()):
+            rank = int(bad.nonzero()[0])
+            raise FloatingPointError(
+                f"the loss of micro-batch {int(bad[rank]) - 1} of update {self.global_steps} is not finite on rank {rank}; "
+                "look at that batch, lower the learning rate, or clip gradients"
+            )
+        _log.warning("update %d skipped: the gradient's norm is %s%s", self.global_steps, self._norm, culprit)
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise FloatingPointError(
+                f"the gradient was not finite in {MOST_SKIPPED} updates in a row, the last is {self.global_steps}{culprit}; "
+                "lower the learning rate, or clip gradients"
+            )
+        return True
+
+    def _print(self) -> None:
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.mesh.rank == 0:
+            _log.info("update %d: lr %s, gradient norm %.4g", self.global_steps, self.get_lr(), self._norm)
+
+    # Whole batches.
+
+    def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """One update from as many micro-batches as are accumulated.
+
+        Args:
+            data_iter: yields ``(inputs, labels)``, or whatever the model takes if it returns its loss.
+
+        Returns:
+            The mean loss over micro-batches and ranks: a detached 0-dim tensor, the same on every rank.
+        """
+        self.train()
+        losses = []
+        for _ in range(self._accumulation):
+            loss = self._loss(next(data_iter))
+            self.backward(loss)
+            losses.append(loss.detach())
+            self.step()
+        return self._mean(losses)
+
+    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """The mean loss of as many micro-batches as ``train_batch`` takes, without gradients; 0-dim, on every rank."""
+        training = self.module.training
+        self.eval()
+        with torch.no_grad():
+            losses = [self._loss(next(data_iter)) for _ in range(self._accumulation)]
+        self.train(training)
+        return self._mean(losses)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        batch = _to_device(batch, self.device)
+        if self._loss_fn is not None:
+            inputs, labels = batch
+            output = self(*inputs) if isinstance(inputs, tuple | list) else self(inputs)
+            return self._loss_fn(output, labels)
+        output = self(**batch) if isinstance(batch, dict) else self(*batch)
+        loss = output if isinstance(output, torch.Tensor) else output["loss"] if isinstance(output, dict) else output[0]
+        _check_loss(loss, graph=False)
+        return loss
+
+    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        mean = torch.stack([loss.detach().double() for loss in losses]).mean().reshape(1)
+        return self.mesh.group("world").exchange(mean.cpu()).mean().to(losses[0])
+
+    # What is the case.
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch this process feeds."""
+        return self.mesh.data_rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares the global batch is cut."""
+        return self.mesh.data_size
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 where the loss is not scaled."""
+        return self.loss_scaler.scale if self.loss_scaler else 1.0
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global norm of the last update's gradient before clipping; None before the first."""
+        return self._norm
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-batch."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def train_batch_size(self) -> int:
+        """Samples per update over all ranks."""
+        return self.config.train_micro_batch_size_per_gpu * self._accumulation * self.data_size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing how many micro-batches are accumulated.
+
+        Raises:
+            ValueError: not a multiple of what one micro-batch of all ranks holds.
+        """
+        each = self.config.train_micro_batch_size_per_gpu * self.data_size
+        if train_batch_size <= 0 or train_batch_size % each:
+            nearest = max(1, round(train_batch_size / each)) * each
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of micro-batch {each // self.data_size} x "
+                f"{self.data_size} ranks = {each}; the nearest is {nearest}"
+            )
+        self._accumulation = train_batch_size // each
+
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes by state and tier, as allocated on this rank, with the measured use of the process beside them."""
+        return report.memory(self.sharded, self.optimizer)
+
+    def traffic_report(self, reset: bool = False) -> dict[str, dict[str, int]]:
+        """Bytes this rank sent and calls, by collective and axis (``"all_gather/data"``), since the last reset."""
+        return report.traffic(self.mesh.traffic, reset)
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the model in training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the model in evaluation mode."""
+        return self.train(False)
+
+    def compile(self, **options: Any) -> None:
+        """Compile each unit's forward with ``torch.compile``; fetching stays outside of what is compiled."""
+        for unit in self.sharded.units[1:]:
+            unit.module.forward = torch.compile(unit.module.forward, **options)
+
+    # Saving.
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> Path:  # fmt: skip
+        """Write everything that a resumed run needs to ``save_dir/tag``; each rank writes its shards. See ``saving``."""
+        return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+    ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+        """Continue from a checkpoint of the same layout. Returns its path and the client state. See ``saving``."""
+        return saving.load(self, Path(load_dir), tag, load_optimizer_states, load_lr_scheduler_states)
+
+    def gathered_state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
+        return saving.gathered_state_dict(self.sharded)
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+        """Write the whole model in the dtype it computes in, as one safetensors file. All ranks call it."""
+        return saving.save_model(self.sharded, Path(save_dir), save_filename)
+
+    def destroy(self) -> None:
+        """Drain what is under way and release the hooks."""
+        self.sharded.close()
+
+
+def _check_loss(loss: Any, graph: bool = True) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(f"the loss is a {type(loss).__name__}, not a tensor; pass what the model's loss returned")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: take the mean or the sum")
+    if graph and not loss.requires_grad:
+        raise ValueError(
+            "the loss has no graph: it was computed under torch.no_grad(), detached, or depends on no trainable parameter"
+        )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    cast = partial(_cast, dtype=dtype)
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return _map(value, cast)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    return _map(value, partial(_to_device, device=device))
+
+
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    """``function`` of the items of plain dicts, lists and tuples; anything else as it is."""
+    if type(value) is dict:
+        return {key: function(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(function(item) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(function(item) for item in value))
+    return value

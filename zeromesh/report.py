@@ -1,0 +1,50 @@
+"""What the engine holds and moves, counted from its own buffers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zeromesh.dist.collectives import Traffic
+from zeromesh.observe.process import live_bytes, peak_bytes
+from zeromesh.shard.sharded import Sharded
+
+STATES = ("parameter", "gradient", "optimizer", "slot", "buffer")
+
+
+def memory(sharded: Sharded, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Bytes by state and tier on this rank.
+
+    Returns:
+        For each of ``STATES`` a dict of tier to bytes; ``total``, their sum; ``measured``, what the process uses now
+        (``live``) and has used at most (``peak``), and ``remainder``: the peak less the total, which is activations,
+        temporaries, fragmentation, and on a CPU Python and torch themselves.
+    """
+    tiers: dict[str, dict[str, int]] = {state: defaultdict(int) for state in STATES}
+    for state, tier, size in [*sharded.memory(), *_optimizer_state(sharded, optimizer)]:
+        tiers[state][tier] += size
+    total = sum(sum(sizes.values()) for sizes in tiers.values())
+    peak = peak_bytes(sharded.mesh.device)
+    measured = {"live": live_bytes(sharded.mesh.device), "peak": peak, "remainder": peak - total}
+    return {**{state: dict(sizes) for state, sizes in tiers.items()}, "total": total, "measured": measured}
+
+
+def _optimizer_state(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[tuple[str, str, int]]:
+    for state in optimizer.state.values() if optimizer else ():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield "optimizer", "device", value.nbytes
+
+
+def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, int]]:
+    """Bytes sent and calls by ``collective/axis``; with ``reset`` the count starts anew."""
+    keys = sorted(counted.bytes)
+    found = {f"{kind}/{axis}": {"bytes": counted.bytes[kind, axis], "calls": counted.calls[kind, axis]}
+             for kind, axis in keys}  # fmt: skip
+    if reset:
+        counted.reset()
+    return found

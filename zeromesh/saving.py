@@ -1,0 +1,331 @@
+"""What of a run goes into a checkpoint, and how it comes back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zeromesh.checkpoint.boxes import (
+    LATEST, MANIFEST, Box, Reader, commit, latest, remove, require_json, write_json, write_shard,
+)  # fmt: skip
+from zeromesh.dist.mesh import Mesh
+from zeromesh.model.piece import Piece
+from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.unit import Flat
+
+if TYPE_CHECKING:
+    from zeromesh.engine import Engine
+
+FORMAT = 1
+
+
+def save(engine: Engine, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
+    """Write a checkpoint; all ranks call it. ``folder/latest`` names it afterwards.
+
+    Raises:
+        OSError: a rank could not write; every rank raises, and what was there before is untouched.
+        TypeError: the client state holds something that JSON cannot.
+    """
+    tag = tag or f"global_step{engine.global_steps}"
+    state = _state(engine, client_state)
+    draft, final = folder / f"{tag}.draft", folder / tag
+    rank = engine.mesh.rank
+    together(engine.mesh, "save the checkpoint", lambda: _prepare(draft) if rank == 0 else None)
+    together(
+        engine.mesh,
+        "save the checkpoint",
+        lambda: write_json(draft / f"rank_{rank:05d}.json", write_shard(draft, rank, list(_boxes(engine)))),
+    )
+
+    def finish() -> None:
+        import json
+
+        parts = sorted(draft.glob("rank_*.json"))
+        state["shards"] = [json.loads(part.read_text()) for part in parts]
+        for part in parts:
+            part.unlink()
+        write_json(draft / MANIFEST, state)
+        commit(draft, final)
+        if save_latest:
+            (folder / f"{LATEST}.draft").write_text(tag)
+            (folder / f"{LATEST}.draft").rename(folder / LATEST)
+
+    together(engine.mesh, "save the checkpoint", finish if rank == 0 else lambda: None)
+    return final
+
+
+def _prepare(draft: Path) -> None:
+    remove(draft)
+    draft.mkdir(parents=True)
+
+
+def together(mesh: Mesh, what: str, action: Callable[[], Any]) -> None:
+    """Do something on every rank; if it fails on one, it fails on all, rather than leave the others waiting.
+
+    Raises:
+        the rank's own error where it failed, RuntimeError naming the first such rank elsewhere.
+    """
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:  # whatever it was, the others must hear of it
+        failure = error
+    failed = mesh.group("world").exchange(torch.tensor([float(failure is not None)], dtype=torch.float64))
+    if failure is not None:
+        raise failure
+    if bool(failed.any()):
+        raise RuntimeError(f"rank {int(failed.flatten().nonzero()[0])} could not {what}; its own message says why")
+
+
+def _state(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
+    require_json("client_state", client_state)
+    scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
+    if scheduler is not None:
+        require_json("the scheduler's state", scheduler)
+    groups = engine.optimizer.param_groups if engine.optimizer else []
+    return {
+        "format": FORMAT,
+        "world_size": engine.mesh.world_size,
+        "global_steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "skipped_steps": engine.skipped_steps,
+        "loss_scaler": engine.loss_scaler.state_dict() if engine.loss_scaler else None,
+        "scheduler": scheduler,
+        "groups": [{key: value for key, value in group.items() if _plain(value)} for group in groups],
+        "scalars": _scalars(engine),
+        "client_state": client_state,
+    }
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, int | float) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _pieces(sharded: Sharded) -> Iterator[tuple[Flat, slice, Piece]]:
+    for flat in sharded.flats:
+        for _, local, piece in flat.pieces:
+            yield flat, local, piece
+
+
+def _boxes(engine: Engine) -> Iterator[Box]:
+    """The ranges that this rank is to write: its shard, whatever it holds beyond; replicas write nothing twice."""
+    sharded = engine.sharded
+    if sharded.mesh.replicate.rank == 0:
+        for flat in sharded.flats:
+            yield from _parameter_boxes(sharded, flat)
+        if engine.optimizer is not None:
+            for flat, _, piece in _pieces(sharded):
+                yield from _optimizer_boxes(engine, flat, piece)
+    if sharded.mesh.rank == 0:
+        for name, buffer in _buffers(sharded):
+            yield Box(f"buffer/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.flatten())
+    state = random_state()
+    yield Box(f"random/{sharded.mesh.rank}", tuple(state.shape), 0, state.numel(), state)
+
+
+def _parameter_boxes(sharded: Sharded, flat: Flat) -> Iterator[Box]:
+    held, offset = flat.master, flat.own.start
+    if not flat.layout.trainable:
+        held, offset = (flat.home, flat.shard.start) if sharded.sharded else (flat.full, 0)
+    for index, start, stop in flat.layout.owned(flat.shard.start, flat.shard.stop):
+        segment = flat.layout.segments[index]
+        data = held[start - offset : stop - offset]
+        yield Box(f"parameter/{segment.name}", tuple(segment.shape), start - segment.start, stop - segment.start, data)
+
+
+def _overlap(flat: Flat, piece: Piece) -> tuple[int, int]:
+    """The part of a piece, in elements of its parameter, that lies in this rank's shard."""
+    segment = next(s for s in flat.layout.segments if s.name == piece.name)
+    low, high = flat.shard.start - segment.start, flat.shard.stop - segment.start
+    return max(piece.start, low), min(piece.stop, high)
+
+
+def _optimizer_boxes(engine: Engine, flat: Flat, piece: Piece) -> Iterator[Box]:
+    assert engine.optimizer is not None
+    start, stop = _overlap(flat, piece)
+    for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
+        if isinstance(value, torch.Tensor) and value.ndim > 0 and start < stop:
+            if value.numel() != piece.stop - piece.start:
+                raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {tuple(value.shape)}, not its parameter's")
+            data = value.flatten()[start - piece.start : stop - piece.start]
+            yield Box(f"optimizer/{key}/{piece.name}", piece.shape, start, stop, data)
+
+
+def _scalars(engine: Engine) -> dict[str, dict[str, Any]]:
+    """Optimizer states that are single numbers, by parameter; every rank holds the same for a parameter it shares."""
+    if engine.optimizer is None:
+        return {}
+    mine = {}
+    for _, _, piece in _pieces(engine.sharded):
+        state = engine.optimizer.state.get(piece.parameter, {})
+        mine[piece.name] = {k: float(v) for k, v in state.items() if not (isinstance(v, torch.Tensor) and v.ndim > 0)}
+    return _share_scalars(engine, mine)
+
+
+def _share_scalars(engine: Engine, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """All parameters' single numbers, also of those that this rank holds nothing of."""
+    names = [segment.name for flat in engine.sharded.flats if flat.layout.trainable for segment in flat.layout.segments]
+    keys = ["step", *sorted({key for state in mine.values() for key in state} - {"step"})]
+    table = torch.full((len(names), len(keys)), -1.0, dtype=torch.float64)
+    for row, name in enumerate(names):
+        for column, key in enumerate(keys):
+            table[row, column] = mine.get(name, {}).get(key, -1.0)
+    table = engine.mesh.group("world").exchange(table.flatten()).amax(0).view(len(names), len(keys))
+    return {n: {k: v for k, v in zip(keys, r, strict=True) if v >= 0} for n, r in zip(names, table.tolist(), strict=True)}
+
+
+def _buffers(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+    persistent = {id(buffer) for buffer in sharded.state_buffers()}
+    return ((name, buffer) for name, buffer in sharded.model.named_buffers() if id(buffer) in persistent)
+
+
+def random_state() -> torch.Tensor:
+    """The states of Python's, numpy's (if it is in use) and torch's generators as bytes."""
+    import json
+
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state().tolist()}
+    if "numpy" in sys.modules:
+        import numpy
+
+        kind, key, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+        states["numpy"] = [kind, [int(word) for word in key], position, has_gauss, cached]
+    if torch.accelerator.is_available() and torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state().tolist()
+    return torch.tensor(list(json.dumps(states).encode()), dtype=torch.uint8)
+
+
+def restore_random_state(packed: torch.Tensor) -> None:
+    """Put the generators back to where ``random_state`` found them."""
+    import json
+
+    states = json.loads(bytes(packed.tolist()))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if "numpy" in states:
+        import numpy
+
+        kind, key, *rest = states["numpy"]
+        numpy.random.set_state((kind, numpy.array(key, dtype=numpy.uint32), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
+
+
+def load(
+    engine: Engine, folder: Path, tag: str | None, optimizer_states: bool, scheduler_states: bool
+) -> tuple[str | None, dict[str, Any]]:
+    """Continue from a checkpoint; all ranks call it.
+
+    Returns:
+        Its path and the client state; (None, {}) if the folder holds none.
+
+    Raises:
+        ValueError: it is of another model, or not what was written. Nothing has been loaded then.
+    """
+    tag = tag or latest(folder)
+    if tag is None:
+        return None, {}
+    reader = Reader(folder / tag)
+    _require_same_model(engine.sharded, reader)
+    together(engine.mesh, "load the checkpoint", lambda: _load_tensors(engine, reader, optimizer_states))
+    state = reader.manifest
+    engine.sharded.updated()
+    engine.global_steps, engine.micro_steps = state["global_steps"], state["micro_steps"]
+    engine.skipped_steps = state["skipped_steps"]
+    if engine.loss_scaler is not None and state["loss_scaler"]:
+        engine.loss_scaler.load_state_dict(state["loss_scaler"])
+    if engine.lr_scheduler is not None and scheduler_states and state["scheduler"]:
+        engine.lr_scheduler.load_state_dict(state["scheduler"])
+    return str(folder / tag), state["client_state"]
+
+
+def _require_same_model(sharded: Sharded, reader: Reader) -> None:
+    prefix = "parameter/"
+    saved = {name.removeprefix(prefix): reader.shape(name) for name in reader.names() if name.startswith(prefix)}
+    wanted = {s.name: tuple(s.shape) for flat in sharded.flats for s in flat.layout.segments}
+    problems = [f"{name}: saved {saved[name]}, wanted {wanted[name]}" for name in wanted if name in saved
+                and saved[name] != wanted[name]]  # fmt: skip
+    problems += [f"{name}: not in the checkpoint" for name in wanted if name not in saved]
+    problems += [f"{name}: not in the model" for name in saved if name not in wanted]
+    if problems:
+        raise ValueError(f"{reader.folder} is of another model:\n" + "\n".join(problems[:20]))
+
+
+def _load_tensors(engine: Engine, reader: Reader, optimizer_states: bool) -> None:
+    sharded = engine.sharded
+    for flat in sharded.flats:
+        held, low = flat.master, flat.own.start
+        if not flat.layout.trainable:
+            held, low = (flat.home, flat.shard.start) if sharded.sharded else (flat.full, 0)
+        for index, start, stop in flat.layout.owned(low, low + held.numel()):
+            segment = flat.layout.segments[index]
+            out = held[start - low : stop - low]
+            reader.read(f"parameter/{segment.name}", start - segment.start, stop - segment.start, out)
+    if engine.optimizer is not None and optimizer_states:
+        _load_optimizer(engine, reader)
+    for name, buffer in _buffers(sharded):
+        flat_buffer = torch.empty(buffer.numel(), dtype=buffer.dtype)
+        reader.read(f"buffer/{name}", 0, buffer.numel(), flat_buffer)
+        buffer.copy_(flat_buffer.view(buffer.shape))
+    own = f"random/{sharded.mesh.rank}"
+    if reader.manifest["world_size"] == sharded.mesh.world_size and own in reader.names():
+        packed = torch.empty(reader.shape(own), dtype=torch.uint8)
+        reader.read(own, 0, packed.numel(), packed)
+        restore_random_state(packed)
+
+
+def _load_optimizer(engine: Engine, reader: Reader) -> None:
+    assert engine.optimizer is not None
+    for group, saved in zip(engine.optimizer.param_groups, reader.manifest["groups"], strict=True):
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+    keys = sorted({name.split("/")[1] for name in reader.names() if name.startswith("optimizer/")})
+    for _, _, piece in _pieces(engine.sharded):
+        state = engine.optimizer.state[piece.parameter]
+        state.clear()
+        for key in keys:
+            name = f"optimizer/{key}/{piece.name}"
+            if name in reader.names():
+                state[key] = torch.empty_like(piece.parameter.data)
+                reader.read(name, piece.start, piece.stop, state[key])
+        for key, value in reader.manifest["scalars"].get(piece.name, {}).items():
+            state[key] = torch.tensor(value, dtype=torch.float32)
+
+
+def gathered_state_dict(sharded: Sharded) -> dict[str, torch.Tensor]:
+    """Whole parameters and buffers as CPU tensors on rank 0, empty elsewhere; one unit is gathered at a time."""
+    found: dict[str, torch.Tensor] = {}
+    keep = sharded.mesh.rank == 0
+    for unit in sharded.units:
+        with sharded.gathered([unit]):
+            for flat in unit.flats:
+                for segment, parameter in zip(flat.layout.segments, flat.parameters, strict=True):
+                    if keep:
+                        found[segment.name] = parameter.detach().cpu().clone()
+    if keep:
+        for name, parameter in sharded.model.named_parameters(remove_duplicate=False):
+            found.setdefault(name, found[sharded.names[id(parameter)]])
+        found |= {name: buffer.detach().cpu().clone() for name, buffer in _buffers(sharded)}
+    return found
+
+
+def save_model(sharded: Sharded, folder: Path, filename: str) -> bool:
+    """Write the gathered state as one safetensors file; a shared parameter once, under its first name."""
+    state = gathered_state_dict(sharded)
+
+    def write() -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        unique = {id(tensor): (name, tensor) for name, tensor in reversed(state.items())}
+        save_file({name: tensor.contiguous() for name, tensor in unique.values()}, folder / filename, {"format": "pt"})
+
+    together(sharded.mesh, "write the model", write if sharded.mesh.rank == 0 else lambda: None)
+    return True
