@@ -16,7 +16,7 @@ PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations"),
-    ("__init__", "engine", "build", "zero", "checkpointing"),
+    ("__init__", "engine", "build", "saving", "report", "agree", "zero", "checkpointing"),
     ("shard", "activation", "precision", "optim", "checkpoint", "data", "architectures"),
     ("dist", "observe", "config"),
     ("model",),
@@ -127,7 +127,7 @@ def check(root: Path) -> list[str]:
         first = circle[0]
         names = " > ".join([step.source for step in circle] + [first.source])
         problems.append(f"{first.file.relative_to(root)}:{first.line} imports {first.target}: a circle, {names}")
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def main(arguments: list[str]) -> int:
