@@ -76,20 +76,20 @@ def suggest(entries: dict[str, Entry], path: str, more: Iterable[str] = ()) -> s
 
 def _walk(schema: Schema, definitions: dict[str, Schema], prefix: str) -> Iterator[Entry]:
     for name, part in schema.get("properties", {}).items():
-        target = _section_of(part, definitions)
+        target = section_of(part, definitions)
         yield Entry(
             path=prefix + name,
             rule=_rule(part, definitions),
             default=part.get("default"),
             required=name in schema.get("required", ()),
-            meaning=part.get("description", ""),
+            meaning=(part if "description" in part else target or {}).get("description", ""),
             section=target is not None,
         )
         if target is not None:
             yield from _walk(target, definitions, f"{prefix}{name}.")
 
 
-def _section_of(part: Schema, definitions: dict[str, Schema]) -> Schema | None:
+def section_of(part: Schema, definitions: dict[str, Schema]) -> Schema | None:
     """The schema of the section that ``part`` refers to, if it does."""
     for option in [part, *part.get("anyOf", ())]:
         if "$ref" in option:

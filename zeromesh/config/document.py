@@ -51,10 +51,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError([_syntax_problem(text, error)], str(path)) from None
     if not isinstance(document, dict):
         raise ConfigError([f"is {show(document)}, but must be an object: {{ ... }}"], str(path))
-    repeated = _repeated_paths(document, "")
-    if repeated:
-        problems = [f"{key} stands more than once; keep one of them" for key in repeated]
-        raise ConfigError(problems, str(path))
+    _check_repeated(document, str(path))
     return document
 
 
@@ -75,20 +72,26 @@ def _from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
+def _check_repeated(document: Any, source: str) -> None:
+    repeated = _repeated_paths(document, "")
+    if repeated:
+        raise ConfigError([f"{key} stands more than once; keep one of them" for key in repeated], source)
+
+
 def _repeated_paths(value: Any, prefix: str) -> list[str]:
     """Dotted paths of the keys that stand more than once."""
     if isinstance(value, list):
         return [path for item in value for path in _repeated_paths(item, prefix)]
-    if not isinstance(value, _Repeated):
+    if not isinstance(value, dict):
         return []
-    here = [prefix + key for key in value.repeated]
+    here = [prefix + key for key in value.repeated] if isinstance(value, _Repeated) else []
     return here + [path for key, item in value.items() for path in _repeated_paths(item, f"{prefix}{key}.")]
 
 
 def _copy(value: Any) -> Any:
     """Containers copied, so that the settings do not change when the caller's dict does."""
     if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
+        return {str(key): _copy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_copy(item) for item in value]
     return str(value) if isinstance(value, Path) else value
@@ -109,6 +112,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     for part in reversed(parts):
         value = {part: value}
     assert isinstance(value, dict)
+    _check_repeated(value, "--set")
     return value
 
 

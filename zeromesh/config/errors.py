@@ -14,16 +14,21 @@ class ConfigError(ValueError):
 
     Attributes:
         problems: one line per problem, each with the dotted key, the value, the rule and the remedy.
+        source: the file, or what else was read.
     """
 
     def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
         self.problems = tuple(problems)
+        self.source = source
         if len(self.problems) == 1:
             message = f"{source}: {self.problems[0]}"
         else:
             lines = "".join(f"\n  - {problem}" for problem in self.problems)
             message = f"{source} has {len(self.problems)} problems:{lines}"
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
+        return ConfigError, (self.problems, self.source)
 
 
 def show(value: object) -> str:
@@ -37,6 +42,8 @@ def show(value: object) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that ``word`` was most likely meant to be, or None; letter case does not matter."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
+    by_lower: dict[str, str] = {}
+    for candidate in known:
+        by_lower.setdefault(candidate.lower(), candidate)
     matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None

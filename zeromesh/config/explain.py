@@ -152,7 +152,7 @@ def _remedies(value: Any, kind: str, entry: Entry) -> Iterator[str]:
         yield f"write {show(bool(value))}"
     if isinstance(value, float) and "whole" in entry.rule and value == value and abs(value) != float("inf"):
         yield f"the nearest are {int(value // 1)} and {int(value // 1) + 1}"
-    yield "it is required" if entry.required else f"leave the key out for {show(entry.default)}"
+    yield f"it is: {_lower(entry.meaning).rstrip('.')}" if entry.required else f"leave it out for {show(entry.default)}"
 
 
 def _options(entry: Entry) -> list[str]:
@@ -161,4 +161,5 @@ def _options(entry: Entry) -> list[str]:
 
 
 def _lower(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
+    """The sentence with a small first letter, unless its first word is a name."""
+    return sentence[:1].lower() + sentence[1:] if sentence.split(" ")[0].istitle() else sentence

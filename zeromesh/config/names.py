@@ -47,6 +47,6 @@ def _classes(module: object, base: type) -> list[str]:
 def _check(name: str, ours: tuple[str, ...], theirs: list[str], module: str) -> str:
     if name.lower() in {known.lower() for known in (*ours, *theirs)}:
         return name
-    suggestion = nearest(name, (*theirs, *ours))
+    suggestion = nearest(name, (*ours, *theirs))
     remedy = f"did you mean {show(suggestion)}?" if suggestion else "choose one of them"
     raise ValueError(f"must be one of {', '.join(ours)}, or a class of {module}; {remedy}")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Section(BaseModel):
@@ -46,6 +50,18 @@ def _short_dtype(value: Any) -> Any:
     return DTYPE_NAMES.get(name, value)
 
 
+def as_dtype(name: str | None) -> torch.dtype | None:
+    """Torch's dtype for one of the short names."""
+    import torch
+
+    return {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
+
+
+def _never(value: Any) -> Any:
+    """An infinite number of steps, which some write for "never", is no interval at all."""
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
 def _capitalised(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
@@ -62,5 +78,12 @@ Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
     BeforeValidator(_short_dtype, json_schema_input_type=Literal[tuple(DTYPE_NAMES)]),
 ]
+Interval = Annotated[CountInt | None, BeforeValidator(_never)]
 Table = dict[str, Any]
-TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)]
+TagValidation = Annotated[
+    Literal["Ignore", "Warn", "Fail"],
+    BeforeValidator(
+        _capitalised,
+        json_schema_input_type=Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL"],
+    ),
+]

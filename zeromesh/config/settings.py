@@ -31,8 +31,18 @@ from zeromesh.config.parts import (
     TensorParallel,
     TorchAutocast,
 )
-from zeromesh.config.section import CountFloat, CountInt, Dtype, Names, PositiveFloat, PositiveInt, Section
-from zeromesh.config.tables import WITHOUT_EFFECT
+from zeromesh.config.printing import jsonable, without_idle
+from zeromesh.config.section import (
+    CountFloat,
+    CountInt,
+    Dtype,
+    Interval,
+    Names,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    as_dtype,
+)
 from zeromesh.config.train import ModelShape, Run, TextData
 from zeromesh.config.unused import (
     Autotuning,
@@ -107,10 +117,13 @@ class Settings(Section):
     activation_checkpointing: ActivationCheckpointing = Field(
         ActivationCheckpointing(), description="Recompute activations in the backward instead of keeping them."
     )
-    seed: CountInt = Field(1234, description="Seed of initial weights, dropout and the order of samples.")
-    steps_per_print: CountInt | None = Field(None, description="Updates between lines of the log. Null or 0: none.")
+    seed: CountInt = Field(1234, le=2**63 - 1, description="Seed of initial weights, dropout and the order of samples.")
+    steps_per_print: Interval = Field(None, description="Updates between lines of the log. Null or 0: none.")
     wall_clock_breakdown: bool = Field(False, description="Log the time of forward, backward and step.")
     dataloader_drop_last: bool = Field(False, description="Drop the last, incomplete batch of training_data.")
+    zero_allow_untested_optimizer: bool = Field(
+        False, description="Allow optimizers that are not known to be right on parts of parameters."
+    )
     managed_gradient_accumulation: bool = Field(True, description="The engine counts micro-batches.")
     checkpoint: Checkpoint = Field(Checkpoint(), description="How checkpoints are written and loaded.")
     model: ModelShape | None = Field(None, description="The language model of zeromesh train.")
@@ -125,7 +138,6 @@ class Settings(Section):
         "fp32", description="Dtype of gradients on the wire between ranks that share a sequence."
     )
     sparse_gradients: bool = Field(False, description="Reduce gradients of embeddings as rows.")
-    zero_allow_untested_optimizer: bool = Field(False, description="Allow optimizers that DeepSpeed does not know.")
     zero_force_ds_cpu_optimizer: bool = Field(True, description="Insist on DeepSpeed's own optimizer on the host.")
     disable_allgather: bool = Field(False, description="Broadcast updated parameters instead of gathering them.")
     allgather_size: CountInt = Field(500_000_000, description="Old form of allgather_bucket_size.")
@@ -141,7 +153,7 @@ class Settings(Section):
     comet: Comet = Field(Comet(), description="Metrics for Comet.")
     flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="A profile of one step.")
     comms_logger: CommsLogger = Field(CommsLogger(), description="A log of collectives.")
-    aio: Aio = Field(Aio(), description="Asynchronous file access for NVMe.")
+    aio: Aio | None = Field(None, description="Asynchronous file access for NVMe.")
     compile: Compile = Field(Compile(), description="Compiler passes on the whole graph.")
     data_efficiency: DataEfficiency = Field(DataEfficiency(), description="Samples and tokens by difficulty.")
     autotuning: Autotuning = Field(Autotuning(), description="A search for the fastest settings.")
@@ -165,7 +177,7 @@ class Settings(Section):
         if isinstance(source, Settings):
             if not overrides:
                 return source
-            source = source.model_dump(mode="python", exclude_unset=True)
+            source = source.model_dump(exclude_unset=True)
         if not isinstance(source, str | Path | Mapping):
             raise ConfigError([f"must be the path of a JSON file, or a dict, not {type(source).__name__}"])
         document = read_document(source, overrides)
@@ -202,7 +214,7 @@ class Settings(Section):
         batch = solve_batch(
             self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, data_size
         )
-        values = self.model_dump(mode="python", exclude_unset=True) | {
+        values = self.model_dump(exclude_unset=True) | {
             "train_batch_size": batch.train,
             "train_micro_batch_size_per_gpu": batch.micro,
             "gradient_accumulation_steps": batch.accumulation,
@@ -224,10 +236,10 @@ class Settings(Section):
         compute = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
         autocast = self.torch_autocast.dtype if self.torch_autocast.enabled else None
         return Precision(
-            compute=_dtype(compute),
-            communicate=_dtype(self.communication_data_type),
-            accumulate=_dtype(self.data_types.grad_accum_dtype),
-            autocast=_dtype(autocast),
+            compute=as_dtype(compute),
+            communicate=as_dtype(self.communication_data_type),
+            accumulate=as_dtype(self.data_types.grad_accum_dtype),
+            autocast=as_dtype(autocast),
             cast_inputs=self.fp16.auto_cast if self.fp16.enabled else True,
             loss_scale=self._loss_scale if "fp16" in (compute, autocast) else None,
         )
@@ -267,9 +279,7 @@ class Settings(Section):
         return json.dumps(self._plain(), sort_keys=True, separators=(",", ":"))
 
     def _plain(self) -> dict[str, Any]:
-        plain = _jsonable(self.model_dump(mode="python"))
-        assert isinstance(plain, dict)
-        return _without_idle(plain, _jsonable(self.model_dump(mode="python", exclude_unset=True)), "")
+        return without_idle(jsonable(self.model_dump()), jsonable(self.model_dump(exclude_unset=True)))
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
@@ -303,17 +313,6 @@ def entries() -> dict[str, Entry]:
     return catalogue(Settings)
 
 
-def differences(mine: str, theirs: str) -> list[str]:
-    """What differs between two fingerprints, as ``key: value here, value there``."""
-    first, second = _flat(json.loads(mine), ""), _flat(json.loads(theirs), "")
-    paths = dict.fromkeys([*first, *second])
-    return [
-        f"{path}: {first.get(path, 'not set')} here, {second.get(path, 'not set')} there"
-        for path in paths
-        if first.get(path) != second.get(path)
-    ]
-
-
 def _validate(document: dict[str, Any], source: str) -> Settings:
     problems: list[str] = []
     settings = None
@@ -340,44 +339,3 @@ def _shard_group_problems(settings: Settings) -> list[str]:
     if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
         return ["zero_optimization.mics_shard_size and zero_hpz_partition_size say the same thing; keep one of them"]
     return []
-
-
-def _dtype(name: str | None) -> Any:
-    import torch
-
-    return {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
-
-
-def _jsonable(value: Any) -> Any:
-    """``value`` in the types of JSON; what has no such form becomes its name."""
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    named = getattr(value, "__qualname__", None)
-    return f"{value.__module__}.{named}" if named else str(value)
-
-
-def _without_idle(section: dict[str, Any], given: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """``section`` without the keys that have no effect and were not given."""
-    kept = {}
-    for key, value in section.items():
-        if prefix + key in WITHOUT_EFFECT:
-            if key in given:
-                kept[key] = given[key]
-        elif isinstance(value, dict):
-            inner = given.get(key)
-            kept[key] = _without_idle(value, inner if isinstance(inner, dict) else {}, f"{prefix}{key}.")
-        else:
-            kept[key] = value
-    return kept
-
-
-def _flat(value: Any, path: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        return {path: json.dumps(value)}
-    return {
-        leaf: text for key, item in value.items() for leaf, text in _flat(item, f"{path}.{key}".lstrip(".")).items()
-    }

@@ -52,8 +52,9 @@ _OFFLOAD = "nothing is offloaded in this version"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "sparse_gradients": "gradients travel dense",
-    "zero_allow_untested_optimizer": "every optimizer that updates element by element works with every stage",
     "zero_force_ds_cpu_optimizer": "there is no separate optimizer for the host",
+    "wall_clock_breakdown": "use torch.profiler",
+    "checkpoint.tag_validation": "tags are not compared between ranks",
     "seq_parallel_communication_data_type": "there is no sequence parallelism in this version",
     "disable_allgather": "what is gathered follows from the placement of the states",
     "dump_state": "the resolved configuration is part of every run",
@@ -160,13 +161,13 @@ NOT_YET: dict[str, NotYet] = {
     "expert_parallel.enabled": NotYet(_OFF, "expert parallelism"),
     "zero_optimization.offload_optimizer.device": NotYet(("none",), _OFFLOADING),
     "zero_optimization.offload_param.device": NotYet(("none",), _OFFLOADING),
-    "zero_optimization.cpu_offload": NotYet(_OFF, _OFFLOADING),
-    "zero_optimization.cpu_offload_param": NotYet(_OFF, _OFFLOADING),
+    "zero_optimization.cpu_offload": NotYet((False, None), _OFFLOADING),
+    "zero_optimization.cpu_offload_param": NotYet((False, None), _OFFLOADING),
     "zero_optimization.zenflow": NotYet((None,), _OFFLOADING),
     "zero_optimization.zero_quantized_weights": NotYet(_OFF, _QUANTISED),
     "zero_optimization.zero_quantized_gradients": NotYet(_OFF, _QUANTISED),
     "zero_optimization.zero_quantized_nontrainable_weights": NotYet(_OFF, "quantised frozen weights"),
-    "weight_quantization.enabled": NotYet(_OFF, "quantised weights"),
+    "weight_quantization": NotYet(({"enabled": False}, None), "quantised weights"),
     "gradient_allreduce_op": NotYet(("mean",), "the sum of gradients instead of their mean"),
     "managed_gradient_accumulation": NotYet((True,), "accumulation left to the training loop"),
     "fp16.fp16_master_weights_and_grads": NotYet(_OFF, "a master in 16 bits"),
@@ -184,6 +185,7 @@ NOT_YET: dict[str, NotYet] = {
 """Keys that need something this version does not have; a row goes when it comes."""
 
 GONE: dict[str, str] = {
+    "fp32_allreduce": "use communication_data_type",
     "amp": "use fp16, bf16 or torch_autocast",
     "nebula": "checkpoints are written to the folder given to save_checkpoint",
     "compression_training": "compress the model before or after training",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from zeromesh.config.section import CountFloat, CountInt, Names, PositiveFloat, PositiveInt, Section
 
@@ -54,7 +54,6 @@ class TextData(Section):
     """The text to train on."""
 
     train: Names = Field(
-        min_length=1,
         description="Files, folders or glob patterns; the word python-stdlib stands for the source of Python's own "
         "standard library.",
     )
@@ -69,6 +68,13 @@ class TextData(Section):
     tokenizer: str | None = Field(
         None, description="File of a ready tokenizer (tokenizers' JSON). Null: one is trained on the training text."
     )
+
+    @field_validator("train")
+    @classmethod
+    def _some_text(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
+        if not sources:
+            raise ValueError("must name at least one file, folder or pattern; python-stdlib is on every machine")
+        return sources
 
 
 class Sample(Section):

@@ -71,8 +71,9 @@ class ZeroOptimization(Section):
     )
     mics_shard_size: Int = Field(
         -1,
-        description="Ranks in one shard group (MiCS); the groups replicate each other. -1: all ranks are one group. "
-        "The same as mesh.data with mesh.replicate filling what is left.",
+        ge=-1,
+        description="Ranks in one shard group (MiCS); the groups replicate each other. -1 or 0: all ranks are one "
+        "group. The same as mesh.data with mesh.replicate filling what is left.",
     )
     mics_hierarchical_params_gather: bool = Field(False, description="Gather in two steps, inside nodes first.")
     zero_hpz_partition_size: CountInt = Field(
@@ -82,9 +83,9 @@ class ZeroOptimization(Section):
     )
     offload_optimizer: OffloadOptimizer | None = Field(None, description="Where the optimizer's state rests.")
     offload_param: OffloadParam | None = Field(None, description="Where sharded parameters rest.")
-    cpu_offload: bool = Field(False, description="Old form of offload_optimizer.device = cpu.")
-    cpu_offload_param: bool = Field(False, description="Old form of offload_param.device = cpu.")
-    cpu_offload_use_pin_memory: bool = Field(False, description="Old form of pin_memory in the offload sections.")
+    cpu_offload: bool | None = Field(None, description="Old form of offload_optimizer.device = cpu.")
+    cpu_offload_param: bool | None = Field(None, description="Old form of offload_param.device = cpu.")
+    cpu_offload_use_pin_memory: bool | None = Field(None, description="Old form of pin_memory in the offload sections.")
     zero_quantized_weights: bool = Field(False, description="Gather parameters as 8-bit numbers.")
     zero_quantized_nontrainable_weights: bool = Field(False, description="Keep frozen parameters as 8-bit numbers.")
     zero_quantized_gradients: bool = Field(False, description="Reduce gradients as 4-bit numbers.")
@@ -125,4 +126,4 @@ class ZeroOptimization(Section):
     log_trace_cache_warnings: bool = Field(False, description="Warn when the order of modules changes.")
     enable_sanity_checks: bool = Field(False, description="Check the engine's state while it runs.")
     save_muon_momentum_buffer_in_memory: bool = Field(False, description="Keep Muon's momentum off NVMe.")
-    leaf_module: LeafModule = Field(LeafModule(), description="Modules that are fetched as a whole.")
+    leaf_module: LeafModule | None = Field(None, description="Modules that are fetched as a whole.")

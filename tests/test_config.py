@@ -1,0 +1,600 @@
+"""Reading a configuration: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zeromesh.config.errors import ConfigError
+from zeromesh.config.explain import look_up
+from zeromesh.config.printing import differences
+from zeromesh.config.settings import Settings, entries
+from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, WITHOUT_EFFECT
+from zeromesh.model.placement import ROWS
+from zeromesh.model.precision import LossScale, Precision
+
+CONFIGS = Path(__file__).parent / "configs"
+ACCEPTED = sorted(CONFIGS.glob("*.json"))
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    first, _, rest = path.partition(".")
+    return {first: nested(rest, value) if rest else value}
+
+
+def problems(source: Any, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(source, overrides)
+    return caught.value.problems
+
+
+# Files as users have them
+
+
+@pytest.mark.parametrize("path", ACCEPTED, ids=lambda path: path.stem)
+def test_real_files_load_from_path_string_and_dict_alike(path: Path) -> None:
+    settings = Settings.load(path)
+    assert settings == Settings.load(str(path)) == Settings.load(json.loads(path.read_text()))
+    assert settings.resolve(2).train_batch_size > 0
+
+
+@pytest.mark.parametrize("path", ACCEPTED, ids=lambda path: path.stem)
+def test_the_resolved_configuration_reads_back_as_itself(path: Path) -> None:
+    settings = Settings.load(path)
+    resolved = settings.resolve(4, settings.resolve_mesh(4))
+    again = Settings.load(json.loads(resolved.to_json()))
+    assert again.resolve_mesh(4) == settings.resolve_mesh(4)
+    assert again.resolve(4).fingerprint() == resolved.fingerprint()
+    assert again.resolve(4).to_json() == resolved.to_json()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("cpu_offload_old_form", ["zero_optimization.cpu_offload"]),
+        ("zero_infinity", ["zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"]),
+        ("onebit", ["optimizer.type"]),
+        ("apex", ["amp"]),
+        (
+            "parallel",
+            [
+                "pipeline",
+                "tensor_parallel.autotp_size",
+                "sequence_parallel_size",
+                "zero_optimization.zero_quantized_weights",
+            ],
+        ),
+    ],
+)
+def test_files_that_need_more_are_refused_naming_each_key_once(name: str, keys: list[str]) -> None:
+    found = problems(CONFIGS / "refused" / f"{name}.json")
+    assert [problem.split(" ")[0] for problem in found] == keys
+
+
+def test_the_configs_of_the_tests_use_most_of_what_users_write() -> None:
+    """The files above would prove little if they had few keys."""
+    written = {path for path in entries() for file in ACCEPTED if look_up(json.loads(file.read_text()), path)[0]}
+    assert len(written) > 120
+
+
+# Unknown and repeated keys
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"train_batch_siz": 8}, "train_batch_siz is not a known key; did you mean train_batch_size?"),
+        ({"fp16": {"enable": True}}, "fp16.enable is not a known key; did you mean fp16.enabled?"),
+        ({"zero_optimization": {"stge": 1}}, "did you mean zero_optimization.stage?"),
+        (
+            {"zero_optimization": {"offload_param": {"pin_memry": True}}},
+            "did you mean zero_optimization.offload_param.pin_memory?",
+        ),
+        ({"run": {"steps": 1, "sample": {"lenght": 5}}}, "did you mean run.sample.length?"),
+        ({"stage": 3}, "did you mean zero_optimization.stage?"),
+        ({"bfloat61": {}}, "did you mean bfloat16?"),
+        ({"mesh": {"zzz": 1}}, "mesh has replicate, data, pipeline, context, tensor, expert"),
+        ({"qqqqqqqqq": 1}, "docs/configuration.md lists them all"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_path_and_the_nearest_one(document: dict[str, Any], expected: str) -> None:
+    (problem,) = problems(document)
+    assert expected in problem
+
+
+@pytest.mark.parametrize("section", ["", *(path for path, entry in entries().items() if entry.section)])
+def test_no_section_at_any_depth_takes_an_unknown_key(section: str) -> None:
+    path = f"{section}.no_such_key".lstrip(".")
+    assert any(problem.startswith(f"{path} is not a known key") for problem in problems(nested(path, 1)))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"seed": 1, "seed": 1}', "seed"),
+        ('{"fp16": {"enabled": true, "loss_scale": 0, "enabled": false}}', "fp16.enabled"),
+        (
+            '{"zero_optimization": {"offload_param": {"device": "none", "device": "none"}}}',
+            "zero_optimization.offload_param.device",
+        ),
+        ('{"optimizer": {"type": "sgd", "params": {"lr": 1, "lr": 2}}}', "optimizer.params.lr"),
+    ],
+)
+def test_a_repeated_key_is_named_with_its_path(tmp_path: Path, text: str, key: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="config.json") as caught:
+        Settings.load(file)
+    assert caught.value.problems == (f"{key} stands more than once; keep one of them",)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_other_name_is_read_as_the_key_itself_and_never_beside_it(old: str, new: str) -> None:
+    assert new in entries()
+    value = {"bf16": {"enabled": True}, "tensor_parallel.tensor_parallel": {"tp_grain_size": 2}}.get(new)
+    if value is None:
+        value = not entries()[new].default if "true" in entries()[new].rule else 3
+    assert Settings.load(nested(old, value)) == Settings.load(nested(new, value)) != Settings.load({})
+    section, _, name = new.rpartition(".")
+    both = {old.rpartition(".")[2]: value, name: value}
+    (problem,) = problems(nested(section, both) if section else both)
+    assert old in problem
+    assert new in problem
+
+
+# Wrong values
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"train_batch_size": "32"}, ['train_batch_size = "32"', "a whole number >= 1", "write 32 without quotes"]),
+        ({"train_batch_size": True}, ["train_batch_size = true", "a whole number >= 1"]),
+        ({"train_batch_size": 0}, ["train_batch_size = 0", "a whole number >= 1"]),
+        ({"train_batch_size": -8}, ["train_batch_size = -8", "a whole number >= 1"]),
+        ({"train_batch_size": 2.5}, ["train_batch_size = 2.5", "the nearest are 2 and 3"]),
+        ({"gradient_clipping": -1}, ["gradient_clipping = -1", "a number >= 0", "leave it out for 0.0"]),
+        ({"gradient_clipping": True}, ["gradient_clipping = true", "a number >= 0"]),
+        ({"gradient_clipping": None}, ["gradient_clipping = null", "a number >= 0"]),
+        ({"gradient_clipping": float("inf")}, ["gradient_clipping = Infinity", "a number >= 0"]),
+        ({"gradient_predivide_factor": 0}, ["gradient_predivide_factor = 0", "a number > 0"]),
+        ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage = 4", ">= 0 and <= 3"]),
+        ({"zero_optimization": {"stage": -1}}, ["zero_optimization.stage = -1", ">= 0 and <= 3"]),
+        ({"zero_optimization": 2}, ["zero_optimization = 2", "must be an object", "stage"]),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ['device = "gpu"', 'did you mean "cpu"?']),
+        ({"fp16": {"enabled": 1}}, ["fp16.enabled = 1", "true or false", "write true"]),
+        ({"fp16": {"enabled": "False"}}, ['fp16.enabled = "False"', "write false without quotes"]),
+        ({"fp16": True}, ["fp16 = true", "must be an object", "enabled"]),
+        ({"fp16": {"loss_scale": -1}}, ["fp16.loss_scale = -1", ">= 0"]),
+        ({"fp16": {"loss_scale_window": 0}}, ["fp16.loss_scale_window = 0", ">= 1"]),
+        ({"torch_autocast": {"dtype": "fp61"}}, ['torch_autocast.dtype = "fp61"', 'did you mean "fp16"?']),
+        ({"units": ["Block", 3]}, ["units[1] = 3", "a list of strings"]),
+        ({"seed": 10**400}, ["seed = 1", "<= 9223372036854775807"]),
+        ({"zero_optimization": {"mics_shard_size": -2}}, ["mics_shard_size = -2", ">= -1"]),
+        ({"slots": {"parameter": 1}}, ["slots.parameter = 1", ">= 2"]),
+        ({"mesh": {"data": 0}}, ["mesh.data = 0", "-1 for what is left"]),
+        ({"mesh": {"data": -2}}, ["mesh.data = -2", ">= -1"]),
+        ({"mesh": {"replicate": -1}}, ["mesh.replicate = -1", ">= 1"]),
+        ({"optimizer": {"params": {}}}, ["optimizer.type is missing", "torch.optim"]),
+        ({"optimizer": {"type": "sgd", "params": [1]}}, ["optimizer.params = [1]", "an object"]),
+        ({"optimizer": {"type": "adamm"}}, ['optimizer.type = "adamm"', 'did you mean "adam"?']),
+        ({"optimizer": {"type": "RMSProp2"}}, ['did you mean "RMSprop"?']),
+        ({"optimizer": {"type": "qqqq"}}, ["adam, adamw, lamb, lion, adagrad, sgd, muon"]),
+        ({"scheduler": {"type": "WarmUp"}}, ['scheduler.type = "WarmUp"', 'did you mean "WarmupLR"?']),
+        ({"scheduler": {"type": "StepLr2"}}, ['did you mean "StepLR"?']),
+        ({"checkpoint": {"tag_validation": "Wran"}}, ['did you mean "Warn"?']),
+        ({"data": {"train": []}}, ["data.train = []", "at least one"]),
+        ({"run": {"steps": 0}}, ["run.steps = 0", ">= 1", "updates of the parameters"]),
+        ({"fp16": {1: 2}}, ["fp16.1 is not a known key"]),
+        (
+            {"model": {"hidden_size": 10, "layers": 1, "heads": 3, "sequence_length": 8}},
+            ["hidden_size = 10", "heads = 3", "9 and 12"],
+        ),
+        (
+            {"model": {"hidden_size": 12, "layers": 1, "heads": 6, "kv_heads": 4, "sequence_length": 8}},
+            ["kv_heads = 4", "heads = 6", "[1, 2, 3, 6]"],
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled and bf16.enabled", "only one"]),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, ["bf16.enabled and torch_autocast.enabled"]),
+        (
+            {"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 2}},
+            ["mics_shard_size", "zero_hpz_partition_size"],
+        ),
+    ],
+)
+def test_a_wrong_value_is_one_problem_with_key_value_rule_and_remedy(
+    document: dict[str, Any], expected: list[str]
+) -> None:
+    (problem,) = problems(document)
+    for part in expected:
+        assert part in problem
+
+
+def test_all_problems_come_in_one_error_that_is_a_value_error() -> None:
+    document = {
+        "train_batch_size": "8",
+        "grdient_clipping": 1,
+        "amp": {"enabled": True},
+        "mesh": {"tensor": 2},
+        "optimizer": {"type": "OneBitLamb"},
+    }
+    with pytest.raises(ValueError, match="has 5 problems") as caught:
+        Settings.load(document)
+    for key in ("train_batch_size", "grdient_clipping", "amp", "mesh.tensor", "optimizer.type"):
+        assert f"\n  - {key}" in str(caught.value)
+
+
+def test_an_error_survives_pickling() -> None:
+    error = ConfigError(["a", "b"], "file.json")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.problems, str(again)) == (error.problems, str(error))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "is not JSON"),
+        ('{"seed": 1,}', "no comma after it"),
+        ('{\n  // a comment\n  "seed": 1}', "JSON has no comments"),
+        ("", "is not JSON"),
+        ("[1]", "must be an object"),
+    ],
+)
+def test_what_is_not_a_json_object_is_refused_naming_the_file(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="broken.json") as caught:
+        Settings.load(file)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [None, 3, ["a"], "no/such/file.json", Path("no/such/file.json")])
+def test_what_is_neither_file_nor_dict_is_refused(source: Any) -> None:
+    assert len(problems(source)) == 1
+
+
+def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
+    assert "cannot be read" in problems(tmp_path)[0]
+
+
+# Values that are let through
+
+
+@pytest.mark.parametrize("path", [path for path, entry in entries().items() if not entry.required])
+def test_auto_means_unset_for_every_key(path: str) -> None:
+    document = nested(path, "auto")
+    if path.startswith(("optimizer.", "scheduler.")):
+        document[path.split(".")[0]]["type"] = {"optimizer": "sgd", "scheduler": "WarmupLR"}[path.split(".")[0]]
+    required = {
+        "model": {"hidden_size": 8, "layers": 1, "heads": 2, "sequence_length": 8},
+        "data": {"train": ["a"]},
+        "run": {"steps": 1},
+    }
+    top = path.split(".")[0]
+    if "." in path and top in required:
+        document[top].update(required[top])
+    off = ("expert_parallel", "weight_quantization", "pipeline", "zero_optimization.zenflow")
+    if path.startswith(tuple(f"{section}." for section in off)):
+        document = nested(path.rpartition(".")[0], "auto")
+    settings = Settings.load(document)
+    found, value = look_up(json.loads(settings.to_json()), path)
+    assert not found or value != "auto"
+
+
+def test_auto_leaves_an_argument_of_the_optimizer_out() -> None:
+    settings = Settings.load({"optimizer": {"type": "adam", "params": {"lr": "auto", "eps": 1e-6}}})
+    assert settings.optimizer is not None
+    assert settings.optimizer.params == {"eps": 1e-6}
+
+
+def test_whole_numbers_may_be_written_as_floats_without_a_fraction() -> None:
+    zero = Settings.load({"zero_optimization": {"reduce_bucket_size": 5e8, "stage": 2.0}}).zero_optimization
+    assert (zero.reduce_bucket_size, zero.stage) == (500_000_000, 2)
+    assert type(zero.reduce_bucket_size) is int
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "BF16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_has_one_name_however_it_is_written(name: object) -> None:
+    settings = Settings.load({"communication_data_type": name})
+    assert settings.communication_data_type == "bf16"
+    assert settings.precision.communicate is torch.bfloat16
+
+
+def test_an_infinite_interval_of_prints_means_none() -> None:
+    assert Settings.load({"steps_per_print": float("inf")}).steps_per_print is None
+
+
+def test_one_string_stands_for_a_list_of_one() -> None:
+    assert Settings.load({"units": "Block"}).units == ("Block",) == Settings.load({"units": ["Block"]}).units
+
+
+@pytest.mark.parametrize(("form", "stage"), [(True, 1), (False, 0)])
+def test_the_oldest_form_of_zero_optimization_is_a_stage(form: bool, stage: int) -> None:
+    assert Settings.load({"zero_optimization": form}).zero_optimization.stage == stage
+
+
+@pytest.mark.parametrize("name", ["Adam", "ADAMW", "lamb", "Muon", "RMSprop", "nadam"])
+def test_optimizers_are_known_in_any_letter_case(name: str) -> None:
+    optimizer = Settings.load({"optimizer": {"type": name}}).optimizer
+    assert optimizer is not None
+    assert optimizer.type == name
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "OneCycle", "WSD", "CosineAnnealingLR", "LinearLR"])
+def test_schedules_of_ours_and_of_torch_are_known(name: str) -> None:
+    scheduler = Settings.load({"scheduler": {"type": name, "params": {"anything": [1]}}}).scheduler
+    assert scheduler is not None
+    assert scheduler.params == {"anything": [1]}
+
+
+@pytest.mark.parametrize("section", GONE)
+@pytest.mark.parametrize("value", [False, {}, None, {"enabled": False, "x": 1}, "auto"])
+def test_sections_that_are_gone_may_stand_there_switched_off(section: str, value: Any) -> None:
+    assert Settings.load(nested(section, value)) == Settings.load({})
+
+
+@pytest.mark.parametrize("section", GONE)
+def test_sections_that_are_gone_are_refused_with_a_remedy(section: str) -> None:
+    (problem,) = problems(nested(section, {"enabled": True}))
+    assert problem == f"{section} is not available; {GONE[section]}"
+
+
+# The tables
+
+
+@pytest.mark.parametrize("path", [*WITHOUT_EFFECT, *NOT_YET, *OURS])
+def test_every_row_of_the_tables_is_about_a_key(path: str) -> None:
+    assert path in entries()
+
+
+@pytest.mark.parametrize("path", GONE)
+def test_what_is_gone_is_no_key(path: str) -> None:
+    assert path not in entries()
+
+
+@pytest.mark.parametrize("path", NOT_YET)
+def test_what_is_not_yet_possible_is_refused_in_those_words(path: str) -> None:
+    entry = entries()[path]
+    value: Any = {}
+    if not entry.section:
+        value = not entry.default if "true" in entry.rule else "cpu" if "cpu" in entry.rule else 2
+        value = {"gradient_allreduce_op": "sum"}.get(path, "fp32" if "fp32" in entry.rule else value)
+    elif path in ("pipeline", "weight_quantization"):
+        value = {"stages": 2} if path == "pipeline" else {"num_bits": 4}
+    (problem,) = problems(nested(path, value))
+    assert problem.startswith(f"{path} = ")
+    assert "is not in this version yet" in problem
+
+
+@pytest.mark.parametrize("path", NOT_YET)
+def test_the_default_of_what_is_not_yet_possible_is_allowed(path: str) -> None:
+    for value in NOT_YET[path].allowed:
+        Settings.load(nested(path, value))
+
+
+def no_effect_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    return [line.strip() for message in messages for line in message.splitlines()[1:]]
+
+
+def test_keys_without_effect_are_reported_once_and_only_if_set(caplog: pytest.LogCaptureFixture) -> None:
+    document = {
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
+        "tensorboard": {"enabled": True, "job_name": "x"},
+        "amp": {"enabled": False},
+    }
+    with caplog.at_level(logging.INFO, logger="zeromesh"):
+        settings = Settings.load(document)
+        Settings.load(settings).resolve(2).to_json()
+    assert [line.split(":")[0] for line in no_effect_lines(caplog)] == [
+        "tensorboard",
+        "zero_optimization.overlap_comm",
+        "amp",
+    ]
+    assert len(caplog.records) == 1
+
+
+def test_a_file_in_which_every_key_counts_is_read_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="zeromesh"):
+        Settings.load(CONFIGS / "train.json")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("path", [path for path in WITHOUT_EFFECT if entries()[path].rule != "anything"])
+def test_keys_without_effect_are_still_checked(path: str) -> None:
+    assert any(problem.startswith(path) for problem in problems(nested(path, {"no_such_key": 1})))
+
+
+# Overrides
+
+
+def test_an_override_changes_one_key_and_creates_its_section() -> None:
+    document = {"zero_optimization": {"stage": 1, "mics_shard_size": 2}}
+    settings = Settings.load(document, ["zero_optimization.stage=3", "optimizer.type=sgd", "optimizer.params.lr=1e-2"])
+    assert (settings.zero_optimization.stage, settings.zero_optimization.mics_shard_size) == (3, 2)
+    assert settings.optimizer is not None
+    assert (settings.optimizer.type, settings.optimizer.params) == ("sgd", {"lr": 0.01})
+    assert document == {"zero_optimization": {"stage": 1, "mics_shard_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("fp16.enabled=true", "fp16.enabled", True),
+        ('units=["A", "B"]', "units", ["A", "B"]),
+        ("units=Block", "units", ["Block"]),
+        ("bfloat16.enabled=true", "bf16.enabled", True),
+        ("gradient_clipping=auto", "gradient_clipping", 0.0),
+        ("zero_optimization=true", "zero_optimization.stage", 1),
+        ('mesh={"replicate": 2}', "mesh.replicate", 2),
+        ('run.sample.prompts=["a=b"]', "run.sample.prompts", ["a=b"]),
+        ("train_batch_size=5e2", "train_batch_size", 500),
+    ],
+)
+def test_the_value_of_an_override_is_json_or_a_bare_word(override: str, path: str, value: Any) -> None:
+    settings = Settings.load({"gradient_clipping": 1.0, "run": {"steps": 1}}, [override])
+    assert look_up(json.loads(settings.to_json()), path) == (True, value)
+
+
+def test_the_last_override_of_a_key_counts() -> None:
+    assert Settings.load({}, ["seed=1", "seed=2"]).seed == 2
+
+
+def test_overrides_of_settings_keep_what_else_was_set() -> None:
+    settings = Settings.load(Settings.load({"seed": 5, "train_batch_size": 8}).resolve(2), ["gradient_clipping=1"])
+    assert (settings.seed, settings.train_batch_size, settings.gradient_clipping) == (5, 8, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "zero_optimization.stag=3",
+            "zero_optimization.stag is not a known key; did you mean zero_optimization.stage?",
+        ),
+        ("seed.x=3", "seed = "),
+        ("seed", "path=value"),
+        ("=3", "path=value"),
+        ("a..b=3", "path=value"),
+        ("seed=True", 'seed = "True"'),
+        ('optimizer={"type": "sgd", "type": "sgd"}', "optimizer.type stands more than once"),
+    ],
+)
+def test_a_wrong_override_gets_the_same_errors(override: str, expected: str) -> None:
+    assert expected in problems({}, override)[0]
+
+
+# What the engine reads
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stage_is_a_row(stage: int) -> None:
+    assert Settings.load({"zero_optimization": {"stage": stage}}).row is ROWS[stage]
+
+
+FP16_SCALE = LossScale(None, 12, 500, 3, True, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, Precision()),
+        ({"bf16": {"enabled": True}}, Precision(compute=torch.bfloat16)),
+        ({"bf16": {"enabled": False}}, Precision()),
+        ({"fp16": {"enabled": True}}, Precision(compute=torch.float16, loss_scale=LossScale())),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 128, "auto_cast": False}},
+            Precision(compute=torch.float16, loss_scale=LossScale(static=128.0), cast_inputs=False),
+        ),
+        ({"torch_autocast": {"enabled": True}}, Precision(autocast=torch.bfloat16)),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}, "fp16": {"initial_scale_power": 8}},
+            Precision(autocast=torch.float16, loss_scale=LossScale(initial_power=8)),
+        ),
+        (
+            {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "bf16"}},
+            Precision(communicate=torch.float32, accumulate=torch.bfloat16),
+        ),
+        (
+            json.loads((CONFIGS / "zero3_fp16.json").read_text()),
+            Precision(torch.float16, torch.float16, torch.float32, cast_inputs=False, loss_scale=FP16_SCALE),
+        ),
+    ],
+)
+def test_the_precision_of_a_configuration(document: dict[str, Any], expected: Precision) -> None:
+    assert Settings.load(document).precision == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, 1.0),
+        ({"gradient_predivide_factor": 2}, 2.0),
+        ({"prescale_gradients": True}, 4.0),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 2}, 4.0),
+    ],
+)
+def test_what_gradients_are_divided_by_before_they_are_reduced(document: dict[str, Any], expected: float) -> None:
+    resolved = Settings.load(document | {"train_micro_batch_size_per_gpu": 3}).resolve(4)
+    assert resolved.gradient_predivide == expected
+
+
+def test_no_clipping_unless_asked_and_always_printed() -> None:
+    settings = Settings.load({})
+    assert settings.gradient_clipping == 0.0
+    assert json.loads(settings.to_json())["gradient_clipping"] == 0.0
+
+
+def test_every_key_with_an_effect_is_printed_and_others_only_if_set() -> None:
+    plain = json.loads(Settings.load({"zero_optimization": {"overlap_comm": True}}).resolve(1).to_json())
+    for path, entry in entries().items():
+        above = path.rpartition(".")[0]
+        if look_up(plain, above)[1] is None and above:
+            continue
+        idle = any(path == row or path.startswith(row + ".") for row in WITHOUT_EFFECT)
+        found = look_up(plain, path)[0]
+        assert found is (not idle or path == "zero_optimization.overlap_comm") or (entry.section and found), path
+
+
+def test_settings_do_not_change() -> None:
+    document = {"optimizer": {"type": "sgd", "params": {"lr": 1.0}}}
+    settings = Settings.load(document)
+    document["optimizer"]["params"]["lr"] = 2.0  # type: ignore[index]
+    assert settings.optimizer is not None
+    assert settings.optimizer.params == {"lr": 1.0}
+    with pytest.raises(ValueError, match="frozen"):
+        settings.seed = 1  # type: ignore[misc]
+
+
+def test_settings_are_taken_as_they_are() -> None:
+    resolved = Settings.load({}).resolve(2)
+    assert Settings.load(resolved) is resolved
+
+
+def test_a_fingerprint_depends_on_values_alone_and_differences_name_the_key() -> None:
+    first = Settings.load({"seed": 1, "fp16": {"enabled": False}}).fingerprint()
+    assert first == Settings.load({"fp16": {"enabled": False}, "seed": 1.0}).fingerprint()
+    second = Settings.load({"seed": 2, "optimizer": {"type": "sgd"}}).fingerprint()
+    assert differences(first, first) == []
+    assert "seed: 1 here, 2 there" in differences(first, second)
+    assert 'optimizer.type: not set here, "sgd" there' in differences(first, second)
+
+
+def schedule(step: int) -> float:
+    return 1.0 / (step + 1)
+
+
+def test_arguments_that_json_cannot_hold_are_printed_by_name() -> None:
+    params = {"lr_lambda": schedule, "dtype": torch.float32}
+    settings = Settings.load({"scheduler": {"type": "LambdaLR", "params": params}})
+    assert settings.scheduler is not None
+    assert settings.scheduler.params["lr_lambda"] is schedule
+    printed = json.loads(settings.to_json())["scheduler"]["params"]
+    assert printed == {"lr_lambda": f"{__name__}.schedule", "dtype": "torch.float32"}
+
+
+def test_settings_survive_pickling() -> None:
+    settings = Settings.load(CONFIGS / "train.json").resolve(2)
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_the_sections_of_train() -> None:
+    settings = Settings.load(CONFIGS / "train.json")
+    assert settings.model is not None
+    assert settings.data is not None
+    assert settings.run is not None
+    assert (settings.model.vocab_size, settings.model.kv_heads, settings.model.architecture) == (None, 4, "llama")
+    assert (settings.data.train, settings.data.validation, settings.data.suffixes) == (
+        ("python-stdlib",),
+        None,
+        (".py",),
+    )
+    assert (settings.run.ranks, settings.run.sample.prompts) == (2, ("def ",))
+    bare = Settings.load({})
+    assert (bare.model, bare.data, bare.run) == (None, None, None)

@@ -1,0 +1,211 @@
+"""The reference page and the JSON schema, written from the settings: ``python -m zeromesh.config.reference``.
+
+With ``--check`` nothing is written; the exit status is 1, and the first differences are shown, if a file is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from zeromesh.config.catalogue import Entry, Schema, children, section_of
+from zeromesh.config.document import UNSET
+from zeromesh.config.errors import show
+from zeromesh.config.settings import Settings, entries
+from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, WITHOUT_EFFECT
+
+COMMAND = "python -m zeromesh.config.reference"
+DIFFERENCES_SHOWN = 20
+
+INTRODUCTION = f"""# Configuration
+
+<!-- Written by `{COMMAND}`; change the settings, not this page. -->
+
+A configuration is a JSON file in DeepSpeed's format, or a dict of the same form. Files made for DeepSpeed work
+unchanged, or are refused with the reason. [config.schema.json](config.schema.json) is its JSON schema: an editor
+completes and checks a file that starts with `"$schema": "path/to/config.schema.json"`.
+
+- Unknown keys, at any depth, and keys that stand twice are errors.
+- `"{UNSET}"` means: as if the key were not there. It may stand anywhere.
+- Nothing is converted: `"32"` is not a number, `1` is not `true`. Whole numbers may be written like `5e8`.
+- A list of strings may be written as one string.
+- On the command line, `--set zero_optimization.stage=3` changes one key. The value is JSON; what is not is a string.
+- Sizes: `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data-parallel ranks.
+  Any of them that can be worked out may be left out. With none given, the micro-batch is one sample, without
+  accumulation.
+
+The last column says where a key comes from: *DeepSpeed*, or *ours*; and which keys are accepted but have
+*no effect* here, or are *not yet* possible with other values than those named.
+"""
+
+
+def page() -> str:
+    """The reference as Markdown."""
+    known = entries()
+    sections = ["", *(path for path, entry in known.items() if entry.section)]
+    parts = [INTRODUCTION, *(_section(section, known) for section in sections), _other_names(), _refused()]
+    return "\n".join(parts)
+
+
+def schema() -> Schema:
+    """The JSON schema of a configuration file."""
+    whole = Settings.model_json_schema()
+    _describe(whole, whole["$defs"], "")
+    for part in [whole, *whole["$defs"].values()]:
+        _loosen(part)
+    for old, new in RENAMED.items():
+        section, _, name = new.rpartition(".")
+        part = section_of(whole["properties"][section], whole["$defs"]) if section else whole
+        assert part is not None, f"{section} has other names for its keys, but is no section"
+        properties = part["properties"]
+        properties[old.rpartition(".")[2]] = {**properties[name], "deprecated": True, "description": f"Use {new}."}
+    whole["properties"]["zero_optimization"]["anyOf"].append({"type": "boolean"})
+    whole["properties"]["$schema"] = {"type": "string"}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "ZeroMesh configuration"}
+    return {**head, **_without_titles(whole)}
+
+
+def _section(section: str, known: dict[str, Entry]) -> str:
+    """The table of one section's keys."""
+    prefix = f"{section}." if section else ""
+    head = [f"## `{section}`" if section else "## Top level", ""]
+    if section:
+        head += [known[section].meaning, ""]
+        note = _note(section)
+        head += [f"{_sentence(note)}.", ""] if note else []
+    head += ["| key | value | default | meaning | |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(_line(known[prefix + name]) for name in children(known, section)), ""])
+
+
+def _line(entry: Entry) -> str:
+    name = entry.path.rpartition(".")[2]
+    if entry.section:
+        name, value, default = f"[`{name}`](#{_anchor(entry.path)})", "an object", ""
+    else:
+        name, value = f"`{name}`", entry.rule
+        default = "required" if entry.required else f"`{show(entry.default)}`"
+    notes = [_origin(entry.path), _note(entry.path)]
+    cells = (name, value, default, entry.meaning, "; ".join(note for note in notes if note))
+    return f"| {' | '.join(cells)} |"
+
+
+def _origin(path: str) -> str:
+    return "ours" if any(path == own or path.startswith(own + ".") for own in OURS) else "DeepSpeed"
+
+
+def _note(path: str) -> str:
+    """What is special about a key, or about the sections that it is in."""
+    parts = path.split(".")
+    above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    notes = [f"*no effect*: {WITHOUT_EFFECT[step]}" for step in above if step in WITHOUT_EFFECT][:1]
+    rows = [NOT_YET[step] for step in above if step in NOT_YET]
+    notes += [f"*not yet*: {row.what}; only {_or(row.allowed)}" for row in rows][:1]
+    return "; ".join(notes)
+
+
+def _or(values: Sequence[Any]) -> str:
+    return " or ".join(f"`{show(value)}`" for value in values)
+
+
+def _sentence(note: str) -> str:
+    return note.replace("*no effect*", "No effect").replace("*not yet*", "Not yet")
+
+
+def _anchor(path: str) -> str:
+    """The anchor that GitHub makes of a section's heading."""
+    return path.replace(".", "")
+
+
+def _other_names() -> str:
+    rows = "\n".join(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())
+    head = "## Other names\n\nThese are read as the key beside them, of which they are older or shorter names.\n"
+    return f"{head}\n| name | key |\n|---|---|\n{rows}\n"
+
+
+def _refused() -> str:
+    rows = "\n".join(f"| `{path}` | {remedy} |" for path, remedy in GONE.items())
+    head = "## Refused\n\nSections of older versions of DeepSpeed. They may stand in a file only if switched off.\n"
+    return f"{head}\n| key | instead |\n|---|---|\n{rows}\n"
+
+
+def _describe(part: Schema, definitions: dict[str, Schema], prefix: str) -> None:
+    """Say in the descriptions which keys are special."""
+    for name, value in part["properties"].items():
+        path = prefix + name
+        note = _sentence(_note(path).replace("`", ""))
+        if note:
+            value["description"] = f"{entries()[path].meaning} {note}."
+        inner = section_of(value, definitions)
+        if inner is not None:
+            _describe(inner, definitions, f"{path}.")
+
+
+def _loosen(part: Schema) -> None:
+    """Let "auto" stand for every key; defaults of whole sections only repeat those of their keys."""
+    for name, value in part.get("properties", {}).items():
+        kept = {key: value.pop(key) for key in ("description", "default", "title") if key in value}
+        if isinstance(kept.get("default"), dict):
+            del kept["default"]
+        options = value.get("anyOf", [value] if value else [])
+        part["properties"][name] = {**kept, "anyOf": [*options, {"const": UNSET}]} if options else kept
+
+
+def _without_titles(value: Any) -> Any:
+    """Pydantic repeats every name as a title."""
+    if isinstance(value, list):
+        return [_without_titles(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: {name: _without_titles(item) for name, item in inner.items()}
+        if key == "properties"
+        else _without_titles(inner)
+        for key, inner in value.items()
+        if key != "title"
+    }
+
+
+def files() -> dict[str, str]:
+    """The text of each file by its name."""
+    return {
+        "configuration.md": page(),
+        "config.schema.json": json.dumps(schema(), indent=1) + "\n",
+    }
+
+
+def _stale(folder: Path) -> Iterator[str]:
+    """The first differences between what should be in the folder and what is."""
+    for name, text in files().items():
+        path = folder / name
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        if old == text:
+            continue
+        lines = list(difflib.unified_diff(old.splitlines(), text.splitlines(), str(path), "as it should be", "", "", 0))
+        yield "\n".join(lines[:DIFFERENCES_SHOWN])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the files, or check them. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Write the configuration reference and its schema.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs"), help="where they are (default: docs)")
+    parser.add_argument("--check", action="store_true", help="only check that they are up to date")
+    options = parser.parse_args(arguments)
+    if not options.check:
+        for name, text in files().items():
+            (options.folder / name).write_text(text, encoding="utf-8")
+        return 0
+    stale = list(_stale(options.folder))
+    for difference in stale:
+        print(difference, file=sys.stderr)
+    if stale:
+        print(f"The reference is stale; run {COMMAND} and commit what it writes.", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
