@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh import zero
 from zeromesh.agree import describe, require_agreement
 from zeromesh.dist.environment import Environment, device_for, init_distributed
 from zeromesh.dist.mesh import Mesh
 from zeromesh.engine import Engine
 from zeromesh.model.placement import Placement
+from zeromesh.shard.deferred import materialiser
 from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.find import check_parameters, find_units
 from zeromesh.shard.sharded import Sharded, Slots
@@ -79,7 +81,7 @@ def initialize(
     if given is None:
         raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
     settings = Settings.load(given)
-    place = check_parameters(model)
+    unmade = check_parameters(model)
     environment = init_distributed()
     mesh = mesh or make_mesh(settings, environment)
     resolved = settings.resolve(mesh.data_size, mesh.sizes)
@@ -89,10 +91,11 @@ def initialize(
     _move_buffers(model, mesh.device)
     _checkpoint_activations(model, resolved)
     user = _user_optimizer(optimizer, owned)
-    sharded = shard(model, mesh, resolved, materialise=_materialiser(model) if place is None else None)
+    sharded = shard(model, mesh, resolved, materialise=materialiser(model, resolved.seed) if unmade else None)
     built = _build_optimizer(sharded, resolved, user, owned)
     scheduler = _build_scheduler(resolved, lr_scheduler, built)
     engine = Engine(sharded, resolved, built, scheduler, loss_fn)
+    zero.register(engine)
     return engine, built, _loader(training_data, collate_fn, resolved, mesh), scheduler
 
 
@@ -133,12 +136,6 @@ def _checkpoint_activations(model: nn.Module, settings: Resolved) -> None:
         found = find_units(model, chosen.targets or settings.units)
         # A leaf has nothing inside that would be kept; recomputing it only costs time.
         checkpoint_modules(module for _, module in found if chosen.targets or next(module.children(), None) is not None)
-
-
-def _materialiser(model: nn.Module) -> Callable[[Sequence[tuple[str, nn.Parameter]]], None]:
-    from zeromesh.shard.deferred import materialiser
-
-    return materialiser(model)
 
 
 def _parameters_and_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[dict[str, Any]]:

@@ -174,8 +174,7 @@ class Engine:
             raise RuntimeError("step() needs an optimizer: name one in the configuration, or pass optimizer=")
         agreement = self.sharded.complete([self._first_bad_loss()])
         self._finite.clear()
-        scale = self.mesh.data_size * (self.loss_scaler.scale if self.loss_scaler else 1.0)
-        factor = self.sharded.predivide / scale
+        factor = self.gradient_factor
         self._norm = agreement.norm * factor
         self.global_steps += 1
         if self._must_skip(agreement):
@@ -294,6 +293,11 @@ class Engine:
     def loss_scale(self) -> float:
         """The current loss scale; 1 where the loss is not scaled."""
         return self.loss_scaler.scale if self.loss_scaler else 1.0
+
+    @property
+    def gradient_factor(self) -> float:
+        """What the gradients' sum, as it is kept, is multiplied by to give the mean over the ranks."""
+        return self.sharded.predivide / (self.mesh.data_size * self.loss_scale)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""

@@ -6,25 +6,37 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import (
     LATEST, MANIFEST, Box, Reader, commit, latest, remove, require_json, write_json, write_shard,
 )  # fmt: skip
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
+from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.sharded import Sharded
 from zeromesh.shard.unit import Flat
-
-if TYPE_CHECKING:
-    from zeromesh.engine import Engine
 
 FORMAT = 1
 
 
-def save(engine: Engine, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
+class Run(Protocol):
+    """What of an engine is saved."""
+
+    sharded: Sharded
+    mesh: Mesh
+    optimizer: Optimizer | None
+    lr_scheduler: Any
+    loss_scaler: LossScaler | None
+    global_steps: int
+    micro_steps: int
+    skipped_steps: int
+
+
+def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
     """Write a checkpoint; all ranks call it. ``folder/latest`` names it afterwards.
 
     Raises:
@@ -82,7 +94,7 @@ def together(mesh: Mesh, what: str, action: Callable[[], Any]) -> None:
         raise RuntimeError(f"rank {int(failed.flatten().nonzero()[0])} could not {what}; its own message says why")
 
 
-def _state(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
+def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
     require_json("client_state", client_state)
     scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
     if scheduler is not None:
@@ -114,7 +126,7 @@ def _pieces(sharded: Sharded) -> Iterator[tuple[Flat, slice, Piece]]:
             yield flat, local, piece
 
 
-def _boxes(engine: Engine) -> Iterator[Box]:
+def _boxes(engine: Run) -> Iterator[Box]:
     """The ranges that this rank is to write: its shard, whatever it holds beyond; replicas write nothing twice."""
     sharded = engine.sharded
     if sharded.mesh.replicate.rank == 0:
@@ -147,7 +159,7 @@ def _overlap(flat: Flat, piece: Piece) -> tuple[int, int]:
     return max(piece.start, low), min(piece.stop, high)
 
 
-def _optimizer_boxes(engine: Engine, flat: Flat, piece: Piece) -> Iterator[Box]:
+def _optimizer_boxes(engine: Run, flat: Flat, piece: Piece) -> Iterator[Box]:
     assert engine.optimizer is not None
     start, stop = _overlap(flat, piece)
     for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
@@ -158,7 +170,7 @@ def _optimizer_boxes(engine: Engine, flat: Flat, piece: Piece) -> Iterator[Box]:
             yield Box(f"optimizer/{key}/{piece.name}", piece.shape, start, stop, data)
 
 
-def _scalars(engine: Engine) -> dict[str, dict[str, Any]]:
+def _scalars(engine: Run) -> dict[str, dict[str, Any]]:
     """Optimizer states that are single numbers, by parameter; every rank holds the same for a parameter it shares."""
     if engine.optimizer is None:
         return {}
@@ -169,7 +181,7 @@ def _scalars(engine: Engine) -> dict[str, dict[str, Any]]:
     return _share_scalars(engine, mine)
 
 
-def _share_scalars(engine: Engine, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _share_scalars(engine: Run, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """All parameters' single numbers, also of those that this rank holds nothing of."""
     names = [segment.name for flat in engine.sharded.flats if flat.layout.trainable for segment in flat.layout.segments]
     keys = ["step", *sorted({key for state in mine.values() for key in state} - {"step"})]
@@ -220,7 +232,7 @@ def restore_random_state(packed: torch.Tensor) -> None:
 
 
 def load(
-    engine: Engine, folder: Path, tag: str | None, optimizer_states: bool, scheduler_states: bool
+    engine: Run, folder: Path, tag: str | None, optimizer_states: bool, scheduler_states: bool
 ) -> tuple[str | None, dict[str, Any]]:
     """Continue from a checkpoint; all ranks call it.
 
@@ -259,7 +271,7 @@ def _require_same_model(sharded: Sharded, reader: Reader) -> None:
         raise ValueError(f"{reader.folder} is of another model:\n" + "\n".join(problems[:20]))
 
 
-def _load_tensors(engine: Engine, reader: Reader, optimizer_states: bool) -> None:
+def _load_tensors(engine: Run, reader: Reader, optimizer_states: bool) -> None:
     sharded = engine.sharded
     for flat in sharded.flats:
         held, low = flat.master, flat.own.start
@@ -282,7 +294,7 @@ def _load_tensors(engine: Engine, reader: Reader, optimizer_states: bool) -> Non
         restore_random_state(packed)
 
 
-def _load_optimizer(engine: Engine, reader: Reader) -> None:
+def _load_optimizer(engine: Run, reader: Reader) -> None:
     assert engine.optimizer is not None
     for group, saved in zip(engine.optimizer.param_groups, reader.manifest["groups"], strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})

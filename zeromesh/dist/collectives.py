@@ -170,14 +170,22 @@ class Group:
         source = dist.get_global_rank(self.process_group, root)
         dist.broadcast(tensor, source, group=self.process_group)
 
-    def all_reduce(self, full: torch.Tensor, tag: int) -> None:
-        """Sum ``full`` over the ranks, in place; shape ``(size * n,)``."""
+    def all_reduce(self, tensor: torch.Tensor, tag: int) -> None:
+        """Sum a 1-D tensor over the ranks, in place; 16-bit values are summed in fp32 and rounded once."""
         if self.size == 1:
             return
+        full = tensor
+        if tensor.numel() % self.size:
+            full = tensor.new_zeros(-(-tensor.numel() // self.size) * self.size)
+            full[: tensor.numel()] = tensor
         shard = full.chunk(self.size)[self.rank]
         received = torch.empty(self.receive_elements(shard.numel()), dtype=full.dtype, device=full.device)
-        self.reduce_scatter(full, received, shard, False, tag).wait()
+        narrow = full.dtype in (torch.float16, torch.bfloat16)
+        total = torch.empty_like(shard, dtype=torch.float32) if narrow else shard
+        self.reduce_scatter(full, received, total, False, tag).wait()
+        _copy(shard, total)
         self.all_gather(full, shard, tag).wait()
+        _copy(tensor, full[: tensor.numel()])
 
 
 def _accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
@@ -200,4 +208,5 @@ def _accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> 
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)

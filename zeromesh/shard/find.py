@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from zeromesh.shard.deferred import is_deferred
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 SMALLEST_SHARE = 16
 """A unit that is smaller than the largest one by this factor costs more in messages than it saves in memory."""
@@ -121,15 +123,16 @@ def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, 
     return owned
 
 
-def check_parameters(model: nn.Module) -> torch.device | None:
-    """The one device of the model's parameters, None for meta.
+def check_parameters(model: nn.Module) -> bool:
+    """Check that the parameters can be laid out flat; returns whether some have no values yet.
 
     Raises:
-        ValueError: no trainable parameter, parameters on several devices, or ones that cannot be laid out flat.
+        ValueError: no trainable parameter, parameters on several devices, or ones that are sparse or lazy.
     """
     devices: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
-        devices.setdefault(parameter.device, name)
+        if not is_deferred(parameter):
+            devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}; only dense parameters can be sharded")
         if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
@@ -143,5 +146,4 @@ def check_parameters(model: nn.Module) -> torch.device | None:
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"the model's parameters are on several devices ({listed}); move the model to one device first")
-    device = next(iter(devices))
-    return None if device.type == "meta" else device
+    return any(parameter.device.type == "meta" for parameter in model.parameters())

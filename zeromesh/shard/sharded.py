@@ -26,6 +26,10 @@ from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.unit import Flat, State, Unit
 
 
+Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
+"""Of a flat buffer, where in this rank's part of it a piece lies, and the piece: a tensor of the piece's size."""
+
+
 @dataclass(frozen=True)
 class Slots:
     """How many units' full parameters and full gradients exist at once; None is what the row implies."""
@@ -119,7 +123,6 @@ class Sharded:
             named = self._parameters[unit.name]
             if materialise is not None:
                 materialise(named)
-                named = self._refresh(named)
             keeps = _full_precision_parameters(unit.module)
             kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
             for name, parameter in named:
@@ -139,15 +142,6 @@ class Sharded:
             unit.place(flats, self.row, self.mesh, precision.compute is not None)
             if self.sharded:
                 unit.go_home()
-
-    def _refresh(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-        """Materialising replaces the parameter objects: look them up again."""
-        fresh = []
-        for name, old in named:
-            new = self.model.get_parameter(name)
-            self.names[id(new)] = self.names.pop(id(old))
-            fresh.append((name, new))
-        return fresh
 
     def _listen(self) -> list[Any]:
         handles = []
@@ -236,6 +230,8 @@ class Sharded:
             self._depth -= 1
             for unit in reversed(units):
                 self.residency.leave(unit)
+                if self._depth == 0 and unit.slot is not None:
+                    self.residency.evict(unit)  # so that a later write, which would be lost, is noticed
 
     def _recording(self) -> bool:
         """Whether forwards count for the order: not in evaluation, nor when a checkpoint recomputes."""
@@ -443,8 +439,13 @@ class Sharded:
                 piece.parameter.grad = home[local] if gradient.used[index] else None
 
     def updated(self) -> None:
-        """The masters have changed: write them home, forget the gradients, and send the new parameters on their way."""
+        """After an update: forget the gradients and publish the masters."""
         self.forget_gradients()
+        self.publish()
+
+    def publish(self) -> None:
+        """The masters have changed: write them home and send the new parameters on their way."""
+        self._finish_fetches()
         if self.sharded:
             self.residency.evict_all()
         for flat in self.flats:
@@ -470,6 +471,41 @@ class Sharded:
         for flat in self.flats:
             for _, _, piece in flat.pieces:
                 piece.parameter.grad = None
+
+    # Whole tensors, for those who look at or change single parameters.
+
+    def assemble(self, flat: Flat, index: int, pick: Pick) -> torch.Tensor | None:
+        """A whole tensor of parameter ``index``'s shape from what ``pick`` gives of each rank's piece.
+
+        None if ``pick`` gives None for every piece. All ranks call this.
+        """
+        segment = flat.layout.segments[index]
+        mine = [(piece, pick(flat, local, piece)) for position, local, piece in flat.pieces if position == index]
+        known = torch.tensor([float(any(value is not None for _, value in mine))], dtype=torch.float64)
+        if not bool(self.mesh.shard.exchange(known).any()):
+            return None
+        whole = torch.zeros(segment.shape.numel(), dtype=flat.master.dtype, device=self.mesh.device)
+        for piece, value in mine:
+            if value is not None:
+                whole[piece.start : piece.stop] = value.flatten()
+        if flat.own.stop - flat.own.start < flat.layout.size:
+            self.mesh.shard.all_reduce(whole, flat.tag + 3)
+        return whole.view(segment.shape)
+
+    def take_value(self, flat: Flat, index: int, rank: int) -> None:
+        """Give every rank, and the masters, the value that rank ``rank`` has of a gathered parameter."""
+        segment, parameter = flat.layout.segments[index], flat.parameters[index]
+        with torch.no_grad():
+            self.mesh.group("world").broadcast(parameter.data, rank)
+        value = parameter.detach().flatten()
+        for position, _, piece in flat.pieces:
+            if position == index:
+                piece.parameter.data.copy_(value[piece.start : piece.stop])
+        if self.sharded:
+            low = flat.shard.start
+            for position, start, stop in flat.layout.owned(low, flat.shard.stop):
+                if position == index:
+                    flat.home[start - low : stop - low].copy_(value[start - segment.start : stop - segment.start])
 
     # Accounting.
 
@@ -511,11 +547,16 @@ class Sharded:
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
         self.reducer.finish()
+        self._finish_fetches()
+        for handle in self._handles:
+            handle.remove()
+
+    def _finish_fetches(self) -> None:
+        """Nothing is to be sent from, or to land in, memory that changes."""
+        self.residency.plan([])
         for unit in self.units:
             if unit.state is State.FETCHING:
                 self.residency.need(unit)
-        for handle in self._handles:
-            handle.remove()
 
 
 def _full_precision_parameters(module: nn.Module) -> set[int]:
