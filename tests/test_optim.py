@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -140,8 +141,20 @@ def test_fused_updates_are_used_where_torch_has_them_and_count_steps_per_paramet
         assert [group["fused"] for group in optimizer.param_groups] == [True, True]
     steps = {float(state["step"]) for optimizer in optimizers for state in optimizer.state.values()}
     assert steps == {STEPS, STEPS - 1, STEPS - 2}
-    (unfused,) = train_pieces("AdamW", {"lr": 0.01, "fused": False}, 1)[2]
-    assert not unfused.param_groups[0]["fused"]
+    for choice in ({"fused": False}, {"foreach": True}):
+        (unfused,) = train_pieces("AdamW", {"lr": 0.01, **choice}, 1)[2]
+        assert not unfused.param_groups[0]["fused"]
+
+
+def test_fused_adagrad_counts_right_where_the_default_dtype_is_float64():
+    torch.set_default_dtype(torch.float64)
+    try:
+        arguments = {"lr": 0.01, "lr_decay": 0.5}
+        ours, _, _ = train_pieces("adagrad", arguments, 2)
+        expected, _, _ = train_pieces("adagrad", {**arguments, "fused": False}, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_equal(ours, expected, 1e-12)
 
 
 def lion_step(w, g, m, lr, beta1, beta2, decay):
@@ -238,17 +251,26 @@ def test_muon_has_a_learning_rate_for_each_part():
     assert_equal(ours, expected, 1e-12)
 
 
-def test_muon_continues_after_loading_its_state_dict():
-    expected, _, _ = train_pieces("Muon", {"lr": 0.01}, 2)
-    ours, _, _ = train_on_ranks(
+@pytest.mark.parametrize("name", ["Muon", "Lamb", "Lion", "AdamW"])
+def test_optimizers_continue_after_loading_their_state_dict(name):
+    expected, _, _ = train_pieces(name, {"lr": 0.01}, 2)
+
+    def reload(optimizer: torch.optim.Optimizer) -> None:
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.state.clear()
+        optimizer.load_state_dict(saved)
+
+    ours, _, optimizers = train_on_ranks(
         make_values(),
         make_gradients(),
         LAYOUT,
         2,
-        lambda pieces, exchange: build("Muon", {"lr": 0.01}, two_groups(pieces), exchange, True, matrices=MATRICES),
-        after_step=lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda pieces, exchange: build(name, {"lr": 0.01}, two_groups(pieces), exchange, True, matrices=MATRICES),
+        after_step=reload,
     )
     assert_equal(ours, expected, 0.0)
+    updated = {name for name in SHAPES if any(gradients[name] is not None for gradients in make_gradients())}
+    assert sum(len(optimizer.state) for optimizer in optimizers) >= len(updated)
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb", "lion", "muon", "adagrad", "sgd"])
@@ -357,8 +379,11 @@ def test_adopted_torch_muon_gets_matrices_where_parameters_are_whole():
     arguments = (make_values(), make_gradients(), LAYOUT)
     ours, _, _ = train_on_ranks(*arguments, 1, lambda pieces, _: adopted(pieces, make, False))
     assert_equal(ours, expected, 1e-12)
-    with pytest.raises(ValueError, match=r"Muon.*sharded"):
-        train_on_ranks(*arguments, 2, lambda pieces, _: adopted(pieces, make, True))
+    for allow_untested in (False, True):
+        with pytest.raises(ValueError, match=r"Muon.*sharded"):
+            train_on_ranks(
+                *arguments, 2, lambda pieces, _, a=allow_untested: adopted(pieces, make, True, allow_untested=a)
+            )
 
 
 def test_unknown_classes_are_refused_on_shards_unless_allowed():
@@ -388,6 +413,18 @@ def test_adopt_refuses_stepped_optimizers_and_foreign_parameters():
     stepped.step()
     with pytest.raises(ValueError, match="load_checkpoint"):
         adopt(stepped, pieces, sharded=True)
+
+
+def test_adopt_cuts_the_state_that_is_made_at_construction():
+    matrix, scalar = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adagrad([matrix, scalar])
+    optimizer.state[matrix]["sum"].copy_(torch.arange(6.0).view(2, 3))
+    part = Piece("matrix", (2, 3), 2, 5, torch.nn.Parameter(torch.ones(3)))
+    adopt(optimizer, {matrix: part, scalar: whole_piece("scalar", scalar)}, sharded=True)
+    first, second = (optimizer.state[parameter] for parameter in optimizer.param_groups[0]["params"])
+    assert first["sum"].tolist() == [2.0, 3.0, 4.0]
+    assert second["sum"].shape == (1,)
+    assert first["step"].shape == second["step"].shape == ()
 
 
 def test_adopt_drops_frozen_parameters_and_leaves_out_those_not_given():

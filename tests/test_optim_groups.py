@@ -22,6 +22,7 @@ class Model(nn.Module):
         self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((2, 4)), TinyRMSNorm(), nn.BatchNorm1d(4))
         self.attention = nn.MultiheadAttention(4, 2)
         self.conv = nn.Conv1d(4, 4, 3)
+        self.position_bias = nn.Parameter(torch.zeros(2, 3))
         self.scale = nn.Parameter(torch.ones(4))
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.out = nn.Linear(4, 7, bias=False)
@@ -67,3 +68,23 @@ def test_use_muon_on_a_parameter_decides():
     model.conv.weight.use_muon = True
     model.block[0].weight.use_muon = False
     assert hidden_matrices(model) == {"conv.weight", "attention.in_proj_weight", "attention.out_proj.weight"}
+
+
+class Blocks(nn.Module):
+    """Without a telling name: an input and an output layer around numbered blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4, bias=False)
+        self.readout = nn.Linear(4, 7, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+class SaysItself(Blocks):
+    def get_output_embeddings(self) -> nn.Module:
+        return self.first
+
+
+def test_the_last_linear_layer_outside_the_blocks_is_the_head_and_models_may_say_more():
+    assert hidden_matrices(Blocks()) == {"first.weight", "layers.0.weight", "layers.1.weight"}
+    assert hidden_matrices(SaysItself()) == {"layers.0.weight", "layers.1.weight"}

@@ -205,6 +205,13 @@ def test_a_resumed_schedule_goes_on_where_it_was(name, params, formula):
     assert started.get_last_lr() == schedule.get_last_lr()
 
 
+def test_schedules_made_one_after_the_other_start_from_one_learning_rate():
+    optimizer = make_optimizer()
+    build("WSD", {"total_num_steps": 1}, optimizer).step()
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert build("WSD", {"total_num_steps": 4}, optimizer).get_last_lr() == [OWN]
+
+
 def test_auto_means_not_given():
     params = {"warmup_num_steps": 4, "warmup_min_lr": "auto", "warmup_max_lr": "auto"}
     assert learning_rates("WarmupLR", params, 6) == learning_rates("WarmupLR", {"warmup_num_steps": 4}, 6)

@@ -298,7 +298,3 @@ def _fuse(optimizer: Optimizer) -> None:
         undecided = group.get("fused", False) is None and not group["foreach"] and not group["differentiable"]
         if undecided and all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
             group["fused"] = True
-            for parameter in group["params"]:
-                if "step" in optimizer.state.get(parameter, {}):
-                    # Made at construction in torch's default dtype, while the fused update counts in fp32.
-                    optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].float()

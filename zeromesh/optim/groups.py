@@ -11,8 +11,8 @@ from torch import nn
 _NORM = re.compile(r"norm(\d*d)?$", re.IGNORECASE)
 """Ends the names of norm classes: torch's, as LayerNorm and BatchNorm2d, and models' own, as LlamaRMSNorm."""
 
-_NO_MATRIX_WORDS = ("embed", "lm_head", "classifier")
-_NO_MATRIX_NAMES = frozenset({"head", "score", "wte", "wpe"})
+_EDGE = re.compile(r"embed|(^|[._])heads?(\.|$)", re.IGNORECASE)
+"""In the names of modules where a model meets tokens or classes, as ``embed_in``, ``lm_head`` and ``heads.0``."""
 
 
 def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -36,23 +36,23 @@ def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any
     decayed: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for _, owner, name, parameter in _owned_parameters(model):
-        exempt = _is_norm(owner) or parameter.ndim < 2 or name.endswith("bias")
-        (rest if exempt else decayed).append(parameter)
+        (rest if parameter.ndim < 2 or _is_bias_or_norm(owner, name) else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
 
 
 def hidden_matrices(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that Muon should update: hidden matrices, but no embeddings, output heads or norms.
+    """Names of the parameters that Muon should update: hidden matrices, no embeddings, heads, biases or norms.
 
     A parameter's attribute ``use_muon`` (True or False) decides where it is set. A parameter tied to an embedding or
     a head is none.
     """
+    edges = _edges(model)
     chosen: dict[nn.Parameter, str] = {}
     excluded: set[nn.Parameter] = set()
     for module_name, owner, name, parameter in _owned_parameters(model, remove_duplicate=False):
         use_muon = getattr(parameter, "use_muon", None)
         if use_muon is None:
-            use_muon = parameter.ndim == 2 and not _is_norm(owner) and not _is_edge(module_name, owner)
+            use_muon = parameter.ndim == 2 and owner not in edges and not _is_bias_or_norm(owner, name)
         if not use_muon:
             excluded.add(parameter)
         chosen.setdefault(parameter, f"{module_name}.{name}".removeprefix("."))
@@ -71,13 +71,26 @@ def _owned_parameters(
                 yield module_name, module, name, parameter
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return any(_NORM.search(cls.__name__) for cls in type(module).__mro__)
+def _is_bias_or_norm(owner: nn.Module, name: str) -> bool:
+    return name.endswith("bias") or any(_NORM.search(cls.__name__) for cls in type(owner).__mro__)
 
 
-def _is_edge(name: str, module: nn.Module) -> bool:
-    """Whether the module is where the model meets tokens or classes."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return True
-    lower = name.lower()
-    return any(word in lower for word in _NO_MATRIX_WORDS) or lower.rpartition(".")[2] in _NO_MATRIX_NAMES
+def _edges(model: nn.Module) -> set[nn.Module]:
+    """The modules where the model meets tokens or classes, by what is known of each.
+
+    That is by type, by name, by what Hugging Face models say, and by position: the last linear layer that is in no
+    numbered container, as the blocks are.
+    """
+    modules = dict(model.named_modules())
+    outside = [
+        module
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and not any(part.isdigit() for part in name.split("."))
+    ]
+    said = [module.get_output_embeddings() for module in modules.values() if hasattr(module, "get_output_embeddings")]
+    known = [
+        module
+        for name, module in modules.items()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or _EDGE.search(name)
+    ]
+    return {module for module in (*known, *said, *outside[-1:]) if module is not None}
