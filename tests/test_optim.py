@@ -141,7 +141,7 @@ def test_fused_updates_are_used_where_torch_has_them_and_count_steps_per_paramet
         assert [group["fused"] for group in optimizer.param_groups] == [True, True]
     steps = {float(state["step"]) for optimizer in optimizers for state in optimizer.state.values()}
     assert steps == {STEPS, STEPS - 1, STEPS - 2}
-    for choice in ({"fused": False}, {"foreach": True}):
+    for choice in ({"fused": False}, {"foreach": True}, {"foreach": False}):
         (unfused,) = train_pieces("AdamW", {"lr": 0.01, **choice}, 1)[2]
         assert not unfused.param_groups[0]["fused"]
 

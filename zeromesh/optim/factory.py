@@ -295,6 +295,6 @@ def _fuse(optimizer: Optimizer) -> None:
     """Switch on the fused update in groups whose user did not choose, where the device and dtype have one."""
     devices = _FUSED.get(type(optimizer), frozenset())
     for group in optimizer.param_groups:
-        undecided = group.get("fused", False) is None and not group["foreach"] and not group["differentiable"]
+        undecided = group.get("fused", False) is None and group["foreach"] is None and not group["differentiable"]
         if undecided and all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
             group["fused"] = True
