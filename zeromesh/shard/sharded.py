@@ -167,11 +167,11 @@ class Sharded:
 
     def forward_ends(self, unit: Unit, call: Call | None) -> None:
         """Hook: the unit's parameters may go."""
-        if self._recording() and unit.flats:
-            self._expects[unit.index] = call is not None
-            self._order.done(unit.index)
         if unit is self.root:
             self.end()
+        elif self._recording() and unit.flats:
+            self._expects[unit.index] = call is not None
+            self._order.done(unit.index)
         self.residency.leave(unit)
 
     def begin(self) -> None:
