@@ -143,7 +143,7 @@ def _parameters_and_groups(model: nn.Module, given: Iterable[Any] | None) -> Ite
     members = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
     if not members:
         raise ValueError("model_parameters is empty; leave it out to train all trainable parameters")
-    groups = members if isinstance(members[0], Mapping) else [{"params": members}]
+    groups: list[Any] = members if isinstance(members[0], Mapping) else [{"params": members}]
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(groups):
         parameters = group["params"]
@@ -169,6 +169,7 @@ def _build_optimizer(
     sharded: Sharded, settings: Resolved, user: Optimizer | None, owned: Sequence[dict[str, Any]]
 ) -> Optimizer | None:
     from zeromesh.optim import factory
+    from zeromesh.optim.groups import hidden_matrices
 
     is_sharded = sharded.row.optimizer is Placement.SHARDED and sharded.mesh.shard.size > 1
     allow = settings.zero_allow_untested_optimizer
@@ -188,21 +189,6 @@ def _build_optimizer(
     chosen = settings.optimizer
     matrices = hidden_matrices(sharded.model) if chosen.type.lower() == "muon" else frozenset()
     return factory.build(chosen.type, dict(chosen.params), groups, exchange, is_sharded, allow, matrices)
-
-
-def hidden_matrices(model: nn.Module) -> frozenset[str]:
-    """Names of the 2-D weights that Muon orthogonalizes: all but those of embeddings and of the model's output.
-
-    The output layer is recognised as what Hugging Face calls it, or as the last linear layer outside the blocks.
-    """
-    skipped = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    blocks = tuple(name + "." for name, _ in find_units(model))
-    linear = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.startswith(blocks)]
-    for head in (output, linear[-1] if linear else None):
-        if head is not None:
-            skipped |= {id(p) for p in head.parameters()}
-    return frozenset(n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in skipped)
 
 
 def _build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:

@@ -20,8 +20,8 @@ from zeromesh.shard.unit import Flat, Unit
 if TYPE_CHECKING:
     from zeromesh.engine import Engine
 
-# The functions below are given a bare parameter. Which engine it belongs to is kept here, and not on the parameter, so that
-# users' parameters stay as they made them.
+# The functions below are given a bare parameter. Which engine it belongs to is kept here, and not on the parameter, so
+# that users' parameters stay as they made them.
 _OWNERS: Any = WeakIdKeyDictionary()
 
 
@@ -49,20 +49,20 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._recording is not None:
-            self._recording.__enter__()
+            self._recording.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._recording is not None:
-            self._recording.__exit__(*error)
+            self._recording.__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 def _owner(parameter: nn.Parameter) -> Engine:
     engine: Engine | None = _OWNERS.get(parameter)
     if engine is None:
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; pass a parameter of the model that was "
-            "given to zeromesh.initialize"
+            f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; pass a parameter of the model that "
+            "was given to zeromesh.initialize"
         )
     return engine
 
@@ -78,8 +78,11 @@ def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
 
 
 @contextmanager
-def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
-    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None, enabled: bool = True, **options: Any
+def GatheredParameters(
+    params: nn.Parameter | Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
+    enabled: bool = True,
+    **options: Any,
 ) -> Iterator[None]:
     """In this context the parameters are whole on every rank, to be read; or to be changed on one rank.
 
@@ -125,7 +128,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient, averaged over ranks, between the last backward of a batch and ``step``; None if there is none."""
+    """The whole gradient, averaged over ranks; None if there is none. To be called between backward and ``step``."""
     engine, _, flat, _ = _find(param)
     gradient = flat.gradient
     if gradient is None:

@@ -36,14 +36,13 @@ class _View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _View:
-        return cls(
-            tensor.untyped_storage()._cdata, tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset()
-        )
+        offset = int(tensor.storage_offset())
+        return cls(tensor.untyped_storage()._cdata, tensor.dtype, tuple(tensor.size()), tensor.stride(), offset)
 
     def on(self, storages: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
         storage = storages[self.storage]
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+        return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class Recording(TorchDispatchMode):
     """While it is entered, large tensors are deferred."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,7 +133,7 @@ class Recording(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             random = torch.get_rng_state()
             _advance(func, args, kwargs)
-        stored = tree_map(_stored, (args, kwargs))
+        kept_args, kept_kwargs = tree_map(_stored, args), tree_map(_stored, kwargs)
         result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs) | _meta_device(kwargs))
         outputs = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
         for output in outputs:
@@ -142,7 +141,7 @@ class Recording(TorchDispatchMode):
         views = tuple(_View.of(output) for output in outputs)
         reads = frozenset(_View.of(tensor).storage for tensor in deferred)
         writes = frozenset(view.storage for view in views) | {_View.of(tensor).storage for tensor in written}
-        self.tape.operations.append(_Operation(func, *stored, views, reads, writes, random))
+        self.tape.operations.append(_Operation(func, kept_args, kept_kwargs, views, reads, writes, random))
         self.tape._alive.append([tensor.untyped_storage() for tensor in (*outputs, *deferred)])
         return result
 
@@ -157,8 +156,7 @@ def _on_cpu(device: Any) -> bool:
 
 
 def _is_large(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    shape = func(*args, **kwargs | {"device": torch.device("meta"), "pin_memory": False} if "pin_memory" in kwargs
-                 else kwargs | {"device": torch.device("meta")})  # fmt: skip
+    shape = func(*args, **kwargs | _meta_device(kwargs))
     return isinstance(shape, torch.Tensor) and shape.numel() >= LARGE
 
 
@@ -196,10 +194,10 @@ def _advance(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Run a random operation on temporaries, so that the generator moves on as it would."""
 
     def temporary(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            return torch.zeros(0, dtype=value.dtype).new_empty(1).expand(1) if value.numel() == 0 else torch.empty_strided(
-                value.size(), value.stride(), dtype=value.dtype).fill_(0.5 if value.is_floating_point() else 0)
-        return value
+        if not (isinstance(value, torch.Tensor) and value.device.type == "meta"):
+            return value
+        real = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+        return real.fill_(0.5 if value.is_floating_point() else 0)  # a probability, where one is asked for
 
     func(*tree_map(temporary, args), **tree_map(temporary, kwargs))
 

@@ -135,7 +135,7 @@ def check_parameters(model: nn.Module) -> bool:
             devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}; only dense parameters can be sharded")
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name} is lazy and has no shape yet; run one batch through the model first")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         count = len(list(model.parameters()))

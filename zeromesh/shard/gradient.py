@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -52,11 +51,11 @@ class GradientPolicy:
         return cls(row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED, **options)  # type: ignore[arg-type]
 
     def wire_dtype(self, layout: Layout) -> torch.dtype:
-        """dtype of this layout's gradients on the wire."""
+        """Dtype of this layout's gradients on the wire."""
         return self.wire if self.wire and layout.dtype.is_floating_point else layout.dtype
 
     def home_dtype(self, layout: Layout) -> torch.dtype:
-        """dtype in which this layout's gradients are summed and kept."""
+        """Dtype in which this layout's gradients are summed and kept."""
         narrow = layout.dtype in (torch.float16, torch.bfloat16)
         return self.accumulate or (torch.float32 if narrow else layout.dtype)
 
@@ -216,9 +215,8 @@ class Reducer:
         elements = self._group.receive_elements(gradient.layout.shard_size)
         received = receive_slot.tensor(elements, wire.dtype)
         out, add = full[gradient.shard], False
-        if not self._home_in_slot(gradient):
+        if gradient.buffer is not None and not self._home_in_slot(gradient):
             out, add = gradient.buffer, gradient.home is not None
-            assert out is not None
         pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1)
         self._in_flight.append((gradient, slot, wire_slot, pending, receive_slot))
         gradient.full, gradient.slot = None, None

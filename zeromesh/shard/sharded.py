@@ -25,9 +25,12 @@ from zeromesh.shard.residency import Order, Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.unit import Flat, State, Unit
 
-
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
 """Of a flat buffer, where in this rank's part of it a piece lies, and the piece: a tensor of the piece's size."""
+
+
+NORM_ROW = 1024
+"""Elements whose squares are summed in the gradient's own precision; their sums are added up in float64."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +349,8 @@ class Sharded:
 
     def _hold(self) -> None:
         """With ``create_graph`` the graph of the backward holds views of parameters: nothing is evicted before the
-        update, after which that graph is of no use."""
+        update, after which that graph is of no use.
+        """
         for unit in self.units:
             self.residency.keep(unit)
 
@@ -403,10 +407,8 @@ class Sharded:
         """Sum of squares of this rank's share of the gradient, float64, shape (1,); every element counts on one rank."""
         total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.replicate.rank == 0:
-            parts = [self._share(gradient) for gradient in self.reducer.gradients]
-            for dtype in {part.dtype for part in parts}:
-                norms = torch._foreach_norm([part for part in parts if part.dtype == dtype])
-                total += torch.stack(norms).double().square().sum()
+            for gradient in self.reducer.gradients:
+                total += _sum_of_squares(self._share(gradient))
         return total
 
     @staticmethod
@@ -436,7 +438,7 @@ class Sharded:
                 gradient.home.mul_(factor)
             home = gradient.home.to(flat.master.dtype)
             for index, local, piece in flat.pieces:
-                piece.parameter.grad = home[local] if gradient.used[index] else None
+                piece.parameter.grad = home[local].view_as(piece.parameter) if gradient.used[index] else None
 
     def updated(self) -> None:
         """After an update: forget the gradients and publish the masters."""
@@ -557,6 +559,17 @@ class Sharded:
         for unit in self.units:
             if unit.state is State.FETCHING:
                 self.residency.need(unit)
+
+
+def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    """Float64, 0-dim. Row by row, because an fp32 sum over ten million elements is wrong in the fourth digit on a CPU,
+    and in at least fp32, because a norm may be beyond the range of 16 bits when no element is.
+    """
+    wide = torch.promote_types(values.dtype, torch.float32)
+    whole = values.numel() // NORM_ROW * NORM_ROW
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, NORM_ROW), dim=1, dtype=wide)
+    rest = torch.linalg.vector_norm(values[whole:], dtype=wide)
+    return norms.double().square().sum() + rest.double().square()
 
 
 def _full_precision_parameters(module: nn.Module) -> set[int]:

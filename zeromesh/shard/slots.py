@@ -56,7 +56,8 @@ class Pool:
 
     def give(self, slot: Slot) -> None:
         """Return a slot. On CUDA its next writer is launched after its last reader on the same stream, or by a
-        collective that waits for that stream, so no event is needed."""
+        collective that waits for that stream, so no event is needed.
+        """
         self._free.append(slot)
         self._free.sort(key=lambda free: free.nbytes)
 
