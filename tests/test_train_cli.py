@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+import zeromesh
+from harness import run_command, run_ranks
+from zeromesh.architectures.decoder import Decoder
+from zeromesh.cli.main import app
+from zeromesh.cli.train import train
+from zeromesh.config.settings import Settings
+from zeromesh.data.prepare import prepare
+from zeromesh.observe.metrics import read_metrics
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(10):
+        lines = [f"def function_{n}(value):\n    return value + {n * number}\n" for n in range(20)]
+        (folder / f"{number}.py").write_text("\n".join(lines))
+    return folder
+
+
+def config(corpus: Path, folder: Path, **changes: Any) -> Path:
+    """A configuration file with a tiny model; ``changes`` are by section, ``None`` drops one."""
+    settings: dict[str, Any] = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 3}},
+        "zero_optimization": {"stage": 3},
+        "model": {
+            "architecture": "llama",
+            "hidden_size": 16,
+            "layers": 2,
+            "heads": 2,
+            "sequence_length": 32,
+            "dropout": 0.1,
+        },
+        "data": {"train": str(corpus), "suffixes": [".py"], "validation_fraction": 0.3, "vocabulary_size": 270},
+        "run": {
+            "steps": STEPS,
+            "output": str(folder / "run"),
+            "evaluate_every": 4,
+            "evaluate_batches": 2,
+            "save_every": 3,
+            "log_every": 1,
+            "sample": {"prompts": ["def f", "class"], "length": 12, "temperature": 0.5},
+        },
+    }
+    for section, change in changes.items():
+        if change is None:
+            del settings[section]
+        elif isinstance(change, dict):
+            settings[section] = settings.get(section, {}) | change
+        else:
+            settings[section] = change
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on one rank, in this process."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = call("train", config(corpus, folder))
+    assert result.exit_code == 0, result.output
+    return folder / "run"
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """What of the metrics does not depend on the clock."""
+    kept = ("kind", "step", "samples", "tokens", "loss", "learning_rate", "gradient_norm", "bits_per_byte")
+    return [{key: record[key] for key in kept if key in record} for record in read_metrics(run / "metrics.jsonl")]
+
+
+def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Path) -> None:
+    records = read_metrics(finished / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in records if r["kind"] == "validation"] == [4, STEPS]
+    report = json.loads((finished / "report.json").read_text())
+    assert report["tokens"] == STEPS * 4 * 32
+    assert report["training_loss"] == next(r["loss"] for r in records[::-1] if r["kind"] == "train")
+    assert report["memory"]["total"] > 0
+    assert report["lines"].keys() == {"lines", "tokenizing"}
+    assert [text[:5] for text in report["samples"]] == ["def f", "class"]
+    assert "gzip -9 on the same bytes" in (finished / "report.md").read_text()
+    settings = Settings.load(finished / "config.json")
+    assert settings.model is not None
+    assert (settings.model.vocab_size, settings.gradient_accumulation_steps) == (270, 4)
+    pytest.importorskip("matplotlib")
+    assert (finished / "loss.png").is_file()
+
+
+def test_the_learning_rate_in_the_log_is_that_of_the_step(finished: Path) -> None:
+    rates = [record["learning_rate"] for record in numbers(finished) if record["kind"] == "train"]
+    # DeepSpeed's timing: the schedule is at position -1 in the first step.
+    assert rates == [0.0, 0.0, pytest.approx(1e-2 * math.log(2) / math.log(3)), *[1e-2] * (STEPS - 3)]
+
+
+def test_bits_per_byte_are_those_of_all_held_out_bytes(finished: Path) -> None:
+    settings = Settings.load(finished / "config.json")
+    assert settings.model is not None
+    assert settings.data is not None
+    model = Decoder(settings.model)
+    state = load_file(finished / "model.safetensors")
+    model.load_state_dict(state)
+    model.eval()
+    prepared = prepare(settings.data, finished / "text", may_write=False)
+    tokens = torch.from_numpy(prepared.validation.read().astype("int64"))
+    bits = 0.0
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, 32):
+            window = tokens[start : start + 33][None]
+            bits += float(model(window[:, :-1], window[:, 1:])) * (window.shape[1] - 1) / math.log(2)
+    report = json.loads((finished / "report.json").read_text())
+    assert report["bits_per_byte"] == pytest.approx(bits / prepared.validation.bytes, rel=1e-5)
+    assert report["gzip_bits_per_byte"] == 8 * prepared.gzip_bytes / prepared.validation.bytes
+
+
+def interrupted(finished: Path, copy: Path) -> None:
+    """Copy a run as after a crash between the steps 5 and 6, the last checkpoint being that of step 3."""
+    shutil.copytree(finished, copy)
+    shutil.rmtree(copy / "checkpoints" / f"global_step{STEPS}")
+    (copy / "checkpoints" / "latest").write_text("global_step3")
+    (copy / "model.safetensors").unlink()
+
+
+def test_a_resumed_run_is_bit_identical_to_an_undisturbed_one(finished: Path, corpus: Path, tmp_path: Path) -> None:
+    interrupted(finished, tmp_path / "run")
+    result = call("train", config(corpus, tmp_path), "--resume")
+    assert result.exit_code == 0, result.output
+    assert numbers(tmp_path / "run") == numbers(finished)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+
+
+def test_ranks_of_a_launcher_join_and_resume_exactly(corpus: Path, tmp_path: Path) -> None:
+    path = config(corpus, tmp_path / "whole")
+    run_ranks(train, 2, path, [], resume=False)
+    interrupted(tmp_path / "whole" / "run", tmp_path / "resumed" / "run")
+    run_ranks(train, 2, config(corpus, tmp_path / "resumed"), [], resume=True)
+    assert numbers(tmp_path / "resumed" / "run") == numbers(tmp_path / "whole" / "run")
+    weights = [(tmp_path / name / "run" / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]
+
+
+def test_two_ranks_see_what_one_sees(corpus: Path, tmp_path: Path) -> None:
+    """Without dropout, whose masks belong to the ranks."""
+    model = {"dropout": 0.0}
+    assert call("train", config(corpus, tmp_path / "one", model=model)).exit_code == 0
+    path = config(corpus, tmp_path / "two", model=model)
+    command = [sys.executable, "-m", "zeromesh.cli.main", "train", str(path), "--set", "run.ranks=2"]
+    finished = run_command(command, timeout=120)
+    assert finished.returncode == 0, finished.stdout
+    one, two = numbers(tmp_path / "one" / "run"), numbers(tmp_path / "two" / "run")
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine.pop("kind") == theirs.pop("kind")
+        if "samples" in mine or mine["step"] == STEPS:  # validations on the way look at as much per rank
+            assert mine == pytest.approx(theirs, rel=1e-4)
+    report = json.loads((tmp_path / "two" / "run" / "report.json").read_text())
+    assert len(report["peak_memory"]) == report["ranks"] == 2
+    assert report["traffic"]["all_gather/data"]["bytes"] > 0
+
+
+def test_a_finished_run_continues_a_text(finished: Path) -> None:
+    first = call("sample", finished, "def f", "--tokens", "9", "--seed", "3", "--count", "2")
+    assert first.exit_code == 0, first.output
+    assert first.output.startswith("def f")
+    assert first.output == call("sample", finished, "def f", "--tokens", "9", "--seed", "3", "--count", "2").output
+    assert first.output != call("sample", finished, "def f", "--tokens", "9", "--seed", "4", "--count", "2").output
+    report = json.loads((finished / "report.json").read_text())
+    greedy = call("sample", finished, "def f", "--tokens", "40", "--temperature", "0")
+    assert greedy.exit_code == 0
+    assert (
+        call("sample", finished, "def f", "--tokens", "12", "--temperature", "0.5").output
+        == report["samples"][0] + "\n"
+    )
+
+
+def test_the_version_is_shown() -> None:
+    assert call("--version").output == f"zeromesh {zeromesh.__version__}\n"
+
+
+def refused(result: Result, *parts: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert len(result.output.splitlines()) <= 24
+    for part in parts:
+        assert part in result.output.replace("\n", " "), result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model": {"architecture": "mamba"}}, ("architecture", "mamba", "gpt", "llama")),
+        ({"model": {"heads": 3}}, ("hidden_size", "16", "heads", "3")),
+        ({"model": {"hidden_size": 6}}, ("even", "heads")),
+        ({"model": {"sequence_length": 100_000}}, ("sequence_length = 100000", "shorten")),
+        ({"model": {"vocab_size": 100}}, ("vocab_size = 100", "270")),
+        ({"data": {"vocabulary_size": 60_000}}, ("data.vocabulary_size = 60000", "too large")),
+        ({"data": {"vocabulary_size": 100}}, ("vocabulary_size", "100", "257")),
+        ({"data": {"train": "nowhere/at/all"}}, ("nowhere/at/all", "does not exist")),
+        ({"data": {"suffixes": [".md"]}}, (".md", "data.suffixes")),
+        ({"data": None}, ("section 'data'",)),
+        ({"optimizer": None}, ("optimizer", "AdamW")),
+        ({"train_batch_size": 5, "run": {"ranks": 2}}, ("train_batch_size", "5")),
+        ({"run": {"resume": True}}, ("holds no checkpoint", "without --resume")),
+    ],
+)
+def test_bad_input_is_refused_before_training(
+    corpus: Path, tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    result = call("train", config(corpus, tmp_path, **changes))
+    refused(result, *parts)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_empty_data_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(call("train", config(tmp_path / "empty", tmp_path)), "empty", ".py", "data.suffixes")
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    output = str(tmp_path / "file" / "run")
+    refused(call("train", config(corpus, tmp_path), "--set", f"run.output={output}"), output, "cannot be written")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_output_folder_is_refused(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o555)
+    refused(call("train", config(corpus, tmp_path)), "cannot be written")
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(finished: Path, corpus: Path, tmp_path: Path) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    refused(
+        call("train", config(corpus, tmp_path), "--set", f"run.output={finished}"), "already holds a run", "--resume"
+    )
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_is_not_resumed_on_other_text(finished: Path, corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.copytree(corpus, tmp_path / "corpus")
+    result = call("train", config(tmp_path / "corpus", tmp_path), "--resume")
+    refused(result, "data.train has changed", "start a new run")
+
+
+def test_sampling_from_what_is_no_finished_run_is_refused(finished: Path, tmp_path: Path) -> None:
+    refused(call("sample", tmp_path, "x"), "holds no run", "run.output")
+    shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("model.safetensors"))
+    refused(call("sample", tmp_path / "run", "x"), "has not finished", "--resume")

@@ -1,0 +1,1 @@
+"""Models that a training run can be configured with."""

@@ -1,0 +1,251 @@
+"""A decoder-only transformer: GPT and Llama-style models are two rows of one table.
+
+Sources: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (GPT-2); Touvron et al.,
+"LLaMA: Open and Efficient Foundation Language Models", 2023; Su et al., "RoFormer", 2021 (rotary positions);
+Shazeer, "GLU Variants Improve Transformer", 2020 (gated MLP); Ainslie et al., "GQA", 2023 (grouped queries).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeromesh.config.train import ModelShape
+
+IGNORE_LABEL = -100
+"""A label that counts neither in the loss nor in its mean."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What sets one family of decoders apart.
+
+    Attributes:
+        norm: makes the normalization of a width, with an epsilon.
+        rotary: positions by rotation of queries and keys; otherwise a learned embedding is added to the tokens'.
+        gated: the MLP is ``down(silu(gate(x)) * up(x))``; otherwise ``down(gelu(up(x)))``.
+        bias: linear layers have a bias.
+        tied: by default, the output layer is the token embedding.
+        mlp_width: the MLP's default width for a hidden width.
+    """
+
+    norm: Callable[[int, float], nn.Module]
+    rotary: bool
+    gated: bool
+    bias: bool
+    tied: bool
+    mlp_width: Callable[[int], int]
+
+
+def _gated_width(hidden: int) -> int:
+    """Two thirds of ``4 hidden``, so that three matrices cost what two did, rounded up to a multiple of 32."""
+    return 32 * math.ceil(8 * hidden / 3 / 32)
+
+
+VARIANTS: dict[str, Variant] = {
+    "gpt": Variant(nn.LayerNorm, rotary=False, gated=False, bias=True, tied=True, mlp_width=lambda hidden: 4 * hidden),
+    "llama": Variant(nn.RMSNorm, rotary=True, gated=True, bias=False, tied=False, mlp_width=_gated_width),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a ``ModelShape`` says once its variant's defaults are filled in. Widths in elements.
+
+    Raises:
+        ValueError: if the vocabulary is open, or the heads' width does not suit rotary positions.
+    """
+
+    shape: ModelShape
+
+    def __post_init__(self) -> None:
+        if self.shape.vocab_size is None:
+            raise ValueError("model.vocab_size is open; set it to the number of entries of the tokenizer")
+        if self.variant.rotary and self.head_width % 2:
+            raise ValueError(
+                f"model.hidden_size / model.heads = {self.head_width} must be even, because rotary positions turn "
+                "pairs of elements; choose another number of heads"
+            )
+
+    @property
+    def variant(self) -> Variant:
+        """The row of ``VARIANTS``."""
+        return VARIANTS[self.shape.architecture]
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of the vocabulary."""
+        assert self.shape.vocab_size is not None
+        return self.shape.vocab_size
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.shape.hidden_size // self.shape.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.shape.kv_heads or self.shape.heads
+
+    @property
+    def mlp(self) -> int:
+        """Width of the MLP."""
+        return self.shape.mlp_size or self.variant.mlp_width(self.shape.hidden_size)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the token embedding."""
+        return self.variant.tied if self.shape.tie_embeddings is None else self.shape.tie_embeddings
+
+
+def rotary_table(length: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary positions, each of shape ``(length, width / 2)``, fp32."""
+    wavelength = base ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] / wavelength
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs ``(x[i], x[i + width / 2])`` of each head by its position's angle. ``x``: (b, heads, s, width)."""
+    cos, sin = (part.to(x.dtype) for part in rotary)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries. Input and output: (b, s, hidden)."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        hidden, bias = sizes.shape.hidden_size, sizes.variant.bias
+        self.heads, self.kv_heads, self.width = sizes.shape.heads, sizes.kv_heads, sizes.head_width
+        self.query = nn.Linear(hidden, self.heads * self.width, bias=bias)
+        self.key = nn.Linear(hidden, self.kv_heads * self.width, bias=bias)
+        self.value = nn.Linear(hidden, self.kv_heads * self.width, bias=bias)
+        self.output = nn.Linear(self.heads * self.width, hidden, bias=bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Mix the positions; ``rotary`` as from ``rotary_table``."""
+        b, s, _ = x.shape
+        query = self.query(x).view(b, s, self.heads, self.width).transpose(1, 2)
+        key = self.key(x).view(b, s, self.kv_heads, self.width).transpose(1, 2)
+        value = self.value(x).view(b, s, self.kv_heads, self.width).transpose(1, 2)
+        if rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
+        grouped = self.kv_heads != self.heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        out: Tensor = self.output(mixed.transpose(1, 2).reshape(b, s, -1))
+        return out
+
+
+class MLP(nn.Module):
+    """The position-wise half of a block. Input and output: (b, s, hidden)."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        hidden, bias = sizes.shape.hidden_size, sizes.variant.bias
+        self.gate = nn.Linear(hidden, sizes.mlp, bias=bias) if sizes.variant.gated else None
+        self.up = nn.Linear(hidden, sizes.mlp, bias=bias)
+        self.down = nn.Linear(sizes.mlp, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Work on each position by itself."""
+        wide = F.gelu(self.up(x), approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(wide)
+        return out
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block. Input and output: (b, s, hidden)."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        hidden, eps = sizes.shape.hidden_size, sizes.shape.norm_eps
+        self.attention_norm = sizes.variant.norm(hidden, eps)
+        self.attention = Attention(sizes)
+        self.mlp_norm = sizes.variant.norm(hidden, eps)
+        self.mlp = MLP(sizes)
+        self.dropout = nn.Dropout(sizes.shape.dropout)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Add both halves' results to the residual stream ``x``."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
+        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return out
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model.
+
+    Weights start from a normal distribution with ``initializer_range``, those that write into the residual stream
+    with ``initializer_range / sqrt(2 layers)`` (GPT-2), biases from zero.
+
+    Args:
+        shape: its variant and its sizes, the vocabulary's included.
+
+    Raises:
+        ValueError: if the sizes do not fit together.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        sizes = Sizes(shape)
+        hidden = shape.hidden_size
+        self.sizes = sizes
+        self.embedding = nn.Embedding(sizes.vocabulary, hidden)
+        self.positions = None if sizes.variant.rotary else nn.Embedding(shape.sequence_length, hidden)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(shape.layers))
+        self.norm = sizes.variant.norm(hidden, shape.norm_eps)
+        self.head = nn.Linear(hidden, sizes.vocabulary, bias=False)
+        if sizes.tied:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights, in the order of the module's parameters."""
+        std = self.sizes.shape.initializer_range
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.constant_(parameter, 1.0 if name.endswith("norm.weight") else 0.0)
+            elif name.endswith(("attention.output.weight", "mlp.down.weight")):
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.sizes.shape.layers))
+            else:
+                nn.init.normal_(parameter, std=std)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits, or the mean loss.
+
+        Args:
+            tokens: token ids, int64 of shape (b, s), ``s <= sequence_length``.
+            labels: the id that follows each token, int64 of shape (b, s), or ``IGNORE_LABEL``.
+
+        Returns:
+            Logits of shape (b, s, vocabulary) without labels; with labels, the mean cross entropy in nats per
+            token that has a label, a scalar in fp32.
+
+        Raises:
+            ValueError: if the sequence is longer than ``sequence_length``.
+        """
+        length, longest = tokens.shape[1], self.sizes.shape.sequence_length
+        if length > longest:
+            raise ValueError(f"a sequence of {length} tokens is longer than the model's {longest}; shorten it")
+        x = self.embedding(tokens)
+        rotary = None
+        if self.positions is None:
+            rotary = rotary_table(length, self.sizes.head_width, self.sizes.shape.rope_theta, tokens.device)
+        else:
+            x = x + self.positions(torch.arange(length, device=tokens.device))
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, rotary)
+        logits: Tensor = self.head(self.norm(x))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_LABEL)

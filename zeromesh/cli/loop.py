@@ -1,0 +1,146 @@
+"""The training loop: steps, and what is shown, measured and saved between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from zeromesh.architectures.flops import training_flops_per_token
+from zeromesh.cli.evaluate import HeldOut, Score
+from zeromesh.cli.folder import RunFolder
+from zeromesh.config.train import ModelShape, Run
+from zeromesh.data.loader import Sample, Share
+from zeromesh.engine import Engine
+from zeromesh.observe.machine import peak_flops
+from zeromesh.observe.metrics import MetricsLog
+from zeromesh.observe.process import peak_bytes
+from zeromesh.observe.progress import Display, Figures
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: updates so far.
+        samples: samples that all ranks have consumed.
+        seconds: time spent in steps, without evaluation and saving.
+    """
+
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the loop works with. ``metrics`` is None on all ranks but the first."""
+
+    engine: Engine
+    settings: Run
+    shape: ModelShape
+    share: Share
+    held_out: HeldOut
+    folder: RunFolder
+    metrics: MetricsLog | None
+    display: Display
+
+    def run(self, batches: Iterator[Sample], start: Progress) -> Progress:
+        """Train from ``start`` to the last step; all ranks call it. The last state is saved.
+
+        Raises:
+            FloatingPointError: if the loss stops being finite.
+        """
+        peak = self._peak_flops()
+        progress = logged = start
+        self.engine.train()
+        while progress.step < self.settings.steps:
+            began = time.perf_counter()
+            rate = self.engine.get_lr()[0]
+            loss = self.engine.train_batch(batches)
+            progress = self._advanced(progress, time.perf_counter() - began)
+            if self._due(progress, self.settings.log_every) or progress.step == 1:
+                self._log(progress, logged, float(loss), rate, peak)
+                logged = progress
+            self._between_steps(progress)
+        if progress.step > start.step and not self._due(progress, self.settings.save_every, last=False):
+            self._save(progress)
+        return progress
+
+    def _advanced(self, progress: Progress, seconds: float) -> Progress:
+        return Progress(progress.step + 1, progress.samples + self.share.global_batch, progress.seconds + seconds)
+
+    def _due(self, progress: Progress, every: int, last: bool = True) -> bool:
+        """Whether a step is one of every ``every`` (0: none), or with ``last`` the last one."""
+        return (every > 0 and progress.step % every == 0) or (last and progress.step == self.settings.steps)
+
+    def _between_steps(self, progress: Progress) -> None:
+        """Evaluate and save where it is time to; the end of the run has its own evaluation of all held-out text."""
+        if self._due(progress, self.settings.evaluate_every, last=False) and progress.step < self.settings.steps:
+            score = self.held_out.score(self.engine, self.settings.evaluate_batches)
+            if score is not None:
+                self.show_score(progress, score)
+        if self._due(progress, self.settings.save_every, last=False):
+            self._save(progress)
+
+    def show_score(self, progress: Progress, score: Score) -> None:
+        """Write a validation to the log and to the screen."""
+        if self.metrics is not None:
+            self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
+        self.display.line(
+            f"step {progress.step}/{self.settings.steps}  validation loss {score.loss:.3f}  "
+            f"{score.bits_per_byte:.3f} bits per byte"
+        )
+
+    def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak: float) -> None:
+        tokens = (progress.samples - logged.samples) * self.shape.sequence_length
+        speed = tokens / (progress.seconds - logged.seconds)
+        norm = self.engine.get_global_grad_norm()
+        assert norm is not None
+        figures = Figures(
+            step=progress.step,
+            loss=loss,
+            learning_rate=rate,
+            gradient_norm=norm,
+            tokens_per_second=speed,
+            utilization=speed * training_flops_per_token(self.shape) / peak,
+            memory=peak_bytes(self.engine.device),
+            seconds_left=(self.settings.steps - progress.step) * self.tokens_per_step / speed,
+        )
+        self.display.step(figures)
+        if self.metrics is not None:
+            self._write(progress, figures)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks consume in one step."""
+        return self.share.global_batch * self.shape.sequence_length
+
+    def _write(self, progress: Progress, figures: Figures) -> None:
+        assert self.metrics is not None
+        self.metrics.write(
+            "train",
+            progress.step,
+            samples=progress.samples,
+            tokens=progress.samples * self.shape.sequence_length,
+            loss=figures.loss,
+            learning_rate=figures.learning_rate,
+            gradient_norm=figures.gradient_norm,
+            tokens_per_second=round(figures.tokens_per_second, 1),
+            utilization=round(figures.utilization, 4),
+            memory=figures.memory,
+            seconds=round(progress.seconds, 3),
+        )
+
+    def _save(self, progress: Progress) -> None:
+        state = {"samples": progress.samples, "seconds": progress.seconds}
+        self.engine.save_checkpoint(self.folder.checkpoints, client_state=state)
+
+    def _peak_flops(self) -> float:
+        """Operations per second that all ranks can do at best, measured at the same time."""
+        dtype = self.engine.config.precision.compute or self.engine.config.precision.autocast or torch.float32
+        own = torch.tensor([peak_flops(self.engine.device, dtype)], dtype=torch.float64)
+        return float(self.engine.mesh.group("world").exchange(own).sum())

@@ -1,0 +1,92 @@
+"""The command ``zeromesh``. What a command needs is imported when it runs, so that help comes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import zeromesh
+
+app = typer.Typer(
+    help="Train PyTorch models that do not fit, or are too slow, on one device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+WRONG_INPUT, FAILED = 2, 1
+"""Exit codes: something the user can put right before the start, and a run that failed."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"zeromesh {zeromesh.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train PyTorch models that do not fit, or are too slow, on one device."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A JSON file in DeepSpeed's format, with model, data and run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in run.steps=100.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in run.output.")] = False,
+) -> None:
+    """Train a language model on text."""
+    with _errors():
+        from zeromesh.cli.train import train as run
+
+        run(config, overrides or [], resume)
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(help="The output folder of a finished run.")],
+    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Randomness; 0 takes the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Texts to write.")] = 1,
+) -> None:
+    """Continue a text with the model of a run."""
+    with _errors():
+        from zeromesh.cli.sample import continue_text
+
+        continue_text(run, prompt, tokens, temperature, seed, count)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Show what went wrong in words instead of a traceback, and choose the exit code."""
+    from zeromesh.dist.launch import RankFailure
+
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.secho(f"error: {error}", err=True, fg="red")
+        raise typer.Exit(WRONG_INPUT) from None
+    except (RankFailure, FloatingPointError) as error:
+        typer.secho(f"error: {error}", err=True, fg="red")
+        raise typer.Exit(FAILED) from None
+
+
+if __name__ == "__main__":
+    main()

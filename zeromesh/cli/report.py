@@ -1,0 +1,121 @@
+"""The closing report of a run, for programs and for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.data.python_lines import LineCount
+from zeromesh.observe.units import bytes_text, duration_text, scaled_text
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run came to.
+
+    Attributes:
+        architecture: kind of model.
+        parameters: of the model.
+        ranks: processes.
+        zero_stage: row of ZeRO's table.
+        steps: updates.
+        tokens: trained on, repetitions counted.
+        seconds: from the command to this report.
+        training_seconds: of them, or of the resumed run altogether, in steps.
+        utilization: mean share of the peak operations per second (MFU).
+        training_loss: of the last step that was logged, nats per token.
+        validation_loss: nats per token of all held-out text; None where nothing is held out, as the next three.
+        bits_per_byte: of the same text.
+        gzip_bits_per_byte: what ``gzip -9`` needs for the same bytes, the documents one after the other.
+        peak_memory: bytes, by rank.
+        memory: the engine's memory report, of the first rank.
+        traffic: the engine's traffic report, of the first rank.
+        traffic_steps: steps in which that traffic was caused; evaluations in between are in it too.
+        samples: texts, each a prompt and its continuation.
+        lines: how many lines of the samples tokenize as Python; None if the text is not Python.
+    """
+
+    architecture: str
+    parameters: int
+    ranks: int
+    zero_stage: int
+    steps: int
+    tokens: int
+    seconds: float
+    training_seconds: float
+    utilization: float
+    training_loss: float
+    validation_loss: float | None
+    bits_per_byte: float | None
+    gzip_bits_per_byte: float | None
+    peak_memory: list[int]
+    memory: dict[str, Any]
+    traffic: dict[str, dict[str, int]]
+    traffic_steps: int
+    samples: list[str]
+    lines: LineCount | None
+
+
+def markdown(report: Report) -> str:
+    """The report as a Markdown document."""
+    parts = [
+        "# Training run",
+        _table(("what", "value"), _summary(report)),
+        "## Memory of the first rank",
+        _table(("state", "tier", "bytes"), _memory(report.memory)),
+        "## Traffic of the first rank",
+        _table(("collective", "axis", "calls", "sent", "sent per step"), _traffic(report)),
+    ]
+    if report.samples:
+        parts += ["## Samples", *(f"```\n{text.rstrip()}\n```" for text in report.samples)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _summary(report: Report) -> list[tuple[str, str]]:
+    rows = [
+        ("model", f"{report.architecture}, {scaled_text(report.parameters)} parameters"),
+        ("ranks", f"{report.ranks}, ZeRO-{report.zero_stage}"),
+        ("time", f"{duration_text(report.seconds)}, of it {duration_text(report.training_seconds)} in steps"),
+        ("steps", str(report.steps)),
+        ("tokens", f"{scaled_text(report.tokens)}, {scaled_text(report.tokens / report.training_seconds, 'tok/s')}"),
+        ("MFU", f"{report.utilization:.0%}"),
+        ("training loss", f"{report.training_loss:.3f} nats per token"),
+    ]
+    if report.validation_loss is not None:
+        rows.append(("validation loss", f"{report.validation_loss:.3f} nats per token"))
+    if report.bits_per_byte is not None and report.gzip_bits_per_byte is not None:
+        ratio = report.bits_per_byte / report.gzip_bits_per_byte
+        rows.append(("held-out bits per byte", f"{report.bits_per_byte:.3f}"))
+        rows.append(
+            ("gzip -9 on the same bytes", f"{report.gzip_bits_per_byte:.3f}; the model needs {ratio:.2f} x that")
+        )
+    rows.append(("peak memory", ", ".join(map(bytes_text, report.peak_memory)) + " by rank"))
+    if report.lines is not None and report.lines.lines:
+        count = f"{report.lines.tokenizing} of {report.lines.lines}"
+        rows.append(("sampled lines that tokenize as Python", f"{report.lines.share:.0%} ({count})"))
+    return rows
+
+
+def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rows = []
+    for state, tiers in memory.items():
+        if isinstance(tiers, dict):
+            rows += [(state, tier, bytes_text(size)) for tier, size in tiers.items()]
+        else:
+            rows.append((state, "", bytes_text(tiers)))
+    return rows
+
+
+def _traffic(report: Report) -> list[tuple[str, str, str, str, str]]:
+    rows = []
+    for key, counted in report.traffic.items():
+        collective, _, axis = key.partition("/")
+        per_step = bytes_text(counted["bytes"] / report.traffic_steps) if report.traffic_steps else ""
+        rows.append((collective, axis, str(counted["calls"]), bytes_text(counted["bytes"]), per_step))
+    return rows

@@ -1,0 +1,1 @@
+"""Text to tokens to samples: the corpus, the token files, and a loader that resumes by counting."""

@@ -1,0 +1,93 @@
+"""How far a training run is: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from zeromesh.observe.units import bytes_text, duration_text, scaled_text
+
+PLAIN_SECONDS = 5.0
+"""Without a terminal, a line is written when so much time has passed since the last one."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is shown of one step.
+
+    Attributes:
+        step: steps taken.
+        loss: mean over the global batch, nats per token.
+        learning_rate: of the step's update.
+        gradient_norm: before clipping.
+        tokens_per_second: over all ranks.
+        utilization: share of the peak operations per second that the model's arithmetic makes use of (MFU).
+        memory: peak bytes of this process so far, on the device where there is one.
+        seconds_left: estimate for the rest of the steps.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    tokens_per_second: float
+    utilization: float
+    memory: int
+    seconds_left: float
+
+    def text(self) -> str:
+        """One line, without the step."""
+        return (
+            f"loss {self.loss:.3f}  lr {self.learning_rate:.2e}  norm {self.gradient_norm:.2f}  "
+            f"{scaled_text(self.tokens_per_second, 'tok/s')}  MFU {self.utilization:.0%}  "
+            f"{bytes_text(self.memory)}  left {duration_text(self.seconds_left)}"
+        )
+
+
+class Display:
+    """Shows steps as they come. A context: the live line ends with it.
+
+    Args:
+        console: where to; a quiet one shows nothing.
+        steps: steps of the whole run.
+    """
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._last_plain = float("-inf")
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(20), TaskProgressColumn())
+            self._bar = Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
+            self._task = self._bar.add_task("starting", total=steps)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, figures: Figures) -> None:
+        """Show a step: on a terminal at once, elsewhere the first, the last, and one every few seconds."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=figures.step, description=figures.text())
+            return
+        now = time.monotonic()
+        if figures.step == self._steps or now - self._last_plain >= PLAIN_SECONDS:
+            self._last_plain = now
+            self.line(f"step {figures.step}/{self._steps}  {figures.text()}")
+
+    def line(self, text: str) -> None:
+        """Write a line that stays."""
+        self._console.print(text, markup=False)
