@@ -1,0 +1,343 @@
+"""What a user's loop may do: own optimizers and schedules, micro-batches by hand, whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from numerics import BATCH, Net, batch, build_net
+from zeromesh.optim import schedules
+
+RANKS = 2
+STEPS = 6
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+def config(row: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": row}, "train_micro_batch_size_per_gpu": 6, **more}
+
+
+def rows_of(rank: int, micro_batch: int = 0) -> slice:
+    """Six rows of the global batch."""
+    start = 6 * (micro_batch * RANKS + rank)
+    return slice(start, start + 6)
+
+
+def both_ranks(micro_batch: int = 0) -> slice:
+    return slice(12 * micro_batch, 12 * (micro_batch + 1))
+
+
+def assert_close(got: dict[str, torch.Tensor], model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        error = ((got[name] - parameter.detach()).abs() / (1 + parameter.detach().abs())).max().item()
+        assert error <= 1e-9, f"{name} is off by {error}"
+
+
+# Optimizers and schedules of the user.
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.2},
+        {"params": [p for p in trained if p.ndim < 2], "lr": 3e-2, "weight_decay": 0.0},
+    ]
+
+
+SETTINGS = {"warmup_min_lr": 1e-4, "warmup_max_lr": 2e-2, "warmup_num_steps": 3, "total_num_steps": 9}
+SCHEDULE = {"type": "WarmupDecayLR", "params": SETTINGS}
+
+
+def plain_parts(kind: str, model: Net) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer and the schedule, as torch alone would have them."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    match kind:
+        case "objects":
+            optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+            return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 5e-2], total_steps=8)
+        case "named parameters":
+            named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+            return torch.optim.NAdam(named, lr=1e-2), None
+        case "frozen parameters too":
+            return torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.1), None
+        case "functions":
+            rmsprop = torch.optim.RMSprop(trained, lr=1e-3, momentum=0.5)
+            return rmsprop, torch.optim.lr_scheduler.CosineAnnealingLR(rmsprop, T_max=10)
+        case "groups":
+            optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+            return optimizer, schedules.build("WarmupDecayLR", SETTINGS, optimizer)
+        case "function of groups":
+            return torch.optim.SGD(groups(model), lr=0.1, momentum=0.9), None
+        case "some parameters":
+            return torch.optim.AdamW(model.blocks.parameters(), lr=1e-2, weight_decay=0.1), None
+    raise AssertionError(kind)
+
+
+def arguments(kind: str, model: Net) -> dict[str, Any]:
+    """The same for ``initialize``."""
+    match kind:
+        case "objects" | "named parameters" | "frozen parameters too":
+            optimizer, scheduler = plain_parts(kind, model)
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        case "functions":
+            make = partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5)
+            return {"optimizer": make, "lr_scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10)}
+        case "groups":
+            return {"model_parameters": groups(model)}
+        case "function of groups":
+            make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+            return {"optimizer": make, "model_parameters": groups(model)}
+        case "some parameters":
+            return {"model_parameters": model.blocks.named_parameters()}
+    raise AssertionError(kind)
+
+
+def in_config(kind: str) -> dict[str, Any]:
+    if kind == "groups":
+        return {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "scheduler": SCHEDULE}
+    return {"optimizer": ADAMW} if kind == "some parameters" else {}
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
+    return [(float(g["lr"]), g.get("betas"), g["weight_decay"]) for g in optimizer.param_groups]
+
+
+def train_as_the_user_says(kinds: list[str], row: int) -> list[tuple[Any, dict[str, torch.Tensor]]]:
+    found = []
+    for kind in kinds:
+        model = build_net(torch.float64)
+        given = arguments(kind, model)
+        engine, optimizer, _, scheduler = zeromesh.initialize(
+            model=model, config=config(row, gradient_clipping=0.5, **in_config(kind)), **given
+        )
+        for name, value in (("optimizer", optimizer), ("lr_scheduler", scheduler)):
+            if hasattr(given.get(name), "step"):
+                assert value is given[name], "an object that was passed is the one that is used"
+        history = []
+        for step in range(STEPS):
+            engine.backward(engine(*batch(step, torch.float64, rows_of(engine.data_rank))))
+            history.append(rates(optimizer))
+            assert engine.get_lr() == [rate[0] for rate in history[-1]]
+            engine.step()
+        found.append((history, engine.gathered_state_dict()))
+        engine.destroy()
+    return found
+
+
+def train_plainly(kind: str) -> tuple[Any, Net]:
+    model = build_net(torch.float64)
+    optimizer, scheduler = plain_parts(kind, model)
+    history = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.zero_grad()
+        model(*batch(step, torch.float64, both_ranks())).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        history.append(rates(optimizer))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return history, model
+
+
+KINDS = [
+    "objects",
+    "named parameters",
+    "frozen parameters too",
+    "functions",
+    "groups",
+    "function of groups",
+    "some parameters",
+]
+
+
+@pytest.mark.parametrize("row", [0, 1, 3])
+def test_optimizers_and_schedules_of_the_user_do_as_in_torch(row: int) -> None:
+    for kind, (history, state) in zip(KINDS, run_ranks(train_as_the_user_says, RANKS, KINDS, row)[0], strict=True):
+        expected, model = train_plainly(kind)
+        assert history == expected, kind
+        assert_close(state, model)
+
+
+# Micro-batches by hand.
+
+
+def train_by_hand(row: int, precision: str, way: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Updates from 3 micro-batches each; ``way`` is how the engine knows."""
+    told = {"gradient_accumulation_steps": 3} if way in ("config", "boundary") else {}
+    bf16 = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    model = build_net(torch.float64 if precision == "float64" else torch.float32)
+    engine, *_ = zeromesh.initialize(model=model, config=config(row, optimizer=ADAMW, **told, **bf16))
+    if way == "set_train_batch_size":
+        engine.set_train_batch_size(36)
+        assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (36, 3)
+    losses = []
+    for step in range(STEPS):
+        for m in range(3):
+            inputs = batch(step, torch.float32 if bf16 else torch.float64, rows_of(engine.data_rank, m))
+            losses.append(_micro_batch(engine, way, inputs, m == 2))
+        assert engine.global_steps == step + 1
+    return engine.gathered_state_dict(), losses
+
+
+def _micro_batch(engine: zeromesh.Engine, way: str, inputs: Any, last: bool) -> float:
+    if way == "no_sync":
+        loss = engine(*inputs)
+        if last:
+            engine.backward(loss / 3)
+            engine.step()
+            return loss.item()
+        with engine.no_sync():
+            engine.backward(loss / 3)
+            with pytest.raises(RuntimeError, match="no_sync"):
+                engine.step()
+        return loss.item()
+    if way == "boundary":
+        engine.set_gradient_accumulation_boundary(last)
+        assert engine.is_gradient_accumulation_boundary() is last
+    loss = engine(*inputs)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_every_way_to_accumulate_sums_the_same(row: int) -> None:
+    model = build_net(torch.float64)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(*batch(step, torch.float64)).backward()
+        optimizer.step()
+    for way in ("config", "no_sync", "boundary", "set_train_batch_size"):
+        state, _ = run_ranks(train_by_hand, RANKS, row, "float64", way)[0]
+        assert_close(state, model)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_accumulation_that_begins_late_rounds_as_one_that_was_configured(row: int) -> None:
+    expected = run_ranks(train_by_hand, RANKS, row, "bf16", "config")
+    got = run_ranks(train_by_hand, RANKS, row, "bf16", "set_train_batch_size")
+    assert [losses for _, losses in got] == [losses for _, losses in expected]
+    assert all(torch.equal(value, expected[0][0][name]) for name, value in got[0][0].items())
+
+
+def backward_without_sync(row: int) -> list[dict[str, Any]]:
+    engine, *_ = zeromesh.initialize(model=build_net(torch.float32), config=config(row, optimizer=ADAMW))
+    engine.traffic_report(reset=True)
+    reports = []
+    for _ in range(2):
+        with engine.no_sync():
+            engine.backward(engine(*batch(0, torch.float32, rows_of(engine.data_rank))))
+        reports.append(engine.traffic_report(reset=True))
+    engine.backward(engine(*batch(0, torch.float32, rows_of(engine.data_rank))))
+    engine.step()
+    return [*reports, engine.traffic_report()]
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_replicated_gradients_are_not_sent_without_sync(row: int) -> None:
+    for first, second, last in run_ranks(backward_without_sync, RANKS, row):
+        assert not first
+        assert not second
+        assert last["reduce_scatter/data"]["bytes"] > 0
+
+
+def sizes_that_do_not_fit() -> None:
+    engine, *_ = zeromesh.initialize(model=build_net(torch.float32), config=config(0, optimizer=ADAMW))
+    for size in (0, 7, 13):
+        with pytest.raises(ValueError, match=r"6 x 2 ranks = 12; the nearest is 12"):
+            engine.set_train_batch_size(size)
+
+
+def test_a_batch_size_that_does_not_divide_is_refused() -> None:
+    run_ranks(sizes_that_do_not_fit, RANKS)
+
+
+# Whole batches.
+
+
+class Logits(nn.Module):
+    """Returns what it is told to: logits, or the loss in one of the forms that models have."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.linear = nn.Linear(5, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.linear(self.dropout(x))
+        if labels is None:
+            return logits
+        loss = nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "tuple": (loss, logits), "dict": {"logits": logits, "loss": loss}}[self.form]
+
+
+def pairs(rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, RANKS, 6, 5, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 4, (count, RANKS, 6), generator=generator)
+    return [(x[i, rank], y[i, rank]) for i in range(count)]
+
+
+def train_whole_batches(form: str) -> dict[str, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Logits(form).double()
+    loss_fn = nn.CrossEntropyLoss() if form == "logits" else None
+    engine, *_ = zeromesh.initialize(
+        model=model, config=config(3, optimizer=ADAMW, gradient_accumulation_steps=2), loss_fn=loss_fn
+    )
+    model.dropout.p = 0.0
+
+    def data() -> Iterator[Any]:
+        for x, y in pairs(engine.data_rank, 8):
+            yield {"x": x, "labels": y} if form == "dict" else ((x,), y) if form == "logits" else (x, y)
+
+    stream = data()
+    losses = [engine.train_batch(stream) for _ in range(3)]
+    assert engine.global_steps == 3
+    assert model.training
+    model.dropout.p = 0.5  # evaluation has none
+    evaluated = engine.eval_batch(stream)
+    assert model.training
+    assert next(stream, None) is None
+    assert all(loss.shape == () and not loss.requires_grad for loss in (*losses, evaluated))
+    engine.eval()
+    engine.eval_batch(data())
+    assert not model.training, "the mode is left as it was"
+    return {"losses": [loss.item() for loss in (*losses, evaluated)], "state": engine.gathered_state_dict()}
+
+
+@pytest.mark.parametrize("form", ["logits", "loss", "tuple", "dict"])
+def test_whole_batches_give_the_mean_loss_and_the_update_of_all_micro_batches(form: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Logits("loss").double().eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    both = [pairs(rank, 8) for rank in range(RANKS)]
+    losses = []
+    for step in range(4):
+        micro_batches = [both[rank][i] for i in (2 * step, 2 * step + 1) for rank in range(RANKS)]
+        loss = torch.stack([model(*micro_batch) for micro_batch in micro_batches]).mean()
+        losses.append(loss.item())
+        if step < 3:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = run_ranks(train_whole_batches, RANKS, form)
+    assert found[0]["losses"] == found[1]["losses"]
+    assert found[0]["losses"] == pytest.approx(losses, rel=1e-12)
+    assert_close(found[0]["state"], model)
+
+
+def test_the_batches_here_are_parts_of_the_global_batch() -> None:
+    assert rows_of(1, 2).stop == both_ranks(2).stop == BATCH
