@@ -179,17 +179,18 @@ def measure(variant: str, case_name: str, dtype_name: str, warmup: int, steps: i
     for index in range(warmup + steps):
         dist.barrier()
         if index == warmup:
-            before = wire_bytes()
+            before, cpu = wire_bytes(), time.process_time()
             dist.barrier()
         start = time.perf_counter()
         loss = step(tokens)
         if device.type != "cpu":
             torch.accelerator.synchronize()
         times.append(time.perf_counter() - start)
+    cpu = (time.process_time() - cpu) / steps
     dist.barrier()
     if environment.rank == 0:
         wire = (wire_bytes() - before) / steps / environment.world_size
-        Path(out).write_text(json.dumps({"times": times[warmup:], "wire": wire, "loss": loss.item()}))
+        Path(out).write_text(json.dumps({"times": times[warmup:], "cpu": cpu, "wire": wire, "loss": loss.item()}))
     dist.barrier()
     shutdown()
 
@@ -209,14 +210,17 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown: medians over rounds of each round's median step, with the least and the largest."""
     medians = {name: [statistics.median(run["times"]) for run in runs] for name, runs in results.items()}
     base = statistics.median(medians["floor"]) if "floor" in medians else None
-    lines = ["| variant | s/step (min - max) | ratio to floor | MB on the wire per rank and step | last loss |",
-             "|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| variant | s/step (min - max) | ratio to floor | CPU s/step of one rank | MB on the wire per rank and step | last loss |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, values in medians.items():
         middle = statistics.median(values)
         ratio = f"{middle / base:.2f}" if base else ""
         wire = statistics.median(run["wire"] for run in results[name]) / 1e6
-        loss = results[name][-1]["loss"]
-        lines.append(f"| {name} | {middle:.3f} ({min(values):.3f} - {max(values):.3f}) | {ratio} | {wire:.1f} | {loss:.4f} |")
+        loss, cpu = results[name][-1]["loss"], statistics.median(run["cpu"] for run in results[name])
+        spread = f"{min(values):.3f} - {max(values):.3f}"
+        lines.append(f"| {name} | {middle:.3f} ({spread}) | {ratio} | {cpu:.3f} | {wire:.1f} | {loss:.4f} |")
     return "\n".join(lines)
 
 

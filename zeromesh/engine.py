@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh import report, saving
@@ -72,7 +71,7 @@ class Engine:
             return value
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            with self.sharded.computing(), self._autocast():
+            with self.sharded.events.computing(), self._autocast():
                 return value(*args, **kwargs)
 
         return method
@@ -121,7 +120,7 @@ class Engine:
             loss = loss / self._accumulation
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
         try:
-            with self.sharded.backward(last=self._syncs and self.is_gradient_accumulation_boundary()):
+            with self.sharded.events.backward(last=self._syncs and self.is_gradient_accumulation_boundary()):
                 scaled.backward(retain_graph=retain_graph)
         except BaseException:
             self.zero_grad()
@@ -146,7 +145,8 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in this context are not followed by an update: replicated gradients stay on their rank until a
-        backward outside of it, or ``step``."""
+        backward outside of it, or ``step``.
+        """
         before, self._syncs = self._syncs, False
         try:
             yield

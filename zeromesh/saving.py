@@ -12,7 +12,16 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import (
-    LATEST, MANIFEST, Box, Reader, commit, latest, remove, require_json, write_json, write_shard,
+    LATEST,
+    MANIFEST,
+    Box,
+    Reader,
+    commit,
+    latest,
+    remove,
+    require_json,
+    write_json,
+    write_shard,
 )  # fmt: skip
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
@@ -194,7 +203,7 @@ def _share_scalars(engine: Run, mine: dict[str, dict[str, float]]) -> dict[str, 
 
 
 def _buffers(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
-    persistent = {id(buffer) for buffer in sharded.state_buffers()}
+    persistent = {id(buffer) for buffer in sharded.buffers.state()}
     return ((name, buffer) for name, buffer in sharded.model.named_buffers() if id(buffer) in persistent)
 
 
@@ -316,7 +325,7 @@ def gathered_state_dict(sharded: Sharded) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     keep = sharded.mesh.rank == 0
     for unit in sharded.units:
-        with sharded.gathered([unit]):
+        with sharded.events.gathered([unit]):
             for flat in unit.flats:
                 for segment, parameter in zip(flat.layout.segments, flat.parameters, strict=True):
                     if keep:

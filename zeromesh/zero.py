@@ -103,7 +103,7 @@ def GatheredParameters(
     sharded = _owner(members[0]).sharded
     found = [_find(parameter) for parameter in members]
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
-    with sharded.gathered(units):
+    with sharded.events.gathered(units):
         before = [parameter._version for parameter in members]
         yield
         if modifier_rank is not None:

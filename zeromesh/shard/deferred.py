@@ -126,8 +126,8 @@ class Recording(TorchDispatchMode):
         real = [tensor for tensor in written if not is_deferred(tensor)]
         if real:
             raise RuntimeError(
-                f"{func} writes values of a large tensor, which is not there yet under zeromesh.zero.Init, into a small "
-                "one; build this model without it"
+                f"{func} writes values of a large tensor, which is not there yet under zeromesh.zero.Init, into a "
+                "small one; build this model without it"
             )
         random = None
         if torch.Tag.nondeterministic_seeded in func.tags:

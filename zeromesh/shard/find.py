@@ -59,7 +59,9 @@ def _too_large(block: nn.Module, total: int) -> bool:
     if _elements(block) * LARGEST_SHARE <= total:
         return False
     inside = sum(
-        _elements(container) for container in block.modules() if isinstance(container, CONTAINERS) and _repeats(container)
+        _elements(container)
+        for container in block.modules()
+        if isinstance(container, CONTAINERS) and _repeats(container)
     )
     return inside * 2 > _elements(block)
 
@@ -82,8 +84,8 @@ def _matching(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, n
     if unused:
         kinds = sorted({type(module).__name__ for _, module in model.named_modules()})
         raise ValueError(
-            f"units: {next(iter(unused))!r} matches no module with parameters; give a class name or a pattern of module "
-            f"names. The classes in this model are {', '.join(kinds)}"
+            f"units: {next(iter(unused))!r} matches no module with parameters; give a class name or a pattern of "
+            f"module names. The classes in this model are {', '.join(kinds)}"
         )
 
 
@@ -145,5 +147,7 @@ def check_parameters(model: nn.Module) -> bool:
         )
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"the model's parameters are on several devices ({listed}); move the model to one device first")
+        raise ValueError(
+            f"the model's parameters are on several devices ({listed}); move the model to one device first"
+        )
     return any(parameter.device.type == "meta" for parameter in model.parameters())

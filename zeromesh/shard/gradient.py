@@ -1,7 +1,7 @@
 """Gradients: from where autograd leaves them, through a slot, to their home.
 
-A gradient that arrives is copied (the first time) or added into the slot of its flat buffer, and freed. ``reduce`` turns
-the full gradient in the slot into this rank's part of the sum over the ranks, its *home*:
+A gradient that arrives is copied (the first time) or added into the slot of its flat buffer, and freed. ``reduce``
+turns the full gradient in the slot into this rank's part of the sum over the ranks, its *home*:
 
 - gradient sharded: after each micro-batch, into a home of its own, where micro-batches are summed;
 - gradient replicated: at the accumulation boundary; micro-batches are summed in the slot, and the home lies in it
@@ -199,7 +199,8 @@ class Reducer:
             if self._group.size == 1 and gradient.home is not None:
                 return
             self._open(gradient)
-        assert gradient.full is not None and gradient.slot is not None
+        assert gradient.full is not None
+        assert gradient.slot is not None
         gradient.zero_missing()
         while len(self._in_flight) >= self._limit:
             self._finish()
@@ -250,7 +251,7 @@ class Reducer:
             self.wires.give(wire_slot)
 
     def _keep(self, gradient: Gradient, slot: Slot, full: torch.Tensor) -> None:
-        """The sum stays in its slot; or joins the one that was kept before, if more gradients came after a reduction."""
+        """The sum stays in its slot, or joins the one kept before, if more gradients came after a reduction."""
         if gradient.home is None:
             gradient.home, gradient.held = full[gradient.own], slot
         else:

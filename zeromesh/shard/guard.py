@@ -1,8 +1,8 @@
 """Nothing is ever computed with parameters that are not there.
 
-While a unit's parameters are away, their class is one whose ``__torch_function__`` is asked before any operation: it has
-the unit fetched if the model is computing, and raises with the parameter's name otherwise. Asking costs nothing while
-the parameters are there, because then they have their own class again.
+While a unit's parameters are away, their class is one whose ``__torch_function__`` is asked before any operation: it
+has the unit fetched if the model is computing, and raises with the parameter's name otherwise. Asking costs nothing
+while the parameters are there, because then they have their own class again.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def away_class(unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str]
     """The class that the unit's parameters have while they are away.
 
     Args:
+        unit: whose parameters they are.
         names: fully qualified names by the parameters' ``id``.
         touch: called with the unit and the name before an operation; brings the unit back or raises.
     """

@@ -51,8 +51,9 @@ class Layout:
     size: int
 
     @classmethod
-    def build(cls, named_shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, trainable: bool,
-              shards: int) -> Layout:
+    def build(
+        cls, named_shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, trainable: bool, shards: int
+    ) -> Layout:
         """Lay the parameters out one after the other."""
         align = max(1, ALIGNMENT // dtype.itemsize)
         segments, position = [], 0

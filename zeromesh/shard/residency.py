@@ -10,75 +10,12 @@ units in the reverse order of the forward before it, and a forward mostly repeat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from zeromesh.dist.mesh import Mesh
+from zeromesh.shard.order import FAR
 from zeromesh.shard.slots import Pool
 from zeromesh.shard.unit import State, Unit
-
-FAR = 1 << 30
-
-
-class Order:
-    """The order in which units are used, and what this rank skipped of it.
-
-    ``canonical`` is the order of first use that all ranks have agreed on: that of registration at first.
-    """
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.canonical: list[int] = [unit.index for unit in units]
-        self.first_use: dict[int, int] = {}
-        self.forward: list[int] = []
-        self.last_forward: list[int] = []
-        self._seen: set[int] = set()
-        self._done: list[int] = []
-
-    def begin_pass(self) -> None:
-        """The model's forward begins."""
-        self._seen.clear()
-
-    def use(self, index: int) -> list[int]:
-        """A unit's forward begins; what should have come before it and did not."""
-        self.first_use.setdefault(index, len(self.first_use))
-        skipped: list[int] = []
-        if index not in self._seen:
-            before = self.canonical[: self.canonical.index(index)]
-            skipped = [other for other in before if other not in self._seen]
-        self._seen.update(skipped)
-        self._seen.add(index)
-        self.forward.extend([*skipped, index])
-        return skipped
-
-    def end_pass(self) -> list[int]:
-        """The model's forward ends; the units that it did not use."""
-        rest = [index for index in self.canonical if index not in self._seen]
-        self.forward.extend(rest)
-        self._seen.update(rest)
-        return rest
-
-    def done(self, index: int) -> None:
-        """A unit's forward ends."""
-        self._done.append(index)
-
-    def backward(self) -> list[int]:
-        """The order in which the units' backwards begin: the reverse of the ends of their last forwards."""
-        return list(dict.fromkeys(reversed(self._done)))
-
-    def end_backward(self) -> None:
-        """The forwards so far are done with."""
-        self.last_forward = self.forward or self.last_forward
-        self.forward, self._done = [], []
-
-    def agree(self, positions: Sequence[float]) -> None:
-        """Take the ranks' earliest first uses (by unit index of ``canonical``'s set, sorted) as the order."""
-        rank_of = {index: place for place, index in enumerate(self.canonical)}
-        by_index = dict(zip(sorted(self.canonical), positions, strict=True))
-        self.canonical.sort(key=lambda index: (by_index[index], rank_of[index]))
-        self.first_use.clear()
-
-    def positions(self) -> list[float]:
-        """This rank's first uses since the last agreement, by ascending unit index; infinite where unused."""
-        return [float(self.first_use.get(index, FAR)) for index in sorted(self.canonical)]
 
 
 class Residency:
@@ -89,9 +26,18 @@ class Residency:
         units: all others.
         pool: their slots.
         root_pool: the root's slot.
+        on_change: called with a unit and whether its parameters are in memory from now on.
     """
 
-    def __init__(self, root: Unit, units: Sequence[Unit], pool: Pool, root_pool: Pool, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        root: Unit,
+        units: Sequence[Unit],
+        pool: Pool,
+        root_pool: Pool,
+        mesh: Mesh,
+        on_change: Callable[[Unit, bool], None],
+    ) -> None:
         self._root = root
         self._units = {unit.index: unit for unit in units}
         self._pool = pool
@@ -102,7 +48,7 @@ class Residency:
         self._kept: set[Unit] = set()
         self._plan: list[int] = []
         self._position = 0
-        self.on_change = lambda unit, here: None
+        self._on_change = on_change
 
     # Events.
 
@@ -124,15 +70,28 @@ class Residency:
             self._backward.add(unit)
             self.need(unit)
 
+    def hold(self, unit: Unit) -> None:
+        """A view of it is used in the backward: the unit stays until the next unit's backward begins."""
+        self._backward.add(unit)
+        if unit.state is not State.FETCHED:
+            self.need(unit)
+
     def leave(self, unit: Unit) -> None:
         """The unit's forward ended, or raised; so has every use inside it."""
         while self._active and self._active.pop() is not unit:
             pass
 
-    def enter_backward(self, unit: Unit) -> None:
-        """The gradient of the unit's output arrived: units used after it are done with."""
+    def enter_backward(self, unit: Unit, needed: bool = True) -> None:
+        """The gradient of the unit's output arrived: units used after it are done with.
+
+        ``needed`` says whether its backward looks at its parameters.
+        """
         self._backward = {unit} | unit.ancestors
-        self.need(unit)
+        if needed:
+            self.need(unit)
+        else:
+            self._advance(unit)
+            self._prefetch()
 
     def leave_backward(self) -> None:
         """The backward is over."""
@@ -148,7 +107,7 @@ class Residency:
         self._fetch(unit)
         if unit.state is State.FETCHING:
             unit.finish_fetch()
-            self.on_change(unit, True)
+            self._on_change(unit, True)
         self._prefetch()
 
     # Decisions.
@@ -212,7 +171,7 @@ class Residency:
         if unit.state is State.FETCHING:
             unit.finish_fetch()
         else:
-            self.on_change(unit, False)
+            self._on_change(unit, False)
         pool = self._root_pool if unit is self._root else self._pool
         pool.give(unit.evict())
 

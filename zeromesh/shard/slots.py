@@ -55,9 +55,9 @@ class Pool:
         return Slot(nbytes, self._device, self._lent)
 
     def give(self, slot: Slot) -> None:
-        """Return a slot. On CUDA its next writer is launched after its last reader on the same stream, or by a
-        collective that waits for that stream, so no event is needed.
-        """
+        """Return a slot."""
+        # On CUDA its next writer is launched after its last reader on the current stream, or is a collective, whose
+        # stream waits for the current one when it is launched.
         self._free.append(slot)
         self._free.sort(key=lambda free: free.nbytes)
 

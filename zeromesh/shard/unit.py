@@ -142,7 +142,8 @@ class Unit:
 
     def go_home(self) -> None:
         """Free the memory that the parameters were placed in; from here on they are fetched into slots."""
-        assert self.sharded and self.slot is None
+        assert self.sharded
+        assert self.slot is None
         self.storage.resize_(0)
         self.state = State.HOME
 
@@ -173,7 +174,8 @@ class Unit:
 
     def evict(self) -> Slot:
         """Give the slot up; the storage is empty from here on. Only where parameters are sharded."""
-        assert self.state is State.FETCHED and self.sharded and self.slot is not None, (self, self.state)
+        assert self.state is State.FETCHED, (self, self.state)
+        assert self.slot is not None
         detach(self.storage, self.slot)
         slot, self.slot, self.state = self.slot, None, State.HOME
         return slot

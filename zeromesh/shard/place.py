@@ -1,0 +1,79 @@
+"""Cutting a model into units and laying its parameters out over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from zeromesh.dist.mesh import Mesh
+from zeromesh.model.placement import Placement, Row
+from zeromesh.model.precision import Precision
+from zeromesh.shard.find import assign, find_units
+from zeromesh.shard.gradient import Gradient
+from zeromesh.shard.layout import Layout
+from zeromesh.shard.unit import Flat, Unit
+
+Named = Sequence[tuple[str, nn.Parameter]]
+Materialise = Callable[[Named], None]
+
+
+def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
+    """The units of a model, the root first, without parameters yet; see ``find_units``."""
+    units = [Unit(0, "", model, None)]
+    for index, (name, module) in enumerate(find_units(model, targets), start=1):
+        enclosing = [u for u in units if u.name == "" or name.startswith(u.name + ".")]
+        units.append(Unit(index, name, module, max(enclosing, key=lambda u: len(u.name))))
+    return units
+
+
+def place_units(
+    units: Sequence[Unit], mesh: Mesh, row: Row, precision: Precision, materialise: Materialise | None
+) -> None:
+    """Give every unit its parameters in flat buffers; only one unit at a time is whole where parameters are sharded.
+
+    Args:
+        units: as from ``make_units``; filled in place.
+        mesh: the ranks.
+        row: what is sharded.
+        precision: the dtype to compute in.
+        materialise: called with a unit's named parameters before their values are used.
+    """
+    owned = assign(units[0].module, [unit.name for unit in units[1:]])
+    number = 0
+    for unit in units:
+        if materialise is not None:
+            materialise(owned[unit.name])
+        flats = []
+        for (dtype, trainable), members in _kinds(unit.module, owned[unit.name], precision).items():
+            shapes = [(name, parameter.shape) for name, parameter in members]
+            layout = Layout.build(shapes, dtype, trainable, mesh.shard.size)
+            flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh)
+            if trainable:
+                flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag)
+            flats.append(flat)
+            number += 1
+        unit.place(flats, row, mesh, mixed=precision.compute is not None)
+        if row.parameter is Placement.SHARDED:
+            unit.go_home()
+
+
+def _kinds(
+    module: nn.Module, named: Named, precision: Precision
+) -> dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]:
+    """The parameters by (dtype to compute in, trainable)."""
+    keeps = _full_precision_parameters(module)
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        dtype = parameter.dtype
+        if precision.compute is not None and dtype.is_floating_point and id(parameter) not in keeps:
+            dtype = precision.compute
+        kinds.setdefault((dtype, parameter.requires_grad), []).append((name, parameter))
+    return kinds
+
+
+def _full_precision_parameters(module: nn.Module) -> set[int]:
+    """Parameters of normalisations with running statistics: torch's kernels take 16-bit inputs with these in fp32."""
+    kinds = (nn.modules.batchnorm._BatchNorm,)
+    return {id(p) for m in module.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
