@@ -18,11 +18,13 @@ from zeromesh.checkpoint.boxes import (
     Reader,
     commit,
     latest,
+    pack,
     remove,
     require_json,
+    unpack,
     write_json,
     write_shard,
-)  # fmt: skip
+)
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.precision.scaler import LossScaler
@@ -53,31 +55,43 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
         TypeError: the client state holds something that JSON cannot.
     """
     tag = tag or f"global_step{engine.global_steps}"
-    state = _state(engine, client_state)
     draft, final = folder / f"{tag}.draft", folder / tag
     rank = engine.mesh.rank
-    together(engine.mesh, "save the checkpoint", lambda: _prepare(draft) if rank == 0 else None)
-    together(
-        engine.mesh,
-        "save the checkpoint",
-        lambda: write_json(draft / f"rank_{rank:05d}.json", write_shard(draft, rank, list(_boxes(engine)))),
-    )
+
+    def begin() -> None:
+        _require_json(engine, client_state)
+        if rank == 0:
+            _prepare(draft)
+
+    def write() -> None:
+        entry = write_shard(draft, rank, list(_boxes(engine)))
+        write_json(draft / f"rank_{rank:05d}.json", {"shard": entry, "scalars": _scalars(engine)})
 
     def finish() -> None:
-        import json
+        if rank == 0:
+            write_json(draft / MANIFEST, _state(engine, client_state) | _joined(draft))
+            commit(draft, final)
+            if save_latest:
+                (folder / f"{LATEST}.draft").write_text(tag)
+                (folder / f"{LATEST}.draft").rename(folder / LATEST)
 
-        parts = sorted(draft.glob("rank_*.json"))
-        state["shards"] = [json.loads(part.read_text()) for part in parts]
-        for part in parts:
-            part.unlink()
-        write_json(draft / MANIFEST, state)
-        commit(draft, final)
-        if save_latest:
-            (folder / f"{LATEST}.draft").write_text(tag)
-            (folder / f"{LATEST}.draft").rename(folder / LATEST)
-
-    together(engine.mesh, "save the checkpoint", finish if rank == 0 else lambda: None)
+    for part in (begin, write, finish):
+        together(engine.mesh, "save the checkpoint", part)
     return final
+
+
+def _joined(draft: Path) -> dict[str, Any]:
+    """What the ranks wrote about their shards, in one; their own files go away."""
+    import json
+
+    shards: list[Any] = []
+    scalars: dict[str, Any] = {}
+    for path in sorted(draft.glob("rank_*.json")):
+        part = json.loads(path.read_text())
+        shards.append(part["shard"])
+        scalars |= part["scalars"]
+        path.unlink()
+    return {"shards": shards, "scalars": scalars}
 
 
 def _prepare(draft: Path) -> None:
@@ -103,11 +117,14 @@ def together(mesh: Mesh, what: str, action: Callable[[], Any]) -> None:
         raise RuntimeError(f"rank {int(failed.flatten().nonzero()[0])} could not {what}; its own message says why")
 
 
-def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
+def _require_json(engine: Run, client_state: dict[str, Any]) -> None:
     require_json("client_state", client_state)
+    if engine.lr_scheduler is not None:
+        require_json("the scheduler's state", engine.lr_scheduler.state_dict())
+
+
+def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
     scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
-    if scheduler is not None:
-        require_json("the scheduler's state", scheduler)
     groups = engine.optimizer.param_groups if engine.optimizer else []
     return {
         "format": FORMAT,
@@ -116,11 +133,16 @@ def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
         "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps,
         "loss_scaler": engine.loss_scaler.state_dict() if engine.loss_scaler else None,
-        "scheduler": scheduler,
-        "groups": [{key: value for key, value in group.items() if _plain(value)} for group in groups],
-        "scalars": _scalars(engine),
-        "client_state": client_state,
+        "scheduler": pack(scheduler),
+        "optimizer": type(engine.optimizer).__name__,
+        "groups": [pack(_options(group)) for group in groups],
+        "client_state": pack(client_state),
     }
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters, of which every rank has others."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names") and _plain(value)}
 
 
 def _plain(value: Any) -> bool:
@@ -174,32 +196,25 @@ def _optimizer_boxes(engine: Run, flat: Flat, piece: Piece) -> Iterator[Box]:
     for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
         if isinstance(value, torch.Tensor) and value.ndim > 0 and start < stop:
             if value.numel() != piece.stop - piece.start:
-                raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {tuple(value.shape)}, not its parameter's")
+                shape = tuple(value.shape)
+                raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")
             data = value.flatten()[start - piece.start : stop - piece.start]
             yield Box(f"optimizer/{key}/{piece.name}", piece.shape, start, stop, data)
 
 
 def _scalars(engine: Run) -> dict[str, dict[str, Any]]:
-    """Optimizer states that are single numbers, by parameter; every rank holds the same for a parameter it shares."""
-    if engine.optimizer is None:
-        return {}
-    mine = {}
-    for _, _, piece in _pieces(engine.sharded):
-        state = engine.optimizer.state.get(piece.parameter, {})
-        mine[piece.name] = {k: float(v) for k, v in state.items() if not (isinstance(v, torch.Tensor) and v.ndim > 0)}
-    return _share_scalars(engine, mine)
+    """Optimizer states that are single numbers, by parameter; ranks that hold pieces of one parameter have the same.
 
-
-def _share_scalars(engine: Run, mine: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """All parameters' single numbers, also of those that this rank holds nothing of."""
-    names = [segment.name for flat in engine.sharded.flats if flat.layout.trainable for segment in flat.layout.segments]
-    keys = ["step", *sorted({key for state in mine.values() for key in state} - {"step"})]
-    table = torch.full((len(names), len(keys)), -1.0, dtype=torch.float64)
-    for row, name in enumerate(names):
-        for column, key in enumerate(keys):
-            table[row, column] = mine.get(name, {}).get(key, -1.0)
-    table = engine.mesh.group("world").exchange(table.flatten()).amax(0).view(len(names), len(keys))
-    return {n: {k: v for k, v in zip(keys, r, strict=True) if v >= 0} for n, r in zip(names, table.tolist(), strict=True)}
+    A tensor is written as its value and its dtype.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for _, _, piece in _pieces(engine.sharded) if engine.optimizer else ():
+        for key, value in engine.optimizer.state.get(piece.parameter, {}).items() if engine.optimizer else ():
+            if not isinstance(value, torch.Tensor):
+                found.setdefault(piece.name, {})[key] = value
+            elif value.ndim == 0:
+                found.setdefault(piece.name, {})[key] = [value.item(), str(value.dtype).removeprefix("torch.")]
+    return found
 
 
 def _buffers(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
@@ -249,14 +264,20 @@ def load(
         Its path and the client state; (None, {}) if the folder holds none.
 
     Raises:
-        ValueError: it is of another model, or not what was written. Nothing has been loaded then.
+        FileNotFoundError: a file of it is missing.
+        ValueError: it is of another model or optimizer, or not what was written. Nothing has been loaded then.
     """
     tag = tag or latest(folder)
     if tag is None:
         return None, {}
     reader = Reader(folder / tag)
     _require_same_model(engine.sharded, reader)
-    together(engine.mesh, "load the checkpoint", lambda: _load_tensors(engine, reader, optimizer_states))
+    if optimizer_states:
+        _require_same_optimizer(engine.optimizer, reader)
+    mesh = engine.mesh
+    # All files before the first value: a damaged one must not leave half of another run behind.
+    together(mesh, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size))
+    together(mesh, "load the checkpoint", lambda: _load_tensors(engine, reader, optimizer_states))
     state = reader.manifest
     engine.sharded.updated()
     engine.global_steps, engine.micro_steps = state["global_steps"], state["micro_steps"]
@@ -264,8 +285,8 @@ def load(
     if engine.loss_scaler is not None and state["loss_scaler"]:
         engine.loss_scaler.load_state_dict(state["loss_scaler"])
     if engine.lr_scheduler is not None and scheduler_states and state["scheduler"]:
-        engine.lr_scheduler.load_state_dict(state["scheduler"])
-    return str(folder / tag), state["client_state"]
+        engine.lr_scheduler.load_state_dict(unpack(state["scheduler"]))
+    return str(folder / tag), unpack(state["client_state"])
 
 
 def _require_same_model(sharded: Sharded, reader: Reader) -> None:
@@ -278,6 +299,18 @@ def _require_same_model(sharded: Sharded, reader: Reader) -> None:
     problems += [f"{name}: not in the model" for name in saved if name not in wanted]
     if problems:
         raise ValueError(f"{reader.folder} is of another model:\n" + "\n".join(problems[:20]))
+
+
+def _require_same_optimizer(optimizer: Optimizer | None, reader: Reader) -> None:
+    if optimizer is None:
+        return
+    saved = (reader.manifest["optimizer"], len(reader.manifest["groups"]))
+    wanted = (type(optimizer).__name__, len(optimizer.param_groups))
+    if saved != wanted:
+        raise ValueError(
+            f"{reader.folder} has the state of {saved[0]} with {saved[1]} parameter groups, but this run has {wanted[0]} "
+            f"with {wanted[1]}; make the same optimizer, or pass load_optimizer_states=False to take the parameters only"
+        )
 
 
 def _load_tensors(engine: Run, reader: Reader, optimizer_states: bool) -> None:
@@ -306,7 +339,7 @@ def _load_tensors(engine: Run, reader: Reader, optimizer_states: bool) -> None:
 def _load_optimizer(engine: Run, reader: Reader) -> None:
     assert engine.optimizer is not None
     for group, saved in zip(engine.optimizer.param_groups, reader.manifest["groups"], strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+        group.update(unpack(saved))
     keys = sorted({name.split("/")[1] for name in reader.names() if name.startswith("optimizer/")})
     for _, _, piece in _pieces(engine.sharded):
         state = engine.optimizer.state[piece.parameter]
@@ -317,7 +350,7 @@ def _load_optimizer(engine: Run, reader: Reader) -> None:
                 state[key] = torch.empty_like(piece.parameter.data)
                 reader.read(name, piece.start, piece.stop, state[key])
         for key, value in reader.manifest["scalars"].get(piece.name, {}).items():
-            state[key] = torch.tensor(value, dtype=torch.float32)
+            state[key] = torch.tensor(value[0], dtype=getattr(torch, value[1])) if isinstance(value, list) else value
 
 
 def gathered_state_dict(sharded: Sharded) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Files that hold ranges of named tensors, and a manifest that says which.
 
-A *box* is a range ``[start, stop)`` of a flattened tensor. Every rank writes the boxes it owns to one safetensors file; the
-manifest joins them. Reading asks for any range of a tensor and takes it from whichever files hold it. There is no
+A *box* is a range ``[start, stop)`` of a flattened tensor. Every rank writes the boxes it owns to one safetensors file;
+the manifest joins them. Reading asks for any range of a tensor and takes it from whichever files hold it. There is no
 pickle anywhere. A checkpoint is there when its folder has its name: it is written under another one, flushed to the
 disk, and renamed last.
 """
@@ -102,9 +102,8 @@ class Reader:
         if not (folder / MANIFEST).is_file():
             raise FileNotFoundError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another tag")
         self.folder = folder
-        self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        self.manifest = _read_manifest(folder / MANIFEST)
         self._boxes: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-        self._checked: set[str] = set()
         for shard in self.manifest["shards"]:
             for box in shard["boxes"]:
                 self._boxes.setdefault(box["name"], []).append((shard["file"], box))
@@ -127,23 +126,34 @@ class Reader:
             low, high = max(start, box["start"]), min(stop, box["stop"])
             if low >= high:
                 continue
-            self._check(file)
             with safe_open(str(self.folder / file), framework="pt") as tensors:
                 part = tensors.get_slice(box["key"])[low - box["start"] : high - box["start"]]
             out[low - start : high - start].copy_(part)
             missing -= high - low
         if missing:
-            raise ValueError(f"{self.folder} holds only part of {name}: {missing} of {stop - start} elements are missing")
+            raise ValueError(f"{self.folder} lacks {missing} of the {stop - start} elements of {name} that are needed")
 
-    def _check(self, file: str) -> None:
-        if file in self._checked:
-            return
-        path = self.folder / file
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing from the checkpoint; choose another tag")
-        if _digest(path) != self._digests[file]:
-            raise ValueError(f"{path} is not the file that was written (SHA-256 differs); choose another tag")
-        self._checked.add(file)
+    def verify(self, first: int = 0, step: int = 1) -> None:
+        """Compare every ``step``-th file, from ``first`` on, with what was written.
+
+        Raises:
+            FileNotFoundError: one is missing.
+            ValueError: one has another content.
+        """
+        for file, digest in list(self._digests.items())[first::step]:
+            path = self.folder / file
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} is missing from the checkpoint; choose another tag")
+            if _digest(path) != digest:
+                raise ValueError(f"{path} is not the file that was written (SHA-256 differs); choose another tag")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not the file that was written: {error}; choose another tag") from error
+    return manifest
 
 
 def latest(folder: Path) -> str | None:
@@ -152,11 +162,35 @@ def latest(folder: Path) -> str | None:
     return path.read_text().strip() or None if path.is_file() else None
 
 
+def pack(value: Any) -> Any:
+    """What JSON holds of ``value``: tuples, and dicts with keys that are not strings, are marked as such."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: pack(item) for key, item in value.items()}
+        return {"__items__": [[pack(key), pack(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"__tuple__": [pack(item) for item in value]}
+    return [pack(item) for item in value] if isinstance(value, list) else value
+
+
+def unpack(value: Any) -> Any:
+    """What ``pack`` was given."""
+    if isinstance(value, list):
+        return [unpack(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "__items__" in value:
+        return {unpack(key): unpack(item) for key, item in value["__items__"]}
+    if "__tuple__" in value:
+        return tuple(unpack(item) for item in value["__tuple__"])
+    return {key: unpack(item) for key, item in value.items()}
+
+
 def require_json(what: str, value: Mapping[str, Any]) -> None:
     """Raise TypeError naming the key of ``value`` that JSON cannot hold."""
     for key, item in value.items():
         try:
-            json.dumps(item)
+            json.dumps(pack(item))
         except TypeError as error:
             raise TypeError(
                 f"{what}[{key!r}] is a {type(item).__name__}, which a checkpoint's JSON cannot hold; "
