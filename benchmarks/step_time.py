@@ -3,8 +3,8 @@
     python benchmarks/step_time.py --case compute --rounds 5
     python benchmarks/step_time.py --case communication --dtype bf16 --rounds 5
 
-Every variant trains the same Llama-style decoder from the same seed on the same random tokens with AdamW; the last losses
-must agree. The variants take turns, round by round, each in fresh processes, so that a machine whose speed drifts
+Every variant trains the same Llama-style decoder from the same seed on the same random tokens with AdamW; the last
+losses must agree. The variants take turns, round by round, each in fresh processes, so that a machine whose speed drifts
 is the same to all. *floor* is forward and backward alone: no communication, no update. Wire bytes are counted on the
 loopback interface, for the whole machine: nothing else may be talking. On a machine with GPUs the same runs with nccl.
 """
@@ -107,7 +107,11 @@ def fsdp2(model: Decoder, dtype: torch.dtype, device: torch.device, reshard: boo
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model.to(device)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype) if dtype is not torch.float32 else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        if dtype is not torch.float32
+        else MixedPrecisionPolicy()
+    )
     for block in model.blocks:
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
@@ -166,9 +170,11 @@ def wire_bytes() -> int:
     return int(line.split(":")[1].split()[0])
 
 
-def measure(variant: str, case_name: str, dtype_name: str, warmup: int, steps: int, out: str) -> None:
+def measure(
+    backend: str | None, variant: str, case_name: str, dtype_name: str, warmup: int, steps: int, out: str
+) -> None:
     """One process of one variant; rank 0 writes the seconds of each step and the bytes on the wire."""
-    environment = init_distributed()
+    environment = init_distributed(backend)
     device = device_for(environment, dist.get_backend())
     case, dtype = CASES[case_name], getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype_name])
     step = VARIANTS[variant](make_model(case), dtype, device)
@@ -200,7 +206,8 @@ def rounds(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     out = Path(arguments.out).with_suffix(".part")
     for number in range(arguments.rounds):
         for variant in arguments.variants:
-            launch(measure, arguments.ranks, variant, arguments.case, arguments.dtype, arguments.warmup, arguments.steps, str(out))
+            a = arguments
+            launch(measure, a.ranks, a.backend, variant, a.case, a.dtype, a.warmup, a.steps, str(out))
             yield variant, json.loads(out.read_text())
         print(f"round {number + 1} of {arguments.rounds} done", file=sys.stderr, flush=True)
     out.unlink()
@@ -211,7 +218,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     medians = {name: [statistics.median(run["times"]) for run in runs] for name, runs in results.items()}
     base = statistics.median(medians["floor"]) if "floor" in medians else None
     lines = [
-        "| variant | s/step (min - max) | ratio to floor | CPU s/step of one rank | MB on the wire per rank and step | last loss |",
+        "| variant | s/step (min - max) | ratio to floor | CPU s/step of one rank | MB on the wire per rank and step "
+        "| last loss |",
         "|---|---|---|---|---|---|",
     ]
     for name, values in medians.items():
@@ -229,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=list(CASES), default="compute")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], help="gloo for several ranks on one GPU")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)

@@ -248,4 +248,6 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         if labels is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_LABEL)
+        # In at least fp32: a sum over the vocabulary in 16 bits would lose most of its digits.
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.flatten(0, 1).to(wide), labels.flatten(), ignore_index=IGNORE_LABEL)
