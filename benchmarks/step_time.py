@@ -3,10 +3,10 @@
     python benchmarks/step_time.py --case compute --rounds 5
     python benchmarks/step_time.py --case communication --dtype bf16 --rounds 5
 
-Every variant trains the same Llama-style decoder from the same seed on the same random tokens with AdamW; the last
-losses must agree. The variants take turns, round by round, each in fresh processes, so that a machine whose speed drifts
-is the same to all. *floor* is forward and backward alone: no communication, no update. Wire bytes are counted on the
-loopback interface, for the whole machine: nothing else may be talking. On a machine with GPUs the same runs with nccl.
+Every variant trains the same Llama-style decoder from the same seed on the same random tokens with AdamW; their last
+losses must agree. The variants take turns, round by round, each in fresh processes, so that a machine whose speed
+drifts is the same to all. *floor* is forward and backward alone: no communication, no update. Wire bytes are counted on
+the loopback interface, for the whole machine: nothing else may be talking. On GPUs the same runs with nccl.
 """
 
 from __future__ import annotations

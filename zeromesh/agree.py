@@ -22,6 +22,7 @@ def require_agreement(mesh: Mesh, what: str, text: str) -> None:
     """Raise ValueError on every rank unless all of them have the same text.
 
     Args:
+        mesh: the ranks.
         what: what the text describes, for the message.
         text: several lines; the first that differ are shown.
     """

@@ -60,7 +60,7 @@ def initialize(
         collate_fn: for the loader.
         config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
         mesh: the ranks; made from the configuration by default.
-        loss_fn: from the model's output and the labels to the loss, for ``train_batch`` of a model that returns no loss.
+        loss_fn: from the model's output and the labels to the loss, for ``train_batch``, if the model returns no loss.
         args: an object whose ``deepspeed_config`` names the file, as DeepSpeed's launcher makes it.
         config_params: DeepSpeed's older name of ``config``.
         dist_init_required: accepted for DeepSpeed's sake; the process group is started when there is none.

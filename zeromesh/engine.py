@@ -144,8 +144,9 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this context are not followed by an update: replicated gradients stay on their rank until a
-        backward outside of it, or ``step``.
+        """Backwards in this context are not followed by an update.
+
+        Replicated gradients stay on their rank until a backward outside of it, or ``step``.
         """
         before, self._syncs = self._syncs, False
         try:
@@ -212,19 +213,20 @@ class Engine:
         dynamic = self.config.precision.loss_scale is not None and self.config.precision.loss_scale.static is None
         if dynamic:
             assert self.loss_scaler is not None
-            _log.info("update %d skipped: overflow; the loss scale is now %g", self.global_steps, self.loss_scaler.scale)
+            scale = self.loss_scaler.scale
+            _log.info("update %d skipped: overflow; the loss scale is now %g", self.global_steps, scale)
             return True
         if bool(bad.any()):
             rank = int(bad.nonzero()[0])
             raise FloatingPointError(
-                f"the loss of micro-batch {int(bad[rank]) - 1} of update {self.global_steps} is not finite on rank {rank}; "
-                "look at that batch, lower the learning rate, or clip gradients"
+                f"the loss of micro-batch {int(bad[rank]) - 1} of update {self.global_steps} is not finite on rank "
+                f"{rank}; look at that batch, lower the learning rate, or clip gradients"
             )
         _log.warning("update %d skipped: the gradient's norm is %s%s", self.global_steps, self._norm, culprit)
         if self._skipped_in_a_row >= MOST_SKIPPED:
             raise FloatingPointError(
-                f"the gradient was not finite in {MOST_SKIPPED} updates in a row, the last is {self.global_steps}{culprit}; "
-                "lower the learning rate, or clip gradients"
+                f"the gradient was not finite in {MOST_SKIPPED} updates in a row, the last is {self.global_steps}"
+                f"{culprit}; lower the learning rate, or clip gradients"
             )
         return True
 
@@ -362,7 +364,7 @@ class Engine:
         self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> Path:  # fmt: skip
-        """Write everything that a resumed run needs to ``save_dir/tag``; each rank writes its shards. See ``saving``."""
+        """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. See ``saving``."""
         return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)
 
     def load_checkpoint(
@@ -392,7 +394,8 @@ def _check_loss(loss: Any, graph: bool = True) -> None:
         raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: take the mean or the sum")
     if graph and not loss.requires_grad:
         raise ValueError(
-            "the loss has no graph: it was computed under torch.no_grad(), detached, or depends on no trainable parameter"
+            "the loss has no graph: it was computed under torch.no_grad(), detached, or depends on no trainable "
+            "parameter"
         )
 
 

@@ -308,8 +308,8 @@ def _require_same_optimizer(optimizer: Optimizer | None, reader: Reader) -> None
     wanted = (type(optimizer).__name__, len(optimizer.param_groups))
     if saved != wanted:
         raise ValueError(
-            f"{reader.folder} has the state of {saved[0]} with {saved[1]} parameter groups, but this run has {wanted[0]} "
-            f"with {wanted[1]}; make the same optimizer, or pass load_optimizer_states=False to take the parameters only"
+            f"{reader.folder} has the state of {saved[0]} with {saved[1]} parameter groups, but this run has {wanted[0]}"
+            f" with {wanted[1]}; make the same optimizer, or pass load_optimizer_states=False to take parameters only"
         )
 
 

@@ -21,7 +21,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Args:
         function: any callable on tensors; it is called again in the backward and must compute the same.
-        args, kwargs: its arguments.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

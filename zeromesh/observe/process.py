@@ -1,4 +1,4 @@
-"""What the process uses of its device's memory, as measured: the allocator's count on an accelerator, else resident memory."""
+"""What the process uses of its device's memory, as measured: by the allocator, or resident memory on a CPU."""
 
 from __future__ import annotations
 
