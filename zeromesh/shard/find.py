@@ -46,12 +46,16 @@ def _candidates(module: nn.Module, name: str, total: int) -> Iterator[tuple[str,
         path = f"{name}.{child_name}" if name else child_name
         if _elements(child) == 0:
             continue
-        leaf = next(child.children(), None) is None
         block = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS)
-        if leaf or (block and not _too_large(child, total)):
+        if _holds_most_itself(child) or (block and not _too_large(child, total)):
             yield path, child
         else:
             yield from _candidates(child, path, total)
+
+
+def _holds_most_itself(module: nn.Module) -> bool:
+    """Whether its parameters are its own rather than its children's, as an attention's are: it is not cut further."""
+    return 2 * sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= _elements(module)
 
 
 def _too_large(block: nn.Module, total: int) -> bool:
@@ -82,7 +86,7 @@ def _matching(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, n
         if hits:
             yield name, module
     if unused:
-        kinds = sorted({type(module).__name__ for _, module in model.named_modules()})
+        kinds = sorted({type(module).__name__ for name, module in model.named_modules() if name and _elements(module)})
         raise ValueError(
             f"units: {next(iter(unused))!r} matches no module with parameters; give a class name or a pattern of "
             f"module names. The classes in this model are {', '.join(kinds)}"
