@@ -1,14 +1,50 @@
-"""Whether all ranks were started with the same configuration and the same model."""
+"""What all ranks must agree on: the configuration, the model, and whether something worked."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.dist.collectives import Group, Traffic
+
+Result = TypeVar("Result")
+
+
+def world_group(device: torch.device) -> Group:
+    """All ranks, before there is a mesh."""
+    return Group("world", dist.group.WORLD, device, Traffic())
+
+
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """What the action returned, or raised."""
+    try:
+        return action(), None
+    except Exception as error:  # whatever it was, the other ranks must hear of it
+        return None, error
+
+
+def share(world: Group, what: str, failure: Exception | None) -> None:
+    """If something failed on one rank, let it fail on all, rather than leave the others waiting.
+
+    Raises:
+        the rank's own error where it failed, RuntimeError naming the first such rank elsewhere.
+    """
+    failed = world.exchange(torch.tensor([float(failure is not None)], dtype=torch.float64))
+    if failure is not None:
+        raise failure
+    if bool(failed.any()):
+        raise RuntimeError(f"rank {int(failed.flatten().nonzero()[0])} could not {what}; its own message says why")
+
+
+def together(world: Group, what: str, action: Callable[[], object]) -> None:
+    """Do something on every rank, with ``share``'s errors."""
+    share(world, what, attempt(action)[1])
 
 
 def describe(model: nn.Module) -> str:
@@ -18,15 +54,14 @@ def describe(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def require_agreement(mesh: Mesh, what: str, text: str) -> None:
+def require_agreement(world: Group, what: str, text: str) -> None:
     """Raise ValueError on every rank unless all of them have the same text.
 
     Args:
-        mesh: the ranks.
+        world: all ranks.
         what: what the text describes, for the message.
         text: several lines; the first that differ are shown.
     """
-    world = mesh.group("world")
     data = text.encode()
     digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "big")
     rows = world.exchange(torch.tensor([digest, len(data)], dtype=torch.int64))

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh import zero
-from zeromesh.agree import describe, require_agreement
-from zeromesh.dist.environment import Environment, device_for, init_distributed
+from zeromesh.agree import attempt, describe, require_agreement, share, world_group
+from zeromesh.dist.environment import Environment, device_for, init_distributed, is_launched
 from zeromesh.dist.mesh import Mesh
 from zeromesh.engine import Engine
 from zeromesh.model.placement import Placement
@@ -80,13 +81,19 @@ def initialize(
     given = given if given is not None else getattr(args, "deepspeed_config", None)
     if given is None:
         raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
-    settings = Settings.load(given)
-    unmade = check_parameters(model)
+    read, failure = attempt(lambda: (Settings.load(given), check_parameters(model)))
+    if failure is not None and not (is_launched() or dist.is_initialized()):
+        raise failure
     environment = init_distributed()
+    world = world_group(device_for(environment, dist.get_backend()))
+    share(world, "read its configuration and model", failure)
+    assert read is not None
+    settings, unmade = read
+    # Before the mesh, whose groups are made by all ranks or by none.
+    require_agreement(world, "the configuration", settings.to_json())
+    require_agreement(world, "the model", describe(model))
     mesh = mesh or make_mesh(settings, environment)
     resolved = settings.resolve(mesh.data_size, mesh.sizes)
-    require_agreement(mesh, "the configuration", resolved.to_json())
-    require_agreement(mesh, "the model", describe(model))
     owned = list(_parameters_and_groups(model, model_parameters))
     _move_buffers(model, mesh.device)
     _checkpoint_activations(model, resolved)
@@ -102,7 +109,7 @@ def initialize(
 def make_mesh(settings: Settings, environment: Environment | None = None) -> Mesh:
     """The mesh that the configuration describes, over the ranks that are running."""
     environment = environment or init_distributed()
-    device = device_for(environment, torch.distributed.get_backend())
+    device = device_for(environment, dist.get_backend())
     return Mesh(settings.resolve_mesh(environment.world_size), device)
 
 

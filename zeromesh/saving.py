@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.agree import together
 from zeromesh.checkpoint.boxes import (
     LATEST,
     MANIFEST,
@@ -56,7 +57,7 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
     """
     tag = tag or f"global_step{engine.global_steps}"
     draft, final = folder / f"{tag}.draft", folder / tag
-    rank = engine.mesh.rank
+    rank, world = engine.mesh.rank, engine.mesh.group("world")
 
     def begin() -> None:
         _require_json(engine, client_state)
@@ -75,8 +76,13 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
                 (folder / f"{LATEST}.draft").write_text(tag)
                 (folder / f"{LATEST}.draft").rename(folder / LATEST)
 
-    for part in (begin, write, finish):
-        together(engine.mesh, "save the checkpoint", part)
+    try:
+        for part in (begin, write, finish):
+            together(world, "save the checkpoint", part)
+    except Exception:
+        if rank == 0:
+            remove(draft)
+        raise
     return final
 
 
@@ -97,24 +103,6 @@ def _joined(draft: Path) -> dict[str, Any]:
 def _prepare(draft: Path) -> None:
     remove(draft)
     draft.mkdir(parents=True)
-
-
-def together(mesh: Mesh, what: str, action: Callable[[], Any]) -> None:
-    """Do something on every rank; if it fails on one, it fails on all, rather than leave the others waiting.
-
-    Raises:
-        the rank's own error where it failed, RuntimeError naming the first such rank elsewhere.
-    """
-    failure: Exception | None = None
-    try:
-        action()
-    except Exception as error:  # whatever it was, the others must hear of it
-        failure = error
-    failed = mesh.group("world").exchange(torch.tensor([float(failure is not None)], dtype=torch.float64))
-    if failure is not None:
-        raise failure
-    if bool(failed.any()):
-        raise RuntimeError(f"rank {int(failed.flatten().nonzero()[0])} could not {what}; its own message says why")
 
 
 def _require_json(engine: Run, client_state: dict[str, Any]) -> None:
@@ -274,10 +262,10 @@ def load(
     _require_same_model(engine.sharded, reader)
     if optimizer_states:
         _require_same_optimizer(engine.optimizer, reader)
-    mesh = engine.mesh
+    mesh, world = engine.mesh, engine.mesh.group("world")
     # All files before the first value: a damaged one must not leave half of another run behind.
-    together(mesh, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size))
-    together(mesh, "load the checkpoint", lambda: _load_tensors(engine, reader, optimizer_states))
+    together(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size))
+    together(world, "load the checkpoint", lambda: _load_tensors(engine, reader, optimizer_states))
     state = reader.manifest
     engine.sharded.updated()
     engine.global_steps, engine.micro_steps = state["global_steps"], state["micro_steps"]
@@ -308,7 +296,7 @@ def _require_same_optimizer(optimizer: Optimizer | None, reader: Reader) -> None
     wanted = (type(optimizer).__name__, len(optimizer.param_groups))
     if saved != wanted:
         raise ValueError(
-            f"{reader.folder} has the state of {saved[0]} with {saved[1]} parameter groups, but this run has {wanted[0]}"
+            f"{reader.folder} is of {saved[0]} with {saved[1]} parameter groups, but this run has {wanted[0]}"
             f" with {wanted[1]}; make the same optimizer, or pass load_optimizer_states=False to take parameters only"
         )
 
@@ -381,5 +369,5 @@ def save_model(sharded: Sharded, folder: Path, filename: str) -> bool:
         unique = {id(tensor): (name, tensor) for name, tensor in reversed(state.items())}
         save_file({name: tensor.contiguous() for name, tensor in unique.values()}, folder / filename, {"format": "pt"})
 
-    together(sharded.mesh, "write the model", write if sharded.mesh.rank == 0 else lambda: None)
+    together(sharded.mesh.group("world"), "write the model", write if sharded.mesh.rank == 0 else lambda: None)
     return True
