@@ -59,6 +59,7 @@ class Engine:
         self._boundary: bool | None = None
         self._syncs = True
         self._finite: list[torch.Tensor] = []
+        self._stepped = True
         self._norm: float | None = None
         self._skipped_in_a_row = 0
 
@@ -116,6 +117,7 @@ class Engine:
         """
         _check_loss(loss)
         self._finite.append(torch.isfinite(loss.detach()).all())
+        self._stepped = False
         if scale_wrt_gas and self._accumulation > 1:
             loss = loss / self._accumulation
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
@@ -131,6 +133,7 @@ class Engine:
         """Drop the gradients of the micro-batches since the last update."""
         self.sharded.forget_gradients()
         self._finite.clear()
+        self._stepped = True
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update."""
@@ -165,9 +168,10 @@ class Engine:
         """
         if not self._syncs:
             raise RuntimeError("step() inside no_sync(): leave the context first, the update needs the gradients' sum")
-        if not self._finite:
+        if self._stepped:
             raise RuntimeError("step() without backward(): call engine.backward(loss) for each micro-batch first")
         boundary = self.is_gradient_accumulation_boundary()
+        self._stepped = True
         self.micro_steps += 1
         if not boundary:
             return
@@ -364,7 +368,15 @@ class Engine:
         self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> Path:  # fmt: skip
-        """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. See ``saving``."""
+        """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. See ``saving``.
+
+        Raises:
+            RuntimeError: there are gradients that wait for their update, which a checkpoint does not hold.
+        """
+        if self._finite:
+            raise RuntimeError(
+                "save_checkpoint() between a backward and its update: call it after the step that updates"
+            )
         return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)
 
     def load_checkpoint(
@@ -372,7 +384,9 @@ class Engine:
         load_lr_scheduler_states: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
         """Continue from a checkpoint of the same layout. Returns its path and the client state. See ``saving``."""
-        return saving.load(self, Path(load_dir), tag, load_optimizer_states, load_lr_scheduler_states)
+        loaded = saving.load(self, Path(load_dir), tag, load_optimizer_states, load_lr_scheduler_states)
+        self.zero_grad()
+        return loaded
 
     def gathered_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
