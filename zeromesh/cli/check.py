@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,24 @@ class Job:
     data: TextData
     run: Run
 
+    @classmethod
+    def of(cls, settings: Settings) -> Job:
+        """The run that the settings describe.
+
+        Raises:
+            ValueError: if they lack a section.
+        """
+        model, data, run = settings.model, settings.data, settings.run
+        if model is None or data is None or run is None:
+            missing = [name for name in ("model", "data", "run") if getattr(settings, name) is None]
+            raise ValueError(f"zeromesh train needs the section {missing[0]!r} in the configuration")
+        return cls(settings, model, data, run)
+
+    def with_vocabulary(self, size: int) -> Job:
+        """The same run, its model's vocabulary having ``size`` entries unless the settings give another number."""
+        model = self.model.model_copy(update={"vocab_size": self.model.vocab_size or size})
+        return replace(self, settings=self.settings.model_copy(update={"model": model}), model=model)
+
     @property
     def folder(self) -> RunFolder:
         """Where the run writes."""
@@ -37,17 +55,14 @@ def check(settings: Settings) -> Job:
     Raises:
         ValueError: if the run cannot start.
     """
-    if settings.model is None or settings.data is None or settings.run is None:
-        missing = [name for name in ("model", "data", "run") if getattr(settings, name) is None]
-        raise ValueError(f"zeromesh train needs the section {missing[0]!r} in the configuration; see docs/training.md")
+    job = Job.of(settings)
     if settings.optimizer is None:
         raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
-    world = Environment.detect().world_size if is_launched() else settings.run.ranks
+    world = Environment.detect().world_size if is_launched() else job.run.ranks
     sizes = settings.resolve_mesh(world)
     settings.resolve(sizes["replicate"] * sizes["data"], sizes)
-    _check_vocabulary(settings.model, settings.data)
-    job = Job(settings, settings.model, settings.data, settings.run)
-    job.folder.check(settings.run.resume)
+    _check_model(job)
+    job.folder.check(job.run.resume)
     return job
 
 
@@ -68,12 +83,12 @@ def prepare_text(job: Job, may_write: bool) -> Prepared:
     return prepared
 
 
-def _check_vocabulary(model: ModelShape, data: TextData) -> None:
+def _check_model(job: Job) -> None:
     """Build the model without memory; it raises if its sizes do not fit together."""
-    if model.vocab_size is not None and data.tokenizer is None and model.vocab_size < data.vocabulary_size:
+    entries, wanted = job.model.vocab_size, job.data.vocabulary_size
+    if entries is not None and job.data.tokenizer is None and entries < wanted:
         raise ValueError(
-            f"model.vocab_size = {model.vocab_size} is smaller than data.vocabulary_size = {data.vocabulary_size}; "
-            "leave out the former"
+            f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
         )
     with torch.device("meta"):
-        Decoder(model.model_copy(update={"vocab_size": model.vocab_size or data.vocabulary_size}))
+        Decoder(job.with_vocabulary(wanted).model)

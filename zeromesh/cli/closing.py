@@ -40,9 +40,9 @@ class Span:
     reached: Progress
 
 
-def close(loop: Loop, job: Job, prepared: Prepared, span: Span, console: Console) -> None:
+def close(loop: Loop, prepared: Prepared, span: Span, console: Console) -> None:
     """Write what a run ends with. All ranks call it; the first one writes."""
-    engine = loop.engine
+    engine, job = loop.engine, loop.job
     score = loop.held_out.score(engine)
     if score is not None:
         loop.show_score(span.reached, score)
@@ -58,12 +58,12 @@ def close(loop: Loop, job: Job, prepared: Prepared, span: Span, console: Console
     samples = _samples(job)
     steps = [record for record in records if record["kind"] == "train"]
     report = Report(
-        architecture=loop.shape.architecture,
-        parameters=parameters(loop.shape),
+        architecture=job.model.architecture,
+        parameters=parameters(job.model),
         ranks=engine.mesh.world_size,
         zero_stage=job.settings.zero_optimization.stage,
         steps=span.reached.step,
-        tokens=span.reached.samples * loop.shape.sequence_length,
+        tokens=span.reached.samples * job.model.sequence_length,
         seconds=time.time() - span.began,
         training_seconds=span.reached.seconds,
         utilization=fmean(record["utilization"] for record in steps),

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from zeromesh.architectures.flops import training_flops_per_token
+from zeromesh.cli.check import Job
 from zeromesh.cli.evaluate import HeldOut, Score
-from zeromesh.cli.folder import RunFolder
-from zeromesh.config.train import ModelShape, Run
 from zeromesh.data.loader import Sample, Share
 from zeromesh.engine import Engine
 from zeromesh.observe.machine import peak_flops
@@ -40,11 +39,9 @@ class Loop:
     """What the loop works with. ``metrics`` is None on all ranks but the first."""
 
     engine: Engine
-    settings: Run
-    shape: ModelShape
+    job: Job
     share: Share
     held_out: HeldOut
-    folder: RunFolder
     metrics: MetricsLog | None
     display: Display
 
@@ -57,16 +54,16 @@ class Loop:
         peak = self._peak_flops()
         progress = logged = start
         self.engine.train()
-        while progress.step < self.settings.steps:
+        while progress.step < self.job.run.steps:
             began = time.perf_counter()
             rate = self.engine.get_lr()[0]
             loss = self.engine.train_batch(batches)
             progress = self._advanced(progress, time.perf_counter() - began)
-            if self._due(progress, self.settings.log_every) or progress.step == 1:
+            if self._due(progress, self.job.run.log_every) or progress.step == 1:
                 self._log(progress, logged, float(loss), rate, peak)
                 logged = progress
             self._between_steps(progress)
-        if progress.step > start.step and not self._due(progress, self.settings.save_every, last=False):
+        if progress.step > start.step and not self._due(progress, self.job.run.save_every, last=False):
             self._save(progress)
         return progress
 
@@ -75,15 +72,15 @@ class Loop:
 
     def _due(self, progress: Progress, every: int, last: bool = True) -> bool:
         """Whether a step is one of every ``every`` (0: none), or with ``last`` the last one."""
-        return (every > 0 and progress.step % every == 0) or (last and progress.step == self.settings.steps)
+        return (every > 0 and progress.step % every == 0) or (last and progress.step == self.job.run.steps)
 
     def _between_steps(self, progress: Progress) -> None:
         """Evaluate and save where it is time to; the end of the run has its own evaluation of all held-out text."""
-        if self._due(progress, self.settings.evaluate_every, last=False) and progress.step < self.settings.steps:
-            score = self.held_out.score(self.engine, self.settings.evaluate_batches)
+        if self._due(progress, self.job.run.evaluate_every, last=False) and progress.step < self.job.run.steps:
+            score = self.held_out.score(self.engine, self.job.run.evaluate_batches)
             if score is not None:
                 self.show_score(progress, score)
-        if self._due(progress, self.settings.save_every, last=False):
+        if self._due(progress, self.job.run.save_every, last=False):
             self._save(progress)
 
     def show_score(self, progress: Progress, score: Score) -> None:
@@ -91,12 +88,12 @@ class Loop:
         if self.metrics is not None:
             self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
         self.display.line(
-            f"step {progress.step}/{self.settings.steps}  validation loss {score.loss:.3f}  "
+            f"step {progress.step}/{self.job.run.steps}  validation loss {score.loss:.3f}  "
             f"{score.bits_per_byte:.3f} bits per byte"
         )
 
     def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak: float) -> None:
-        tokens = (progress.samples - logged.samples) * self.shape.sequence_length
+        tokens = (progress.samples - logged.samples) * self.job.model.sequence_length
         speed = tokens / (progress.seconds - logged.seconds)
         norm = self.engine.get_global_grad_norm()
         assert norm is not None
@@ -106,9 +103,9 @@ class Loop:
             learning_rate=rate,
             gradient_norm=norm,
             tokens_per_second=speed,
-            utilization=speed * training_flops_per_token(self.shape) / peak,
+            utilization=speed * training_flops_per_token(self.job.model) / peak,
             memory=peak_bytes(self.engine.device),
-            seconds_left=(self.settings.steps - progress.step) * self.tokens_per_step / speed,
+            seconds_left=(self.job.run.steps - progress.step) * self.tokens_per_step / speed,
         )
         self.display.step(figures)
         if self.metrics is not None:
@@ -117,7 +114,7 @@ class Loop:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that all ranks consume in one step."""
-        return self.share.global_batch * self.shape.sequence_length
+        return self.share.global_batch * self.job.model.sequence_length
 
     def _write(self, progress: Progress, figures: Figures) -> None:
         assert self.metrics is not None
@@ -125,7 +122,7 @@ class Loop:
             "train",
             progress.step,
             samples=progress.samples,
-            tokens=progress.samples * self.shape.sequence_length,
+            tokens=progress.samples * self.job.model.sequence_length,
             loss=figures.loss,
             learning_rate=figures.learning_rate,
             gradient_norm=figures.gradient_norm,
@@ -137,7 +134,7 @@ class Loop:
 
     def _save(self, progress: Progress) -> None:
         state = {"samples": progress.samples, "seconds": progress.seconds}
-        self.engine.save_checkpoint(self.folder.checkpoints, client_state=state)
+        self.engine.save_checkpoint(self.job.folder.checkpoints, client_state=state)
 
     def _peak_flops(self) -> float:
         """Operations per second that all ranks can do at best, measured at the same time."""

@@ -62,51 +62,51 @@ def run_rank(settings: Settings, began: float) -> None:
         settings: the same on all ranks, and checked.
         began: time at which the command was given, in seconds since the epoch.
     """
-    assert settings.model is not None
-    assert settings.data is not None
-    assert settings.run is not None
-    job = Job(settings, settings.model, settings.data, settings.run)
+    job = Job.of(settings)
     if job.run.threads is not None:
         torch.set_num_threads(job.run.threads)
     init_distributed()
-    # The first rank has written the tokens before it came here.
-    torch.distributed.barrier()
     try:
-        _train(job, prepare_text(job, may_write=False), began)
+        # The first rank has written the tokens before it came here.
+        torch.distributed.barrier()
+        prepared = prepare_text(job, may_write=False)
+        _train(job.with_vocabulary(prepared.vocabulary), prepared, began)
     finally:
         shutdown()
 
 
 def _train(job: Job, prepared: Prepared, began: float) -> None:
-    shape = job.model.model_copy(update={"vocab_size": job.model.vocab_size or prepared.vocabulary})
-    settings = job.settings.model_copy(update={"model": shape})
-    engine = _engine(settings)
+    engine = _engine(job.settings)
     try:
-        first = engine.mesh.rank == 0
-        console = Console(quiet=not first, soft_wrap=True, highlight=False)
-        if first:
-            job.folder.config.write_text(engine.config.to_json())
+        console = Console(quiet=engine.mesh.rank != 0, soft_wrap=True, highlight=False)
         console.print(
-            f"{shape.architecture}, {scaled_text(parameters(shape))} parameters, ranks: {engine.mesh.world_size}, "
-            f"ZeRO-{settings.zero_optimization.stage}"
+            f"{job.model.architecture}, {scaled_text(parameters(job.model))} parameters, "
+            f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
         )
         start = _resume(engine, job) if job.run.resume else Progress()
-        share = Share(
-            engine.data_rank,
-            engine.data_size,
-            engine.train_micro_batch_size_per_gpu(),
-            engine.gradient_accumulation_steps(),
-        )
-        windows = Windows(prepared.train.read(), shape.sequence_length)
-        held_out = _held_out(job, prepared, share.rows)
-        metrics = MetricsLog(job.folder.metrics, start.step) if first else None
+        if engine.mesh.rank == 0:
+            again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
+            job.folder.config.write_text(again.to_json())
         with Display(console, job.run.steps) as display:
-            batches = training_batches(windows, share, settings.seed, start.samples)
-            loop = Loop(engine, job.run, shape, share, held_out, job.folder, metrics, display)
-            reached = loop.run(batches, start)
-        close(loop, job, prepared, Span(began, start, reached), console)
+            loop = _loop(engine, job, prepared, start, display)
+            windows = Windows(prepared.train.read(), job.model.sequence_length)
+            reached = loop.run(training_batches(windows, loop.share, job.settings.seed, start.samples), start)
+        close(loop, prepared, Span(began, start, reached), console)
     finally:
         engine.destroy()
+
+
+def _loop(engine: Engine, job: Job, prepared: Prepared, start: Progress, display: Display) -> Loop:
+    rows = engine.train_micro_batch_size_per_gpu()
+    lengths = byte_lengths(load_tokenizer(job.folder.text / TOKENIZER_FILE))
+    return Loop(
+        engine=engine,
+        job=job,
+        share=Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps()),
+        held_out=HeldOut(prepared.validation.read(), lengths, job.model.sequence_length, rows),
+        metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
+        display=display,
+    )
 
 
 def _engine(settings: Settings) -> Engine:
@@ -124,8 +124,3 @@ def _resume(engine: Engine, job: Job) -> Progress:
     path, state = engine.load_checkpoint(job.folder.checkpoints)
     assert path is not None, "the folder was checked for a checkpoint before the start"
     return Progress(engine.global_steps, state["samples"], state["seconds"])
-
-
-def _held_out(job: Job, prepared: Prepared, rows: int) -> HeldOut:
-    lengths = byte_lengths(load_tokenizer(job.folder.text / TOKENIZER_FILE))
-    return HeldOut(prepared.validation.read(), lengths, job.model.sequence_length, rows)

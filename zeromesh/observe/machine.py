@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -33,12 +34,16 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return measured_flops(device, dtype)
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 5) -> float:
-    """Operations per second of the best of a few products of square matrices. Takes a fraction of a second."""
-    size = size or (1024 if device.type == "cpu" else 8192)
+def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """Operations per second of the best among products of square matrices that are repeated for ``seconds``.
+
+    On a CPU a product takes a few milliseconds, so that one of them is likely to run undisturbed on a busy machine.
+    """
+    size = 512 * math.isqrt(torch.get_num_threads()) if device.type == "cpu" else 8192
     matrix = torch.ones(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(repeats + 1):
+    matrix @ matrix  # the first use of a library takes longer
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
         _synchronize(device)
         start = time.perf_counter()
         matrix @ matrix

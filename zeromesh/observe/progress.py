@@ -9,6 +9,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Column
 
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 
@@ -63,8 +64,9 @@ class Display:
         self._last_plain = float("-inf")
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(20), TaskProgressColumn())
-            self._bar = Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
+            figures = TextColumn("{task.description}", table_column=Column(no_wrap=False))  # two lines where narrow
+            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(12), TaskProgressColumn(), figures)
+            self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task("starting", total=steps)
 
     def __enter__(self) -> Self:
