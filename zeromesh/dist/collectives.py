@@ -37,20 +37,41 @@ class Traffic:
         self.bytes.clear()
 
 
-class Pending:
-    """A collective under way. ``wait`` returns when its result may be used, and does the rest of its work once."""
+class PeerLost(RuntimeError):
+    """A collective could not be finished, because another rank ended or did not answer in time."""
 
-    def __init__(self, works: Sequence[Any] = (), then: Callable[[], None] | None = None) -> None:
+
+class Pending:
+    """A collective under way.
+
+    Args:
+        what: its name and axis, for messages.
+        works: what torch gave for it.
+        then: the rest of the work, done once when the result has arrived.
+    """
+
+    def __init__(self, what: str = "", works: Sequence[Any] = (), then: Callable[[], None] | None = None) -> None:
+        self._what = what
         self._works = works
         self._then = then
         self._done = False
 
     def wait(self) -> None:
-        """Block until the result is there (on CUDA: make the current stream wait for it). May be called again."""
+        """Block until the result is there (on CUDA: make the current stream wait for it). May be called again.
+
+        Raises:
+            PeerLost: another rank ended, or did not answer within the process group's timeout.
+        """
         if self._done:
             return
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLost(
+                f"{self._what} could not be finished: another rank ended, or did not answer in time; what the first rank "
+                f"to fail says is the cause. ({error})"
+            ) from error
         self._done = True
         if self._then is not None:
             self._then()
@@ -97,21 +118,24 @@ class Group:
             mine.copy_(own)
         if self.size == 1:
             return Pending()
+        what = f"all_gather over {self.axis}"
         self._traffic.add("all_gather", self.axis, own.nbytes * (self.size - 1))
         if self._through_host:
             host = torch.empty_like(full, device="cpu")
             host.chunk(self.size)[self.rank].copy_(own)
             rows = host.chunk(self.size)
-            return Pending(self._exchange([rows[self.rank]] * self.size, rows, tag), lambda: _copy(full, host))
+            works = self._exchange([rows[self.rank]] * self.size, rows, tag)
+            return Pending(what, works, lambda: _copy(full, host))
         if self._point_to_point:
-            return Pending(self._exchange([own] * self.size, full.chunk(self.size), tag))
+            return Pending(what, self._exchange([own] * self.size, full.chunk(self.size), tag))
         # c10d's stream waits for the current stream here, on which every reader of ``full`` was launched, and
         # the current stream waits for c10d's in ``wait``: the buffer is not written before it is free.
         work = dist.all_gather_into_tensor(full, mine, group=self.process_group, async_op=True)
-        return Pending([work])
+        return Pending(what, [work])
 
-    def reduce_scatter(self, full: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool,
-                       tag: int) -> Pending:
+    def reduce_scatter(
+        self, full: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool, tag: int
+    ) -> Pending:
         """Sum the ranks' buffers; this rank gets its segment of the sum.
 
         The sum runs in ``out``'s dtype and in the order of ranks on every rank, so that its value does not depend on
@@ -127,17 +151,18 @@ class Group:
         mine = full.chunk(self.size)[self.rank]
         if self.size == 1:
             return Pending(then=lambda: _accumulate([mine], out, add))
+        what = f"reduce_scatter over {self.axis}"
         self._traffic.add("reduce_scatter", self.axis, mine.nbytes * (self.size - 1))
         if not self._point_to_point:
             # As in all_gather: c10d orders its stream after the current one here, and before it in ``wait``.
             work = dist.reduce_scatter_tensor(received, full, group=self.process_group, async_op=True)
-            return Pending([work], lambda: _accumulate([received], out, add))
+            return Pending(what, [work], lambda: _accumulate([received], out, add))
         host = full.cpu() if self._through_host else full
         landing = torch.empty_like(received, device="cpu") if self._through_host else received
         others = iter(landing.chunk(self.size - 1))
         parts = [mine if rank == self.rank else next(others) for rank in range(self.size)]
         works = self._exchange(host.chunk(self.size), parts, tag)
-        return Pending(works, lambda: _accumulate([part.to(out.device) for part in parts], out, add))
+        return Pending(what, works, lambda: _accumulate([part.to(out.device) for part in parts], out, add))
 
     def _exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: int) -> list[Any]:
         """Post: ``send[r]`` to rank r, ``receive[r]`` from rank r, for all others, nearest first."""
@@ -156,7 +181,8 @@ class Group:
         if self.size > 1:
             self._traffic.add("exchange", self.axis, vector.nbytes * (self.size - 1))
             if self._point_to_point:
-                Pending(self._exchange([rows[self.rank]] * self.size, list(rows), tag)).wait()
+                works = self._exchange([rows[self.rank]] * self.size, list(rows), tag)
+                Pending(f"exchange over {self.axis}", works).wait()
             else:
                 dist.all_gather_into_tensor(rows, rows[self.rank].clone(), group=self.process_group)
         return rows.cpu()
