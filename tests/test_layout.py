@@ -125,8 +125,8 @@ def test_views_of_a_storage_see_the_memory_that_is_put_into_it(swap: bool) -> No
     with patch.object(slots, "CAN_SWAP", swap):
         home = torch.UntypedStorage(64)
         view = torch.empty(0, dtype=torch.float64).set_(home, 0, (8,), (1,))
-        home.resize_(0)
         corner = view.view(2, 4).t()[1:]
+        home.resize_(0)
         for value in (1.0, 2.0):
             slot = Slot(64, CPU, lent=True)
             assert slot.storage.nbytes() == (64 if swap else 0)
