@@ -103,7 +103,7 @@ def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Pa
     assert report["memory"]["total"] > 0
     assert report["lines"].keys() == {"lines", "tokenizing"}
     assert [text[:5] for text in report["samples"]] == ["def f", "class"]
-    assert "gzip -9 on the same bytes" in (finished / "report.md").read_text()
+    assert "gzip -9 on the same bytes" in (finished / "report.md").read_text("utf-8")
     settings = Settings.load(finished / "config.json")
     assert settings.model is not None
     assert (settings.model.vocab_size, settings.gradient_accumulation_steps) == (270, 4)

@@ -80,7 +80,7 @@ def close(loop: Loop, prepared: Prepared, span: Span, console: Console) -> None:
     )
     job.folder.report.write_text(json.dumps(asdict(report), indent=2))
     text = markdown(report)
-    job.folder.report.with_suffix(".md").write_text(text)
+    job.folder.report.with_suffix(".md").write_text(text, encoding="utf-8")
     console.print(Markdown(text))
     console.print(f"all of it is in {job.folder.path}")
 
