@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeromesh.dist.watchdog import Watchdog
+
 
 @dataclass
 class Traffic:
@@ -45,15 +47,23 @@ class Pending:
     """A collective under way.
 
     Args:
-        what: its name and axis, for messages.
+        what: its name and purpose, for messages.
         works: what torch gave for it.
         then: the rest of the work, done once when the result has arrived.
+        watchdog: told about the wait.
     """
 
-    def __init__(self, what: str = "", works: Sequence[Any] = (), then: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        what: str = "",
+        works: Sequence[Any] = (),
+        then: Callable[[], None] | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self._what = what
         self._works = works
         self._then = then
+        self._watchdog = watchdog
         self._done = False
 
     def wait(self) -> None:
@@ -64,14 +74,19 @@ class Pending:
         """
         if self._done:
             return
+        if self._watchdog is not None:
+            self._watchdog.begin(self._what)
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             raise PeerLost(
-                f"{self._what} could not be finished: another rank ended, or did not answer in time; what the first rank "
-                f"to fail says is the cause. ({error})"
+                f"{self._what} could not be finished: another rank ended, or did not answer in time; what the first "
+                f"rank to fail says is the cause. ({error})"
             ) from error
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.end()
         self._done = True
         if self._then is not None:
             self._then()
@@ -81,18 +96,26 @@ class Pending:
 class Group:
     """The ranks along one axis, and what they do together.
 
+    Attributes:
+        purposes: what the tags stand for, for messages.
+
     Args:
         axis: name of the mesh axis, for accounting.
         process_group: torch's group, or None for an axis of size 1.
         device: where the tensors live.
         traffic: where bytes and calls are counted.
+        watchdog: told about waits.
     """
 
-    def __init__(self, axis: str, process_group: Any, device: torch.device, traffic: Traffic) -> None:
+    def __init__(
+        self, axis: str, process_group: Any, device: torch.device, traffic: Traffic, watchdog: Watchdog | None = None
+    ) -> None:
         self.axis = axis
         self.process_group = process_group
         self.device = device
         self._traffic = traffic
+        self._watchdog = watchdog
+        self.purposes: dict[int, str] = {}
         self.size: int = 1 if process_group is None else process_group.size()
         self.rank: int = 0 if process_group is None else process_group.rank()
         self._point_to_point = process_group is not None and dist.get_backend(process_group) == "gloo"
@@ -118,20 +141,20 @@ class Group:
             mine.copy_(own)
         if self.size == 1:
             return Pending()
-        what = f"all_gather over {self.axis}"
+        what = self._name("all_gather", tag)
         self._traffic.add("all_gather", self.axis, own.nbytes * (self.size - 1))
         if self._through_host:
             host = torch.empty_like(full, device="cpu")
             host.chunk(self.size)[self.rank].copy_(own)
             rows = host.chunk(self.size)
             works = self._exchange([rows[self.rank]] * self.size, rows, tag)
-            return Pending(what, works, lambda: _copy(full, host))
+            return Pending(what, works, lambda: _copy(full, host), self._watchdog)
         if self._point_to_point:
-            return Pending(what, self._exchange([own] * self.size, full.chunk(self.size), tag))
+            return Pending(what, self._exchange([own] * self.size, full.chunk(self.size), tag), None, self._watchdog)
         # c10d's stream waits for the current stream here, on which every reader of ``full`` was launched, and
         # the current stream waits for c10d's in ``wait``: the buffer is not written before it is free.
         work = dist.all_gather_into_tensor(full, mine, group=self.process_group, async_op=True)
-        return Pending(what, [work])
+        return Pending(what, [work], None, self._watchdog)
 
     def reduce_scatter(
         self, full: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool, tag: int
@@ -151,18 +174,25 @@ class Group:
         mine = full.chunk(self.size)[self.rank]
         if self.size == 1:
             return Pending(then=lambda: _accumulate([mine], out, add))
-        what = f"reduce_scatter over {self.axis}"
+        what = self._name("reduce_scatter", tag)
         self._traffic.add("reduce_scatter", self.axis, mine.nbytes * (self.size - 1))
         if not self._point_to_point:
             # As in all_gather: c10d orders its stream after the current one here, and before it in ``wait``.
             work = dist.reduce_scatter_tensor(received, full, group=self.process_group, async_op=True)
-            return Pending(what, [work], lambda: _accumulate([received], out, add))
+            return Pending(what, [work], lambda: _accumulate([received], out, add), self._watchdog)
         host = full.cpu() if self._through_host else full
         landing = torch.empty_like(received, device="cpu") if self._through_host else received
         others = iter(landing.chunk(self.size - 1))
         parts = [mine if rank == self.rank else next(others) for rank in range(self.size)]
         works = self._exchange(host.chunk(self.size), parts, tag)
-        return Pending(what, works, lambda: _accumulate([part.to(out.device) for part in parts], out, add))
+        return Pending(
+            what, works, lambda: _accumulate([part.to(out.device) for part in parts], out, add), self._watchdog
+        )
+
+    def _name(self, collective: str, tag: int) -> str:
+        return f"{collective} over the axis {self.axis}, tag {tag}" + (
+            f" ({self.purposes[tag]})" if tag in self.purposes else ""
+        )
 
     def _exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: int) -> list[Any]:
         """Post: ``send[r]`` to rank r, ``receive[r]`` from rank r, for all others, nearest first."""
@@ -182,7 +212,7 @@ class Group:
             self._traffic.add("exchange", self.axis, vector.nbytes * (self.size - 1))
             if self._point_to_point:
                 works = self._exchange([rows[self.rank]] * self.size, list(rows), tag)
-                Pending(f"exchange over {self.axis}", works).wait()
+                Pending(self._name("exchange", tag), works, None, self._watchdog).wait()
             else:
                 dist.all_gather_into_tensor(rows, rows[self.rank].clone(), group=self.process_group)
         return rows.cpu()

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.dist.collectives import Group, Traffic
+from zeromesh.dist import watchdog
 
 AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
-"""Axis names, outermost first. ``replicate`` is hybrid sharding: states are sharded over ``data`` and copied over it."""
+"""Axis names, outermost first. ``replicate`` is hybrid sharding: states are sharded over ``data``, copied over it."""
 
 
 class Mesh:
@@ -44,21 +45,27 @@ class Mesh:
             )
         self.device = device
         self.traffic = Traffic()
+        watched = self.world_size > 1 and dist.get_backend() == "gloo"
+        store = dist.distributed_c10d._get_default_store() if watched else None
+        patience = watchdog.PATIENCE
+        self._watchdog = watchdog.Watchdog(store, self.rank, self.world_size, patience) if watched else None
         self._groups = self._make_groups()
 
     def _make_groups(self) -> dict[str, Group]:
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
-        groups = {axis: Group(axis, None, self.device, self.traffic) for axis in AXES}
-        groups["world"] = Group("world", dist.group.WORLD, self.device, self.traffic)
+        groups = {axis: Group(axis, None, self.device, self.traffic, self._watchdog) for axis in AXES}
+        groups["world"] = Group("world", dist.group.WORLD, self.device, self.traffic, self._watchdog)
         if not axes:
             return groups
         if len(axes) == 1:
-            return groups | {axes[0]: Group(axes[0], dist.group.WORLD, self.device, self.traffic)}
+            return groups | {axes[0]: Group(axes[0], dist.group.WORLD, self.device, self.traffic, self._watchdog)}
         # Imported here: a run along one axis, the usual one, need not pay for it.
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(self.device.type, tuple(self.sizes[a] for a in axes), mesh_dim_names=tuple(axes))
-        return groups | {axis: Group(axis, mesh.get_group(axis), self.device, self.traffic) for axis in axes}
+        return groups | {
+            axis: Group(axis, mesh.get_group(axis), self.device, self.traffic, self._watchdog) for axis in axes
+        }
 
     def group(self, axis: str) -> Group:
         """The ranks that differ from this one along ``axis`` only; ``"world"`` is all of them."""

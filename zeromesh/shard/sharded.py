@@ -97,11 +97,19 @@ class Sharded:
         self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh.shard.size)
         self._guards = {unit: Guard(unit, self.names, self.events.touch) for unit in self.units}
+        self._name_tags()
         self._handles = self._listen()
         self.buffers = Buffers(model, mesh)
         if self.sharded:
             for unit in self.units:
                 self._switch(unit, False)
+
+    def _name_tags(self) -> None:
+        """Let messages about collectives say what they carry."""
+        for unit in self.units:
+            for flat in unit.flats:
+                for offset, purpose in enumerate(("parameters", "gradients", "summed gradients", "a whole tensor")):
+                    self.mesh.shard.purposes[flat.tag + offset] = f"{purpose} of {unit}"
 
     def _switch(self, unit: Unit, here: bool) -> None:
         self._guards[unit].switch(here)
