@@ -228,7 +228,7 @@ class Decoder(nn.Module):
 
         Returns:
             Logits of shape (b, s, vocabulary) without labels; with labels, the mean cross entropy in nats per
-            token that has a label, a scalar in fp32.
+            token that has a label, a scalar in fp32, or in float64 where the model is.
 
         Raises:
             ValueError: if the sequence is longer than ``sequence_length``.
