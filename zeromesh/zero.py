@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from zeromesh.engine import Engine
 
 # The functions below are given a bare parameter. Which engine it belongs to is kept here, and not on the parameter, so
-# that users' parameters stay as they made them.
+# that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
 _OWNERS: Any = WeakIdKeyDictionary()
 
 
@@ -29,7 +30,7 @@ def register(engine: Engine) -> None:
     """Let the functions below find these parameters' engine."""
     for flat in engine.sharded.flats:
         for parameter in flat.parameters:
-            _OWNERS[parameter] = engine
+            _OWNERS[parameter] = ref(engine)
 
 
 class Init:
@@ -58,7 +59,7 @@ class Init:
 
 
 def _owner(parameter: nn.Parameter) -> Engine:
-    engine: Engine | None = _OWNERS.get(parameter)
+    engine: Engine | None = _OWNERS.get(parameter, lambda: None)()
     if engine is None:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; pass a parameter of the model that "
