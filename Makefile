@@ -7,7 +7,7 @@ RUN := .venv/bin/python -m
 .PHONY: train test test-all check clean
 
 train: .venv/.plots.done
-	.venv/bin/zeromesh train examples/stdlib.json
+	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
 
 test: .venv/.test.done
 	$(RUN) pytest
