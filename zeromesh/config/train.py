@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from zeromesh.config.section import CountFloat, CountInt, Names, PositiveFloat, PositiveInt, Section
+from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFloat, PositiveInt, Section
 
 
 class ModelShape(Section):
