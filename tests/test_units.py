@@ -297,9 +297,9 @@ def test_a_target_that_matches_nothing_with_parameters_is_named_with_what_there_
 
 
 def test_a_model_on_one_device_with_something_to_train_is_accepted() -> None:
-    assert check_parameters(Gpt()) is False
+    check_parameters(Gpt())
     with torch.device("meta"):
-        assert check_parameters(Gpt()) is True
+        check_parameters(Gpt())
 
 
 def frozen() -> nn.Module:

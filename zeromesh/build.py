@@ -17,9 +17,9 @@ from zeromesh.dist.environment import Environment, device_for, init_distributed,
 from zeromesh.dist.mesh import Mesh
 from zeromesh.engine import Engine
 from zeromesh.model.placement import Placement
-from zeromesh.shard.deferred import materialiser
 from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.find import check_parameters, find_units
+from zeromesh.shard.materialise import materialiser
 from zeromesh.shard.sharded import Sharded, Slots
 
 if TYPE_CHECKING:
@@ -81,24 +81,26 @@ def initialize(
     given = given if given is not None else getattr(args, "deepspeed_config", None)
     if given is None:
         raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
-    read, failure = attempt(lambda: (Settings.load(given), check_parameters(model)))
+    settings, failure = attempt(lambda: Settings.load(given))
+    if failure is None:
+        failure = attempt(lambda: check_parameters(model))[1]
     if failure is not None and not (is_launched() or dist.is_initialized()):
         raise failure
     environment = init_distributed()
     world = world_group(device_for(environment, dist.get_backend()))
     share(world, "read its configuration and model", failure)
-    assert read is not None
-    settings, unmade = read
+    assert settings is not None
     # Before the mesh, whose groups are made by all ranks or by none.
     require_agreement(world, "the configuration", settings.to_json())
     require_agreement(world, "the model", describe(model))
     mesh = mesh or make_mesh(settings, environment)
     resolved = settings.resolve(mesh.data_size, mesh.sizes)
     owned = list(_parameters_and_groups(model, model_parameters))
+    materialise = materialiser(model, resolved.seed)
     _move_buffers(model, mesh.device)
     _checkpoint_activations(model, resolved)
     user = _user_optimizer(optimizer, owned)
-    sharded = shard(model, mesh, resolved, materialise=materialiser(model, resolved.seed) if unmade else None)
+    sharded = shard(model, mesh, resolved, materialise)
     built = _build_optimizer(sharded, resolved, user, owned)
     scheduler = _build_scheduler(resolved, lr_scheduler, built)
     engine = Engine(sharded, resolved, built, scheduler, loss_fn)
@@ -131,7 +133,7 @@ def shard(model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = N
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != "meta":
+            if buffer is not None:
                 module._buffers[name] = buffer.to(device)
 
 

@@ -50,12 +50,12 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._recording is not None:
-            self._recording.__enter__()  # type: ignore[no-untyped-call]
+            self._recording.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._recording is not None:
-            self._recording.__exit__(*error)  # type: ignore[no-untyped-call]
+            self._recording.__exit__(*error)
 
 
 def _owner(parameter: nn.Parameter) -> Engine:

@@ -1,25 +1,26 @@
-"""Building a model without holding it: its construction is recorded, and replayed unit by unit.
+"""Building a model without holding it: its construction is recorded, and replayed parameter by parameter.
 
 Inside ``Recording`` large tensors are made on the meta device, and what is done to them is written on a tape. Later the
-parts of the tape that a unit's parameters depend on are run for real. Random numbers are the very ones that an
-ordinary construction would have drawn, since each random operation is also run once for its effect on the generator,
-on a temporary of its own: so the weights are those of the ordinary construction, bit for bit, under every layout.
+parts of the tape that a parameter depends on are run for real. Random numbers are the very ones that an ordinary
+construction would have drawn, since each random operation is also run once for its effect on the generator, on a
+temporary of its own: so the weights are those of the ordinary construction, bit for bit, under every layout.
+
+A construction that looks at a value is given it: the tape so far is replayed for that tensor alone.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 LARGE = 1 << 13
-"""Elements from which a tensor is deferred. Smaller ones are real, so that code that looks at their values works."""
+"""Elements from which a tensor is deferred. Smaller ones are real, which is faster than to record them."""
 
 _MARK = "_zeromesh_tape"
 
@@ -63,16 +64,19 @@ class Tape:
         self.operations: list[_Operation] = []
         self._alive: list[Any] = []
 
-    def own(self, tensor: torch.Tensor) -> None:
-        """Keep the storage's identity, and let it lead back to the tape."""
-        storage = tensor.untyped_storage()
-        if getattr(storage, _MARK, None) is None:
-            setattr(storage, _MARK, self)
+    def record(self, operation: _Operation, tensors: Sequence[torch.Tensor]) -> None:
+        """Add an operation; the storages of the deferred ``tensors`` keep their identity, and lead back to the tape."""
+        self.operations.append(operation)
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        for storage in storages:
+            if getattr(storage, _MARK, None) is None:
+                setattr(storage, _MARK, self)
+        self._alive.append(storages)
 
-    def replay(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Real tensors for deferred ones; nothing else of the tape outlives the call."""
-        views = [_View.of(tensor) for tensor in tensors]
-        wanted = {view.storage for view in views}
+    def replay(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The real tensor in place of a deferred one; nothing else of the tape outlives the call."""
+        view = _View.of(tensor)
+        wanted = {view.storage}
         needed: list[_Operation] = []
         for operation in reversed(self.operations):
             if operation.writes & wanted:
@@ -84,18 +88,19 @@ class Tape:
             for operation in reversed(needed):
                 self._run(operation, storages)
         torch.set_rng_state(before)
-        return [view.on(storages) for view in views]
+        return view.on(storages)
 
     @staticmethod
     def _run(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
         def real(value: Any) -> Any:
+            if isinstance(value, torch.Generator):
+                return value.clone_state()
             return value.on(storages) if isinstance(value, _View) else value
 
         if operation.random is not None:
             torch.set_rng_state(operation.random)
         result = operation.function(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
-        made = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
-        for view, value in zip(operation.outputs, made, strict=True):
+        for view, value in zip(operation.outputs, _tensors(result), strict=True):
             storages.setdefault(view.storage, value.untyped_storage())
 
 
@@ -104,51 +109,112 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = Tape()
+        self._tape = Tape()
+        self._disguise = _Disguise()
+
+    def __enter__(self) -> Recording:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._disguise.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._disguise.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if isinstance(error[1], Exception):
+            error[1].add_note(
+                "The model was being built under zeromesh.zero.Init, where large tensors are on the meta device; if it "
+                "can be built without, its constructor does something that cannot be deferred"
+            )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        tensors = _tensors((args, kwargs))
         deferred = [tensor for tensor in tensors if is_deferred(tensor)]
-        if not deferred and (tensors or "device" not in kwargs or not _on_cpu(kwargs["device"])):
-            return func(*args, **kwargs)
-        if not deferred and not _is_large(func, args, kwargs):
-            return func(*args, **kwargs)
+        if not deferred:
+            makes = not tensors and "device" in kwargs and _on_cpu(kwargs["device"]) and _is_large(func, args, kwargs)
+            return self._record(func, args, kwargs, deferred) if makes else func(*args, **kwargs)
+        writes_real = any(not is_deferred(tensor) for tensor in _written(func, args, kwargs))
+        if writes_real or not any("Tensor" in str(output.type) for output in func._schema.returns):
+            return func(*tree_map(replayed, args), **tree_map(replayed, kwargs))
         return self._record(func, args, kwargs, deferred)
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], deferred: Sequence[torch.Tensor]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError(
-                "the construction of the model looks at a value of a large tensor, which is not there yet under "
-                "zeromesh.zero.Init; build this model without it"
-            )
+        stored_args, stored_kwargs, random = tree_map(_stored, args), tree_map(_stored, kwargs), None
         written = _written(func, args, kwargs)
-        real = [tensor for tensor in written if not is_deferred(tensor)]
-        if real:
-            raise RuntimeError(
-                f"{func} writes values of a large tensor, which is not there yet under zeromesh.zero.Init, into a "
-                "small one; build this model without it"
-            )
-        random = None
+        try:
+            result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs) | _meta_device(kwargs))
+        except NotImplementedError:
+            if written:
+                raise RuntimeError(f"{func} cannot be deferred: torch does not have it for meta tensors") from None
+            return func(*tree_map(replayed, args), **tree_map(replayed, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
             random = torch.get_rng_state()
-            _advance(func, args, kwargs)
-        kept_args, kept_kwargs = tree_map(_stored, args), tree_map(_stored, kwargs)
-        result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs) | _meta_device(kwargs))
-        outputs = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
-        for output in outputs:
-            self.tape.own(output)
+            _draw(func, args, kwargs, written)
+        outputs = _tensors(result)
         views = tuple(_View.of(output) for output in outputs)
         reads = frozenset(_View.of(tensor).storage for tensor in deferred)
         writes = frozenset(view.storage for view in views) | {_View.of(tensor).storage for tensor in written}
-        self.tape.operations.append(_Operation(func, kept_args, kept_kwargs, views, reads, writes, random))
-        self.tape._alive.append([tensor.untyped_storage() for tensor in (*outputs, *deferred)])
+        operation = _Operation(func, stored_args, stored_kwargs, views, reads, writes, random)
+        self._tape.record(operation, [*outputs, *deferred])
         return result
+
+
+class _Disguise(TorchFunctionMode):
+    """Deferred tensors look like what they will be: on the CPU, with values for whoever reads them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is None or not is_deferred(first):
+            return func(*args, **kwargs)
+        if func in _LOOKS:
+            return _LOOKS[func]
+        if func in _READS:
+            return _read_only(func(replayed(first), *args[1:], **kwargs))
+        if func is torch.Tensor.cpu:
+            return first
+        if func is torch.Tensor.to:
+            device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            if device is not None and device.type == "cpu":  # ordinarily no copy, so none here
+                options = {key: kwargs[key] for key in ("copy", "memory_format") if key in kwargs}
+                return func(first, dtype or first.dtype, **options)
+        if func is torch.Tensor.new_tensor:
+            kwargs.setdefault("device", "cpu")
+        return func(*args, **kwargs)
+
+
+def _getter(attribute: str) -> Any:
+    return getattr(torch.Tensor, attribute).__get__
+
+
+_LOOKS = {_getter("device"): torch.device("cpu"), _getter("is_meta"): False, _getter("is_cpu"): True}
+_READS = frozenset({torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__repr__})
 
 
 def is_deferred(tensor: torch.Tensor) -> bool:
     """Whether the tensor was made under ``Recording`` and has no values yet."""
-    return tensor.device.type == "meta" and getattr(tensor.untyped_storage(), _MARK, None) is not None
+    with torch._C.DisableTorchFunction():
+        return tensor.device.type == "meta" and getattr(tensor.untyped_storage(), _MARK, None) is not None
+
+
+def replayed(value: Any) -> Any:
+    """The real tensor in place of a deferred one; anything else as it is."""
+    if not (isinstance(value, torch.Tensor) and is_deferred(value)):
+        return value
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        tape: Tape = getattr(value.untyped_storage(), _MARK)
+        return tape.replay(value)
+
+
+def _read_only(value: Any) -> Any:
+    """What is written into an array of a replayed tensor would be lost, so numpy is to refuse it."""
+    if hasattr(value, "setflags"):
+        value.setflags(write=False)
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [item for item in tree_flatten(value)[0] if isinstance(item, torch.Tensor)]
 
 
 def _on_cpu(device: Any) -> bool:
@@ -174,7 +240,9 @@ def _to_meta(value: Any) -> Any:
 
 
 def _stored(value: Any) -> Any:
-    """What the tape keeps of an argument: small real tensors by value, as they may change before the replay."""
+    """What the tape keeps of an argument: what may change before the replay is kept as it is now."""
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
     if not isinstance(value, torch.Tensor):
         return value
     return _View.of(value) if is_deferred(value) else value.detach().clone()
@@ -186,81 +254,17 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tens
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [item for item in tree_flatten(value)[0] if isinstance(item, torch.Tensor)]
+            found += _tensors(value)
     return found
 
 
-def _advance(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _draw(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[torch.Tensor]) -> None:
     """Run a random operation on temporaries, so that the generator moves on as it would."""
 
     def temporary(value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.device.type == "meta"):
-            return value
-        real = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
-        return real.fill_(0.5 if value.is_floating_point() else 0)  # a probability, where one is asked for
+        if any(value is target for target in written):
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)  # it is overwritten
+        return replayed(value)
 
+    kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
     func(*tree_map(temporary, args), **tree_map(temporary, kwargs))
-
-
-def materialiser(model: nn.Module, seed: int = 0) -> Callable[[Sequence[tuple[str, nn.Parameter]]], None]:
-    """A function that makes a unit's parameters real, in place: the objects stay the same.
-
-    Parameters made under ``Recording`` are replayed. Others on the meta device are initialised by their modules'
-    ``reset_parameters`` (or a Hugging Face model's ``_init_weights``), each module seeded by its name.
-
-    Raises:
-        ValueError: a module has neither.
-    """
-    with torch.no_grad():
-        _materialise_buffers(model)
-
-    def materialise(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        recorded = [p for _, p in named if is_deferred(p)]
-        tapes = {id(tape): tape for p in recorded if (tape := getattr(p.untyped_storage(), _MARK))}
-        for tape in tapes.values():
-            members = [p for p in recorded if getattr(p.untyped_storage(), _MARK) is tape]
-            for parameter, value in zip(members, tape.replay(members), strict=True):
-                _replace(parameter, value)
-        for name, parameter in named:
-            if parameter.device.type == "meta":
-                _reset(model, name.rpartition(".")[0], seed)
-
-    return materialise
-
-
-def _replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    fresh = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, fresh)
-
-
-def _materialise_buffers(model: nn.Module) -> None:
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or buffer.device.type != "meta":
-                continue
-            if not is_deferred(buffer):
-                raise ValueError(
-                    f"buffer {prefix}.{name} is on the meta device and its values are not known; build the model under "
-                    "zeromesh.zero.Init() instead of torch.device('meta')"
-                )
-            module._buffers[name] = getattr(buffer.untyped_storage(), _MARK).replay([buffer])[0]
-
-
-def _reset(model: nn.Module, path: str, seed: int) -> None:
-    module = model.get_submodule(path)
-    for parameter in module.parameters(recurse=False):
-        if parameter.device.type == "meta":
-            _replace(parameter, torch.empty_like(parameter, device="cpu"))
-    owner = next((m for m in model.modules() if hasattr(m, "_init_weights")), None)
-    state = torch.get_rng_state()
-    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:7], "big"))
-    if callable(getattr(module, "reset_parameters", None)):
-        module.reset_parameters()  # type: ignore[operator]
-    elif owner is not None:
-        owner._init_weights(module)  # type: ignore[operator]
-    else:
-        raise ValueError(
-            f"{type(module).__name__} at {path!r} is on the meta device and has no reset_parameters to give it values; "
-            "build the model under zeromesh.zero.Init() instead of torch.device('meta')"
-        )
-    torch.set_rng_state(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -129,11 +130,12 @@ def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, 
     return owned
 
 
-def check_parameters(model: nn.Module) -> bool:
-    """Check that the parameters can be laid out flat; returns whether some have no values yet.
+def check_parameters(model: nn.Module) -> None:
+    """Check that the parameters can be laid out flat.
 
     Raises:
-        ValueError: no trainable parameter, parameters on several devices, or ones that are sparse or lazy.
+        ValueError: no trainable parameter, parameters on several devices, or ones that are sparse, lazy, or share
+            memory with another.
     """
     devices: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
@@ -154,4 +156,22 @@ def check_parameters(model: nn.Module) -> bool:
         raise ValueError(
             f"the model's parameters are on several devices ({listed}); move the model to one device first"
         )
-    return any(parameter.device.type == "meta" for parameter in model.parameters())
+    _check_memory(model)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """In a layout of their own, two parameters in the same memory would no longer change together."""
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        span = 1 + sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+        if span == parameter.numel():
+            start = int(parameter.storage_offset()) * parameter.itemsize
+            place = (start, start + parameter.nbytes, name)
+            ranges.setdefault(parameter.untyped_storage()._cdata, []).append(place)
+    for places in ranges.values():
+        for (_, stop, first), (start, _, second) in pairwise(sorted(places)):
+            if start < stop:
+                raise ValueError(
+                    f"parameters {first} and {second} share memory but are two parameters; tie them by giving both "
+                    "modules the same one: `second.weight = first.weight`"
+                )

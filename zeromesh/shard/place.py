@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,10 +13,9 @@ from zeromesh.model.precision import Precision
 from zeromesh.shard.find import assign, find_units
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.unit import Flat, Unit
+from zeromesh.shard.unit import Flat, Materialise, Unit
 
 Named = Sequence[tuple[str, nn.Parameter]]
-Materialise = Callable[[Named], None]
 
 
 def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
@@ -38,13 +37,11 @@ def place_units(
         mesh: the ranks.
         row: what is sharded.
         precision: the dtype to compute in.
-        materialise: called with a unit's named parameters before their values are used.
+        materialise: called with each parameter's name and the parameter, before its value is used.
     """
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
     number = 0
     for unit in units:
-        if materialise is not None:
-            materialise(owned[unit.name])
         flats = []
         for (dtype, trainable), members in _kinds(unit.module, owned[unit.name], precision).items():
             shapes = [(name, parameter.shape) for name, parameter in members]
@@ -54,7 +51,7 @@ def place_units(
                 flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag)
             flats.append(flat)
             number += 1
-        unit.place(flats, row, mesh, mixed=precision.compute is not None)
+        unit.place(flats, row, mesh, precision.compute is not None, materialise)
         if row.parameter is Placement.SHARDED:
             unit.go_home()
 

@@ -20,10 +20,10 @@ from zeromesh.shard.gradient import Gradient, GradientPolicy, Reducer
 from zeromesh.shard.guard import Guard
 from zeromesh.shard.hooks import listen
 from zeromesh.shard.order import Order
-from zeromesh.shard.place import Materialise, make_units, place_units
+from zeromesh.shard.place import make_units, place_units
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
-from zeromesh.shard.unit import Flat, State, Unit
+from zeromesh.shard.unit import Flat, Materialise, State, Unit
 
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
 """Of a flat buffer, where in this rank's part of it a piece lies, and the piece: a tensor of the piece's size."""
@@ -66,7 +66,7 @@ class Sharded:
         targets: what becomes a unit, see ``find_units``.
         accumulates: whether several micro-batches will be summed before an update.
         predivide: gradients are divided by it before they are summed over the ranks.
-        materialise: called with each unit's module before its parameters are used, when they are on the meta device.
+        materialise: called with each parameter's name and the parameter, before its value is used.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ Note on the names of a unit's tensors:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from zeromesh.shard.layout import Layout, round_up
 from zeromesh.shard.slots import Slot, attach, detach
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+Materialise = Callable[[str, nn.Parameter], None]
+"""Given a parameter and its name, gives it its value if it has none yet."""
 
 
 class State(enum.Enum):
@@ -61,30 +64,34 @@ class Flat:
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
 
-    def fill(self, row: Row, mesh: Mesh, mixed: bool) -> None:
+    def fill(self, row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
         """Take the parameters' values, those of the first rank, into ``full``, ``home`` and ``master``.
 
-        With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded.
+        With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded. Only one
+        parameter at a time is there beside ``full``.
         """
         layout = self.layout
-        dtype = self.parameters[0].dtype
-        for parameter in self.parameters:
-            dtype = torch.promote_types(dtype, parameter.dtype)
-        source = self.full if dtype == layout.dtype else torch.empty(layout.size, dtype=dtype, device=mesh.device)
-        for start, stop in layout.gaps:
-            source[start:stop] = 0
-        for parameter, segment in zip(self.parameters, layout.segments, strict=True):
-            source[segment.start : segment.stop].view(segment.shape).copy_(parameter.detach())
-        mesh.group("world").broadcast(source)
-        if source is not self.full:
-            self.full.copy_(source)
-        sharded = row.parameter is Placement.SHARDED
-        self.home = self.full[self.shard].clone() if sharded else self.full[self.own]
-        self.master = self.home
+        master = None
         if mixed and layout.trainable and layout.dtype in SIXTEEN_BIT:
-            self.master = source[self.own].to(torch.float32, copy=True)
+            master = torch.zeros(self.own.stop - self.own.start, dtype=torch.float32, device=mesh.device)
+        for start, stop in layout.gaps:
+            self.full[start:stop] = 0
         for parameter, segment in zip(self.parameters, layout.segments, strict=True):
-            parameter.data = self.full[segment.start : segment.stop].view(segment.shape)
+            if materialise is not None:
+                materialise(segment.name, parameter)
+            target = self.full[segment.start : segment.stop]
+            value = target if parameter.dtype == layout.dtype else torch.empty_like(target, dtype=parameter.dtype)
+            value.view(segment.shape).copy_(parameter.detach())
+            mesh.group("world").broadcast(value)
+            if value is not target:
+                target.copy_(value)
+            start, stop = max(segment.start, self.own.start), min(segment.stop, self.own.stop)
+            if master is not None and start < stop:
+                part = value[start - segment.start : stop - segment.start]
+                master[start - self.own.start : stop - self.own.start] = part
+            parameter.data = target.view(segment.shape)
+        self.home = self.full[self.shard].clone() if row.parameter is Placement.SHARDED else self.full[self.own]
+        self.master = self.home if master is None else master
         if layout.trainable:
             self.pieces = tuple(self._make_pieces())
 
@@ -124,7 +131,9 @@ class Unit:
     def __repr__(self) -> str:
         return f"unit {self.name or '(root)'!r}"
 
-    def place(self, flats: Sequence[Flat], row: Row, mesh: Mesh, mixed: bool) -> None:
+    def place(
+        self, flats: Sequence[Flat], row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None = None
+    ) -> None:
         """Allocate the storage, fill it, and leave the parameters fetched."""
         self.flats = tuple(flats)
         self.sharded = row.parameter is Placement.SHARDED
@@ -137,7 +146,7 @@ class Unit:
             layout = flat.layout
             empty = torch.empty(0, dtype=layout.dtype, device=mesh.device)
             flat.full = empty.set_(self.storage, offset // layout.dtype.itemsize, (layout.size,), (1,))
-            flat.fill(row, mesh, mixed)
+            flat.fill(row, mesh, mixed, materialise)
         self.state = State.FETCHED
 
     def go_home(self) -> None:

@@ -1,0 +1,125 @@
+"""Giving values to parameters that were made on the meta device: replayed from a recording, or initialised."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.shard.deferred import is_deferred, replayed
+
+
+def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter], None]:
+    """A function that makes a parameter of the model real, in place: the object stays the same.
+
+    Parameters made under ``Recording`` are replayed. Others on the meta device are initialised by their modules'
+    ``reset_parameters`` and by ``_init_weights`` of a module around them (as Hugging Face models have it), each module
+    seeded by its name.
+
+    Raises:
+        ValueError: these leave a parameter or buffer without a value.
+    """
+    with torch.no_grad():
+        for prefix, module in model.named_modules():
+            _materialise_buffers(model, prefix, module, seed)
+
+    def materialise(name: str, parameter: nn.Parameter) -> None:
+        if is_deferred(parameter):
+            _replace(parameter, replayed(parameter))
+        elif parameter.device.type == "meta":
+            path, _, last = name.rpartition(".")
+            values = _initialised(model, path, seed)
+            _require_value(model, name, values[last])
+            _replace(parameter, values[last])
+
+    return materialise
+
+
+def _replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    # Not torch.utils.swap_tensors: it refuses where something refers to the parameter weakly, as an LSTM does.
+    torch._C._swap_tensor_impl(parameter, nn.Parameter(value.detach(), requires_grad=parameter.requires_grad))
+
+
+def _materialise_buffers(model: nn.Module, path: str, module: nn.Module, seed: int) -> None:
+    meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    if not meta:
+        return
+    values = {} if all(map(is_deferred, meta.values())) else _initialised(model, path, seed)
+    for name, buffer in meta.items():
+        if not is_deferred(buffer):
+            _require_value(model, f"{path}.{name}" if path else name, values[name])
+        module._buffers[name] = replayed(buffer) if is_deferred(buffer) else values[name]
+
+
+def _initialised(model: nn.Module, path: str, seed: int) -> dict[str, torch.Tensor]:
+    """Values for a module's own parameters and buffers from its initialisers; the module stays as it is."""
+    module = model.get_submodule(path)
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:7], "big"))
+    with _without_values(module), torch.no_grad():
+        for initialise in _initialisers(model, path):
+            initialise()
+        values = {name: tensor.detach() for name, tensor in _own_tensors(module)}
+    generator.set_state(state)
+    return values
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, tensor) for name, tensor in module._parameters.items() if tensor is not None)
+    yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
+
+
+@contextmanager
+def _without_values(module: nn.Module) -> Iterator[None]:
+    """In this context the module has real tensors of its own that nobody gave a value."""
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    for name, parameter in parameters.items():
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(_unset(parameter), requires_grad=parameter.requires_grad)
+    for name, buffer in buffers.items():
+        if buffer is not None:
+            module._buffers[name] = _unset(buffer)
+    try:
+        yield
+    finally:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+
+
+def _unset(like: torch.Tensor) -> torch.Tensor:
+    """Full of what no initialiser gives: NaN, or the least integer."""
+    wide = like.is_floating_point() or like.is_complex()
+    value = float("nan") if wide else 0 if like.dtype is torch.bool else torch.iinfo(like.dtype).min
+    return torch.empty_like(like, device="cpu").fill_(value)
+
+
+def _require_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    unset = _unset(value)
+    if not bool(((value == unset) | ((value != value) & (unset != unset))).any()):
+        return
+    path = name.rpartition(".")[0]
+    raise ValueError(
+        f"{name} is on the meta device, and {type(model.get_submodule(path)).__name__} has no reset_parameters that "
+        "gives it a value; build the model under zeromesh.zero.Init() instead of torch.device('meta')"
+    )
+
+
+def _initialisers(model: nn.Module, path: str) -> Iterator[Callable[[], Any]]:
+    """What gives a module its first values, in the order in which its constructor would call them."""
+    module = model.get_submodule(path)
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(getattr(module, name, None)):
+            yield getattr(module, name)
+    parts = path.split(".") if path else []
+    for depth in range(len(parts), -1, -1):
+        around = getattr(model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
+        if callable(around) and len(inspect.signature(around).parameters) == 1:
+            yield partial(around, module)
+            return
