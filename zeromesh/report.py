@@ -28,8 +28,10 @@ def memory(sharded: Sharded, optimizer: Optimizer | None) -> dict[str, Any]:
     for state, tier, size in [*sharded.memory(), *_optimizer_state(sharded, optimizer)]:
         tiers[state][tier] += size
     total = sum(sum(sizes.values()) for sizes in tiers.values())
-    peak = peak_bytes(sharded.mesh.device)
-    measured = {"live": live_bytes(sharded.mesh.device), "peak": peak, "remainder": peak - total}
+    live = live_bytes(sharded.mesh.device)
+    # The kernel notes peaks now and then only.
+    peak = max(live, peak_bytes(sharded.mesh.device))
+    measured = {"live": live, "peak": peak, "remainder": peak - total}
     return {**{state: dict(sizes) for state, sizes in tiers.items()}, "total": total, "measured": measured}
 
 

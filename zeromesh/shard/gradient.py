@@ -110,7 +110,7 @@ class Reducer:
         self._mesh = mesh
         self._group = mesh.shard
         self._in_flight: deque[tuple[Gradient, Slot, Slot | None, Pending, Slot]] = deque()
-        self._gathering: list[tuple[Gradient, Slot, torch.Tensor, Pending, Slot | None]] = []
+        self._gathering: deque[tuple[Gradient, Slot, torch.Tensor, Pending, Slot | None]] = deque()
         self._accumulates = accumulates
         self._last = True
         count = policy.slots or (2 if policy.sharded else len(self.gradients))
@@ -118,7 +118,8 @@ class Reducer:
         sizes = [g.layout.size * self._slot_dtype(g).itemsize for g in self.gradients]
         self.slots = Pool(largest(sizes, count), mesh.device)
         wires = [g.layout.size * policy.wire_dtype(g.layout).itemsize for g in self.gradients if self._converts(g)]
-        self.wires = Pool(largest(wires, self._limit), mesh.device)
+        # A sum that is sent to all ranks stays in its buffer while the next ones are made.
+        self.wires = Pool(largest(wires, self._limit if policy.owned else self._limit + 1), mesh.device)
         receives = [self._receive_bytes(g) for g in self.gradients]
         self.receives = Pool(largest(receives, self._limit), mesh.device)
         for gradient in self.gradients:
@@ -182,10 +183,19 @@ class Reducer:
 
     def _take(self, pool: Pool, nbytes: int) -> Slot:
         slot = pool.take(nbytes)
-        while slot is None and self._in_flight:
-            self._finish()
+        while slot is None and self._settle():
             slot = pool.take(nbytes)
         return slot or pool.grow(nbytes)
+
+    def _settle(self) -> bool:
+        """Finish the oldest of what is under way; False if there is nothing."""
+        if self._gathering:
+            self._finish_gathering()
+        elif self._in_flight:
+            self._finish()
+        else:
+            return False
+        return True
 
     def reduce(self, gradients: Sequence[Gradient]) -> None:
         """Start to sum these over the ranks, if it is time. All ranks call this in the same order."""
@@ -244,6 +254,16 @@ class Reducer:
         gathering = self._group.all_gather(wire, wire[gradient.shard], gradient.tag + 2)
         self._gathering.append((gradient, slot, wire, gathering, wire_slot))
 
+    def _finish_gathering(self) -> None:
+        """Wait for the oldest sum that is sent to all ranks."""
+        gradient, slot, wire, pending, wire_slot = self._gathering.popleft()
+        pending.wait()
+        full = slot.tensor(gradient.layout.size, self._slot_dtype(gradient))
+        if wire_slot is not None:
+            full.copy_(wire)
+        self._keep(gradient, slot, full)
+        self._release(None, wire_slot)
+
     def _release(self, slot: Slot | None, wire_slot: Slot | None) -> None:
         if slot is not None:
             self.slots.give(slot)
@@ -262,14 +282,8 @@ class Reducer:
         """Wait for every reduction that was started."""
         while self._in_flight:
             self._finish()
-        for gradient, slot, wire, pending, wire_slot in self._gathering:
-            pending.wait()
-            full = slot.tensor(gradient.layout.size, self._slot_dtype(gradient))
-            if wire_slot is not None:
-                full.copy_(wire)
-            self._keep(gradient, slot, full)
-            self._release(None, wire_slot)
-        self._gathering.clear()
+        while self._gathering:
+            self._finish_gathering()
 
     def complete(self) -> None:
         """At the accumulation boundary: reduce what has not been, sum over the replicas, and wait."""
