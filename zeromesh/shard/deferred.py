@@ -131,7 +131,7 @@ class Recording(TorchDispatchMode):
         tensors = _tensors((args, kwargs))
         deferred = [tensor for tensor in tensors if is_deferred(tensor)]
         if not deferred:
-            makes = not tensors and "device" in kwargs and _on_cpu(kwargs["device"]) and _is_large(func, args, kwargs)
+            makes = not tensors and "device" in kwargs and _is_to_defer(func, args, kwargs)
             return self._record(func, args, kwargs, deferred) if makes else func(*args, **kwargs)
         writes_real = any(not is_deferred(tensor) for tensor in _written(func, args, kwargs))
         if writes_real or not any("Tensor" in str(output.type) for output in func._schema.returns):
@@ -217,11 +217,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [item for item in tree_flatten(value)[0] if isinstance(item, torch.Tensor)]
 
 
-def _on_cpu(device: Any) -> bool:
-    return device is None or torch.device(device).type == "cpu"
-
-
-def _is_large(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _is_to_defer(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a new tensor is large, or made for use with a deferred one, which torch itself takes for one on meta."""
+    kind = "cpu" if kwargs["device"] is None else torch.device(kwargs["device"]).type
+    if kind != "cpu":
+        return kind == "meta"
     shape = func(*args, **kwargs | _meta_device(kwargs))
     return isinstance(shape, torch.Tensor) and shape.numel() >= LARGE
 
@@ -243,6 +243,8 @@ def _stored(value: Any) -> Any:
     """What the tape keeps of an argument: what may change before the replay is kept as it is now."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "meta" else value
     if not isinstance(value, torch.Tensor):
         return value
     return _View.of(value) if is_deferred(value) else value.detach().clone()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeromesh.dist.mesh import Mesh
-from zeromesh.model.placement import Placement, Row
+from zeromesh.model.placement import Row
 from zeromesh.model.precision import Precision
 from zeromesh.shard.find import assign, find_units
 from zeromesh.shard.gradient import Gradient
@@ -30,7 +30,7 @@ def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
 def place_units(
     units: Sequence[Unit], mesh: Mesh, row: Row, precision: Precision, materialise: Materialise | None
 ) -> None:
-    """Give every unit its parameters in flat buffers; only one unit at a time is whole where parameters are sharded.
+    """Give every unit its parameters in flat buffers; only one parameter at a time is whole where they are sharded.
 
     Args:
         units: as from ``make_units``; filled in place.
@@ -52,8 +52,6 @@ def place_units(
             flats.append(flat)
             number += 1
         unit.place(flats, row, mesh, precision.compute is not None, materialise)
-        if row.parameter is Placement.SHARDED:
-            unit.go_home()
 
 
 def _kinds(

@@ -22,7 +22,7 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row
 from zeromesh.shard.gradient import Gradient
-from zeromesh.shard.layout import Layout, round_up
+from zeromesh.shard.layout import Layout, Segment, round_up
 from zeromesh.shard.slots import Slot, attach, detach
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -60,38 +60,32 @@ class Flat:
         self.own = self.shard if row.optimizer is Placement.SHARDED else slice(0, layout.size)
         self.gradient: Gradient | None = None
         self.full = torch.empty(0)
+        self.views: tuple[torch.Tensor, ...] = ()
         self.home = torch.empty(0)
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
 
     def fill(self, row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
-        """Take the parameters' values, those of the first rank, into ``full``, ``home`` and ``master``.
+        """Take the parameters' values, those of the first rank, into ``home`` (or ``full``) and ``master``.
 
-        With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded. Only one
-        parameter at a time is there beside ``full``.
+        With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded. Where
+        parameters are sharded, only one at a time is whole.
         """
-        layout = self.layout
-        master = None
+        layout, sharded = self.layout, row.parameter is Placement.SHARDED
+        self.home = self.full[self.own]
+        if sharded:
+            self.home = torch.zeros(layout.shard_size, dtype=layout.dtype, device=mesh.device)
+        self.master = self.home
         if mixed and layout.trainable and layout.dtype in SIXTEEN_BIT:
-            master = torch.zeros(self.own.stop - self.own.start, dtype=torch.float32, device=mesh.device)
-        for start, stop in layout.gaps:
+            self.master = torch.zeros(self.own.stop - self.own.start, dtype=torch.float32, device=mesh.device)
+        for start, stop in () if sharded else layout.gaps:
             self.full[start:stop] = 0
-        for parameter, segment in zip(self.parameters, layout.segments, strict=True):
-            if materialise is not None:
-                materialise(segment.name, parameter)
-            target = self.full[segment.start : segment.stop]
-            value = target if parameter.dtype == layout.dtype else torch.empty_like(target, dtype=parameter.dtype)
-            value.view(segment.shape).copy_(parameter.detach())
-            mesh.group("world").broadcast(value)
-            if value is not target:
-                target.copy_(value)
-            start, stop = max(segment.start, self.own.start), min(segment.stop, self.own.stop)
-            if master is not None and start < stop:
-                part = value[start - segment.start : stop - segment.start]
-                master[start - self.own.start : stop - self.own.start] = part
-            parameter.data = target.view(segment.shape)
-        self.home = self.full[self.shard].clone() if row.parameter is Placement.SHARDED else self.full[self.own]
-        self.master = self.home if master is None else master
+        for parameter, segment, view in zip(self.parameters, layout.segments, self.views, strict=True):
+            value = _first_ranks_value(parameter, segment.name, mesh, materialise)
+            parameter.data = view
+            _put(value, segment, self.home if sharded else self.full, self.shard.start if sharded else 0)
+            if self.master is not self.home:
+                _put(value, segment, self.master, self.own.start)
         if layout.trainable:
             self.pieces = tuple(self._make_pieces())
 
@@ -102,6 +96,25 @@ class Flat:
             parameter = nn.Parameter(self.master[local])
             piece = Piece(segment.name, tuple(segment.shape), start - segment.start, stop - segment.start, parameter)
             yield index, local, piece
+
+
+def _first_ranks_value(parameter: nn.Parameter, name: str, mesh: Mesh, materialise: Materialise | None) -> torch.Tensor:
+    """1-D, on the mesh's device, in the parameter's own dtype."""
+    unmade = parameter.is_meta
+    if materialise is not None:
+        materialise(name, parameter)
+    value = parameter.detach().to(mesh.device).reshape(-1)
+    if mesh.rank > 0 and not unmade:
+        value = torch.empty_like(value)  # the memory of a user's own is not written to
+    mesh.group("world").broadcast(value)
+    return value
+
+
+def _put(value: torch.Tensor, segment: Segment, buffer: torch.Tensor, first: int) -> None:
+    """Copy the part of a parameter that lies in ``buffer``, which begins with the layout's element ``first``."""
+    start, stop = max(segment.start, first), min(segment.stop, first + buffer.numel())
+    if start < stop:
+        buffer[start - first : stop - first] = value[start - segment.start : stop - segment.start]
 
 
 class Unit:
@@ -134,7 +147,7 @@ class Unit:
     def place(
         self, flats: Sequence[Flat], row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None = None
     ) -> None:
-        """Allocate the storage, fill it, and leave the parameters fetched."""
+        """Make the storage and the states, and take the parameters' values into them."""
         self.flats = tuple(flats)
         self.sharded = row.parameter is Placement.SHARDED
         offsets = []
@@ -146,15 +159,12 @@ class Unit:
             layout = flat.layout
             empty = torch.empty(0, dtype=layout.dtype, device=mesh.device)
             flat.full = empty.set_(self.storage, offset // layout.dtype.itemsize, (layout.size,), (1,))
+            flat.views = tuple(flat.full[s.start : s.stop].view(s.shape) for s in layout.segments)
+        if self.sharded:
+            self.storage.resize_(0)  # from here on parameters are fetched into slots
+        for flat in flats:
             flat.fill(row, mesh, mixed, materialise)
-        self.state = State.FETCHED
-
-    def go_home(self) -> None:
-        """Free the memory that the parameters were placed in; from here on they are fetched into slots."""
-        assert self.sharded
-        assert self.slot is None
-        self.storage.resize_(0)
-        self.state = State.HOME
+        self.state = State.HOME if self.sharded else State.FETCHED
 
     @property
     def ancestors(self) -> set[Unit]:
