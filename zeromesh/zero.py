@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zeromesh.model.piece import Piece
 from zeromesh.shard.deferred import Recording
 from zeromesh.shard.sharded import Pick
 from zeromesh.shard.unit import Flat, Unit
@@ -105,16 +106,21 @@ def GatheredParameters(
     found = [_find(parameter) for parameter in members]
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
     with sharded.events.gathered(units):
-        before = [parameter._version for parameter in members]
+        before = [] if modifier_rank is not None else [_fingerprint(parameter) for parameter in members]
         yield
         if modifier_rank is not None:
             for flat, index in [(flat, index) for _, _, flat, index in found]:
                 sharded.take_value(flat, index, modifier_rank)
-        elif any(parameter._version != version for parameter, version in zip(members, before, strict=True)):
+        elif before != [_fingerprint(parameter) for parameter in members]:
             raise RuntimeError(
                 "parameters were changed inside GatheredParameters, which would be lost: pass modifier_rank, the rank "
                 "whose values all ranks are to take"
             )
+
+
+def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
+    """What is another if the values are: torch does not count changes that are made through ``parameter.data``."""
+    return parameter._version, int(parameter.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
@@ -129,25 +135,34 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient, averaged over ranks; None if there is none. To be called between backward and ``step``."""
-    engine, _, flat, _ = _find(param)
+    """The whole gradient, averaged over ranks; None if no rank has one. To be called between backward and ``step``."""
+    engine, _, flat, index = _find(param)
     gradient = flat.gradient
-    if gradient is None:
+    if gradient is None or not engine.sharded.reducer.begun:
         return None
     engine.sharded.reducer.complete()
     factor, home = engine.gradient_factor, gradient.home
+    used = torch.tensor([float(gradient.used[index])], dtype=torch.float64)
+    if not bool(engine.mesh.group("world").exchange(used).any()):
+        return None
     return _whole(param, lambda flat, local, piece: None if home is None else home[local] * factor)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """The whole of one of the optimizer's states, such as ``exp_avg``; None before the first update."""
-    states = _states(param)
-    return _whole(param, lambda flat, local, piece: states.get(piece.parameter, {}).get(optim_state_key))
+    """The whole of one of the optimizer's states, such as ``exp_avg``; None before the first update.
+
+    Raises:
+        ValueError: the state is a single number, such as ``step``.
+    """
+    return _whole(param, lambda flat, local, piece: _state(param, piece, optim_state_key))
 
 
-def _states(parameter: nn.Parameter) -> Any:
+def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | None:
     optimizer = _owner(parameter).optimizer
-    return {} if optimizer is None else optimizer.state
+    value = None if optimizer is None else optimizer.state.get(piece.parameter, {}).get(key)
+    if value is not None and (not isinstance(value, torch.Tensor) or value.numel() != piece.parameter.numel()):
+        raise ValueError(f"the optimizer's state {key!r} of {piece.name} is {value}, not a tensor like the parameter")
+    return value
 
 
 def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
@@ -155,32 +170,55 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
     segment = flat.layout.segments[index]
     if value.shape != segment.shape:
         raise ValueError(f"{segment.name} has shape {tuple(segment.shape)}, the value given {tuple(value.shape)}")
+    if not flat.layout.trainable:
+        raise ValueError(f"{segment.name} is frozen; change it inside GatheredParameters with modifier_rank")
     for position, local, piece in flat.pieces:
-        target = pick(flat, local, piece) if position == index else None
-        if target is not None:
+        if position == index:
+            target = pick(flat, local, piece)
+            if target is None:
+                raise RuntimeError(f"{segment.name} has no such state yet; optimizers make theirs in the first step()")
             with torch.no_grad():
                 target.view(-1).copy_(value.flatten()[piece.start : piece.stop])
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Change a whole parameter and its master. Every rank passes the same value."""
+    """Change a whole parameter and its master. Every rank passes the same value.
+
+    Raises:
+        ValueError: the value has another shape, or the parameter is frozen.
+    """
     _set(param, value, lambda flat, local, piece: piece.parameter.data)
     _owner(param).sharded.publish()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Change the whole gradient before ``step``. Every rank passes the same value."""
-    engine, _, flat, _ = _find(param)
+    """Change the whole gradient before ``step``. Every rank passes the same value.
+
+    Raises:
+        ValueError: the value has another shape, or the parameter is frozen.
+        RuntimeError: this is not between backward and ``step``.
+    """
+    engine, _, flat, index = _find(param)
     gradient = flat.gradient
     if gradient is not None:
+        if not engine.sharded.reducer.begun:
+            raise RuntimeError("there is no gradient to change; call this between backward and step")
         engine.sharded.reducer.complete()
-    if gradient is None or gradient.home is None:
-        raise RuntimeError("there is no gradient to change; call this between backward and step")
-    home = gradient.home
-    _set(param, value / engine.gradient_factor, lambda flat, local, piece: home[local])
+        gradient.used[index] = True
+    _set(param, value / engine.gradient_factor, lambda flat, local, piece: _home(flat)[local])
+
+
+def _home(flat: Flat) -> torch.Tensor:
+    assert flat.gradient is not None
+    assert flat.gradient.home is not None
+    return flat.gradient.home
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Change the whole of one of the optimizer's states. Every rank passes the same value."""
-    states = _states(param)
-    _set(param, value, lambda flat, local, piece: states.get(piece.parameter, {}).get(optim_state_key))
+    """Change the whole of one of the optimizer's states. Every rank passes the same value.
+
+    Raises:
+        ValueError: the value has another shape, the state is a single number, or the parameter is frozen.
+        RuntimeError: the optimizer has no such state, or not before its first update.
+    """
+    _set(param, value, lambda flat, local, piece: _state(param, piece, optim_state_key))

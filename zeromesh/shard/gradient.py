@@ -102,7 +102,11 @@ class Gradient:
 
 
 class Reducer:
-    """Fills slots with gradients and reduces them into their homes."""
+    """Fills slots with gradients and reduces them into their homes.
+
+    Attributes:
+        begun: whether a backward has begun since the last update.
+    """
 
     def __init__(self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool) -> None:
         self.gradients = tuple(gradients)
@@ -112,7 +116,9 @@ class Reducer:
         self._in_flight: deque[tuple[Gradient, Slot, Slot | None, Pending, Slot]] = deque()
         self._gathering: deque[tuple[Gradient, Slot, torch.Tensor, Pending, Slot | None]] = deque()
         self._accumulates = accumulates
+        self.begun = False
         self._last = True
+        self._completed = False
         count = policy.slots or (2 if policy.sharded else len(self.gradients))
         self._limit = max(1, min(2, count - 1))
         sizes = [g.layout.size * self._slot_dtype(g).itemsize for g in self.gradients]
@@ -149,7 +155,12 @@ class Reducer:
 
     def begin(self, last: bool) -> None:
         """A backward begins; ``last`` if an update follows it."""
-        self._last = last
+        self.begun, self._last = True, last
+        if self._completed and self._mesh.replicate.rank > 0:
+            for gradient in self.gradients:
+                if gradient.home is not None:
+                    gradient.home.zero_()  # the replicas' sum counts once, with the first of them
+        self._completed = False
 
     def arrive(self, gradient: Gradient, index: int, value: torch.Tensor) -> None:
         """Take the gradient of parameter ``index``; ``value`` may be freed afterwards."""
@@ -286,8 +297,10 @@ class Reducer:
             self._finish_gathering()
 
     def complete(self) -> None:
-        """At the accumulation boundary: reduce what has not been, sum over the replicas, and wait."""
-        self._last = True
+        """Reduce what has not been, sum over the replicas, and wait. Without effect until the next backward."""
+        if self._completed:
+            return
+        self._last = self._completed = True
         self.finish()
         self.reduce([g for g in self.gradients if g.full is not None or g.home is None])
         self.finish()
@@ -312,3 +325,4 @@ class Reducer:
             gradient.full = gradient.slot = gradient.home = gradient.held = None
             gradient.arrived = [False] * len(gradient.arrived)
             gradient.used = [False] * len(gradient.used)
+        self.begun = self._completed = False
