@@ -15,7 +15,7 @@ import torch
 
 from zeromesh.shard.gradient import Gradient, Reducer
 from zeromesh.shard.hooks import Call, SavedTensors, check_version
-from zeromesh.shard.order import Need, Order
+from zeromesh.shard.order import Order
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.unit import State, Unit
 
@@ -39,8 +39,8 @@ class Events:
         self._reducer = reducer
         self._shards = shards
         self._saved = SavedTensors({unit.storage._cdata: unit for unit in units}, self._unpack)
+        self._inside = {unit: [other.index for other in units if unit in other.ancestors] for unit in units}
         self._depth = 0
-        self._running: list[tuple[Unit, int, int]] = []
         self._expected: list[int] | None = None
         self._begun: list[Unit] = []
         self._reduced: set[Unit] = set()
@@ -55,30 +55,17 @@ class Events:
             self.begin()
         elif self._recording() and unit.flats:
             self._join(self.order.use(unit.index))
-        self._running.append((unit, self._saved.total, self._saved.of[unit]))
+            self.order.begin_inside(self._inside[unit])
         self._residency.enter(unit)
 
     def forward_ends(self, unit: Unit, call: Call | None) -> None:
         """Hook: the unit's parameters may go."""
-        need = self._observe(unit, call)
         if unit is self._root:
             self.end()
         elif self._recording() and unit.flats:
-            self.order.done(unit.index, need)
+            self._join(self.order.end_inside(self._inside[unit]))
+            self.order.done(unit.index, graph=call is not None)
         self._residency.leave(unit)
-
-    def _observe(self, unit: Unit, call: Call | None) -> Need:
-        """What the backward of the forward that ends will need."""
-        total = own = 0
-        while self._running:
-            other, total, own = self._running.pop()
-            if other is unit:
-                break
-        if call is None:
-            return Need.NO_BACKWARD
-        # Where nothing at all was saved a checkpoint encloses the call, and its backward will compute it again.
-        saved_others_only = self._saved.total > total and self._saved.of[unit] == own
-        return Need.NO_PARAMETERS if saved_others_only else Need.PARAMETERS
 
     def begin(self) -> None:
         """The model begins to compute, through its forward or any other method."""

@@ -100,18 +100,12 @@ class SavedTensors:
     Args:
         unit_of: the unit that a storage belongs to, by the storage's address.
         need: has a unit in memory when it returns.
-
-    Attributes:
-        total: tensors saved so far.
-        of: by unit, views of it saved so far.
     """
 
     def __init__(self, unit_of: Mapping[int, Unit], need: Callable[[Unit], None]) -> None:
         self._unit_of = unit_of
         self._need = need
         self._contexts: list[Any] = []
-        self.total = 0
-        self.of: dict[Unit, int] = dict.fromkeys(unit_of.values(), 0)
 
     @property
     def entered(self) -> bool:
@@ -129,12 +123,9 @@ class SavedTensors:
         self._contexts.pop().__exit__(None, None, None)
 
     def _pack(self, tensor: torch.Tensor) -> tuple[Unit | None, int, torch.Tensor]:
-        self.total += 1
         if tensor.layout is not torch.strided:
             return None, -1, tensor.detach()
         unit = self._unit_of.get(tensor.untyped_storage()._cdata)
-        if unit is not None:
-            self.of[unit] += 1
         return unit, tensor._version if unit is None else unit.version, tensor.detach()
 
     def _unpack(self, packed: tuple[Unit | None, int, torch.Tensor]) -> torch.Tensor:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from torch import nn
 
 from zeromesh.shard.unit import Unit
 
 FAR = 1 << 30
 """A position that is never reached."""
+
+BLIND = (nn.Embedding,)
+"""Modules whose backward does not look at their parameters: an embedding's needs the indices only."""
 
 
 class Need(enum.IntEnum):
@@ -17,9 +22,7 @@ class Need(enum.IntEnum):
     UNKNOWN = -1
     NO_BACKWARD = 0
     """No gradient reaches it: what it computes with is frozen."""
-    NO_PARAMETERS = 1
-    """Its backward does not look at its parameters: an embedding's needs the indices only."""
-    PARAMETERS = 2
+    BACKWARD = 1
 
 
 class Order:
@@ -37,10 +40,12 @@ class Order:
         self.first_use: dict[int, int] = {}
         self.forward: list[int] = []
         self.last_forward: list[int] = []
-        self.needs = dict.fromkeys(self.canonical, Need.PARAMETERS)
+        self.needs = dict.fromkeys(self.canonical, Need.BACKWARD)
+        self._looks = {unit.index for unit in units if type(unit.module) not in BLIND}
         self._observed: dict[int, Need] = {}
         self._seen: set[int] = set()
         self._done: list[int] = []
+        self._before = 0
 
     def begin_pass(self) -> None:
         """The model's forward begins."""
@@ -48,7 +53,6 @@ class Order:
 
     def use(self, index: int) -> list[int]:
         """A unit's forward begins; what should have come before it and did not."""
-        self.first_use.setdefault(index, len(self.first_use))
         skipped: list[int] = []
         if index not in self._seen:
             before = self.canonical[: self.canonical.index(index)]
@@ -56,18 +60,29 @@ class Order:
         self._seen.update(skipped)
         self._seen.add(index)
         self.forward.extend([*skipped, index])
+        # What was skipped counts, so that positions mean the same on ranks that skip different units.
+        self.first_use.setdefault(index, self._before + len(self.forward))
         return skipped
 
-    def end_pass(self) -> list[int]:
-        """The model's forward ends; the units that it did not use."""
-        rest = [index for index in self.canonical if index not in self._seen]
+    def begin_inside(self, inside: Sequence[int]) -> None:
+        """The forward of a unit that encloses these begins."""
+        self._seen.difference_update(inside)
+
+    def end_inside(self, inside: Collection[int]) -> list[int]:
+        """It ends; those that it did not use."""
+        rest = [index for index in self.canonical if index in inside and index not in self._seen]
         self.forward.extend(rest)
         self._seen.update(rest)
         return rest
 
-    def done(self, index: int, need: Need = Need.UNKNOWN) -> None:
-        """A unit's forward ends; ``need`` is what its backward will need."""
+    def end_pass(self) -> list[int]:
+        """The model's forward ends; the units that it did not use."""
+        return self.end_inside(self.canonical)
+
+    def done(self, index: int, graph: bool | None = None) -> None:
+        """A unit's forward ends; ``graph`` says whether it left one, None that this rank skipped it."""
         self._done.append(index)
+        need = Need.UNKNOWN if graph is None else Need.BACKWARD if graph else Need.NO_BACKWARD
         self._observed[index] = max(need, self._observed.get(index, Need.UNKNOWN))
 
     def backward(self) -> list[int]:
@@ -77,7 +92,7 @@ class Order:
 
     def fetched(self, backward: Sequence[int]) -> list[int]:
         """Those whose parameters the backward looks at."""
-        return [index for index in backward if self.needs[index] is Need.PARAMETERS]
+        return [index for index in backward if index in self._looks and self.needs[index] is Need.BACKWARD]
 
     def expected(self) -> list[int]:
         """What a forward and its backward will probably fetch, in order."""
@@ -87,6 +102,7 @@ class Order:
     def end_backward(self) -> None:
         """The forwards so far are done with."""
         self.last_forward = self.forward or self.last_forward
+        self._before += len(self.forward)
         self.forward, self._done = [], []
 
     def report(self) -> list[float]:
@@ -104,5 +120,6 @@ class Order:
         for index, need in zip(indices, largest[len(indices) :], strict=True):
             if need > Need.UNKNOWN:
                 self.needs[index] = Need(int(need))
-        self.first_use.clear()
         self._observed.clear()
+        self._before = 0
+        self.first_use.clear()

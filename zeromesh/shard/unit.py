@@ -72,9 +72,10 @@ class Flat:
         parameters are sharded, only one at a time is whole.
         """
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
-        self.home = self.full[self.own]
         if sharded:
             self.home = torch.zeros(layout.shard_size, dtype=layout.dtype, device=mesh.device)
+        else:
+            self.home = self.full[self.own]
         self.master = self.home
         if mixed and layout.trainable and layout.dtype in SIXTEEN_BIT:
             self.master = torch.zeros(self.own.stop - self.own.start, dtype=torch.float32, device=mesh.device)
