@@ -3,10 +3,10 @@
 import time
 
 import torch
-from harness import run_ranks, spawn_ranks
 from torch import nn
 
 import zeromesh
+from harness import run_ranks, spawn_ranks
 from zeromesh.dist import watchdog
 
 
