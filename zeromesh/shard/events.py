@@ -15,9 +15,9 @@ import torch
 
 from zeromesh.shard.gradient import Gradient, Reducer
 from zeromesh.shard.hooks import Call, SavedTensors, check_version
-from zeromesh.shard.order import Order
+from zeromesh.shard.order import Order, Pass, Walk
 from zeromesh.shard.residency import Residency
-from zeromesh.shard.unit import State, Unit
+from zeromesh.shard.unit import Unit
 
 
 class Events:
@@ -34,14 +34,17 @@ class Events:
         self.calls: dict[Unit, WeakSet[Call]] = {unit: WeakSet() for unit in units}
         self.order = order
         self._units = units
+        self._inside = {unit: frozenset(u.index for u in units if unit in u.ancestors) for unit in units}
         self._root = units[0]
         self._residency = residency
         self._reducer = reducer
         self._shards = shards
         self._saved = SavedTensors({unit.storage._cdata: unit for unit in units}, self._unpack)
-        self._inside = {unit: [other.index for other in units if unit in other.ancestors] for unit in units}
         self._depth = 0
-        self._expected: list[int] | None = None
+        self._gathering = 0
+        self._walks: dict[Pass, Walk] = {}
+        self._reached: list[Pass] = []
+        self._latest = order.current
         self._begun: list[Unit] = []
         self._reduced: set[Unit] = set()
         self._in_backward = False
@@ -53,107 +56,129 @@ class Events:
         """Hook: have the unit's parameters in memory, and take part in the fetches of units that were skipped."""
         if unit is self._root:
             self.begin()
-        elif self._recording() and unit.flats:
-            self._join(self.order.use(unit.index))
+        elif self._computing_backward():
+            self._recomputing(unit)
+        else:
+            if unit.flats:
+                self._join(self.order.use(unit.index))
             self.order.begin_inside(self._inside[unit])
         self._residency.enter(unit)
 
-    def forward_ends(self, unit: Unit, call: Call | None) -> None:
-        """Hook: the unit's parameters may go."""
+    def forward_ends(self, unit: Unit, call: Call | None, views: bool) -> None:
+        """Hook: the unit's parameters may go, unless there are ``views`` of them in its output."""
         if unit is self._root:
             self.end()
-        elif self._recording() and unit.flats:
+        elif not self._computing_backward():
             self._join(self.order.end_inside(self._inside[unit]))
-            self.order.done(unit.index, graph=call is not None)
+            if unit.flats:
+                self.order.done(unit.index, call is not None if torch.is_grad_enabled() else None)
+        if call is not None:
+            call.forward = self._latest if self._computing_backward() else self.order.current
         self._residency.leave(unit)
+        if views and unit is not self._root:
+            self._residency.touch(unit)
+
+    def _recomputing(self, unit: Unit) -> None:
+        """A checkpoint computes the unit again, with reentrant autograd before the unit's backward begins."""
+        if self._in_backward:
+            for index in self._walk(self._latest).approach(unit.index):
+                self._backward_event(self._units[index])
 
     def begin(self) -> None:
         """The model begins to compute, through its forward or any other method."""
         self._depth += 1
         if self._depth > 1:
             return
-        if self._recording():
-            if not self.order.forward:
-                self._residency.plan(self.order.expected())
-            self.order.begin_pass()
-        elif not self._computing_backward():
+        if self._computing_backward():
+            return  # a checkpoint computes again
+        recorded = torch.is_grad_enabled()
+        if not recorded:
             self._residency.plan(self.order.last_forward or self.order.canonical)
-        if self._root.sharded and self._recording():
+        elif not self.order.forward:
+            self._residency.plan(self.order.expected())
+        self.order.begin_pass(recorded)
+        if recorded and self._root.sharded:
             self._saved.enter()
 
-    def end(self) -> None:
-        """The model has computed, or raised."""
+    def end(self, forward: bool = True) -> None:
+        """The model has computed, or raised; ``forward`` unless it did so through another method."""
         self._depth -= 1
         if self._depth > 0:
             return
         if self._saved.entered:
             self._saved.leave()
-        if self._recording():
-            self._join(self.order.end_pass())
+        if not self._computing_backward():
+            self._join(self.order.end_pass(forward))
 
     def _join(self, skipped: Sequence[int]) -> None:
         """Take part in the fetches of units that this rank skipped and others may use."""
-        for index in skipped:
-            self._residency.need(self._units[index])
-        for index in sorted(skipped, key=lambda i: -len(self._units[i].ancestors)):
-            self.order.done(index)
+        open_units: list[Unit] = []
+        for unit in (self._units[index] for index in skipped):
+            while open_units and open_units[-1] not in unit.ancestors:
+                self.order.done(open_units.pop().index)
+            open_units.append(unit)
+            self._residency.enter(unit)
+            self._residency.leave(unit)
+        for unit in reversed(open_units):
+            self.order.done(unit.index)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """In this context the model's methods other than ``forward`` may use its parameters."""
         self.begin()
-        self._residency.enter(self._root)
+        self._residency.open(self._root)
         try:
             yield
         finally:
-            self.end()
+            self.end(forward=False)
             self._residency.leave(self._root)
 
     @property
     def inside(self) -> bool:
         """Whether the model, or a context that gathers its parameters, is active."""
-        return self._depth > 0
+        return self._depth > 0 or self._gathering > 0
 
     @contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
         """In this context the units' parameters are whole on every rank. All ranks enter it in the same order."""
-        self._depth += 1
+        self._gathering += 1
         self._residency.plan([])
         for unit in units:
             self._residency.enter(unit)
         try:
             yield
         finally:
-            self._depth -= 1
+            self._gathering -= 1
             for unit in reversed(units):
                 self._residency.leave(unit)
-                if self._depth == 0 and unit.slot is not None:
-                    self._residency.evict(unit)  # so that a later write, which would be lost, is noticed
-
-    def _recording(self) -> bool:
-        """Whether forwards count for the order: not in evaluation, nor when a checkpoint recomputes."""
-        return torch.is_grad_enabled() and not self._computing_backward()
+                if not self.inside:
+                    self._residency.release(unit)  # so that a later write, which would be lost, is noticed
 
     @staticmethod
     def _computing_backward() -> bool:
         return torch._C._current_graph_task_id() != -1
 
     def touch(self, unit: Unit, name: str) -> None:
-        """A parameter that is away is used."""
-        if unit.state is State.FETCHING:
+        """A parameter of the unit is used outside of the unit's forward, or before an update has reached it."""
+        if not unit.sharded:
             self._residency.need(unit)
             return
-        if not (self._depth or self._residency.active or self._computing_backward()):
+        if not (self.inside or self._residency.active or self._computing_backward()):
             raise RuntimeError(
                 f"parameter {name} is sharded over {self._shards} ranks and not in memory outside the model's "
                 "forward and backward; read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all "
                 "ranks, and call the model's methods through the engine"
             )
+        if self._depth and unit is not self._root and not self._computing_backward():
+            self._join(self.order.use(unit.index, outside=True))
         self._residency.touch(unit)
 
     def _unpack(self, unit: Unit) -> None:
         """Autograd wants a saved view of the unit's parameters. One node may want views of several units at once."""
-        self._residency.hold(unit)
+        if self._in_backward and unit not in self._begun and unit.index not in self._latest.outside:
+            self._reach(unit, self._latest)  # of what is inside of it a gradient arrived, and none of its outputs
+        node = torch._C._current_autograd_node()
+        self._residency.hold(unit, -1 if node is None else node._sequence_nr())
 
     # Backward.
 
@@ -161,7 +186,7 @@ class Events:
     def backward(self, last: bool) -> Iterator[None]:
         """Around one backward; ``last`` if an update follows. Gradients are reduced as units are done with."""
         self._in_backward = True
-        self._expected = None
+        self._begin_walks()
         self._begun = []
         self._reduced = set()
         self._reducer.begin(last)
@@ -175,7 +200,8 @@ class Events:
             self._in_backward = False
             self.order.end_backward()
             for calls in self.calls.values():
-                calls.clear()
+                for call in [call for call in calls if call.forward in self._reached]:
+                    calls.discard(call)
             self._residency.leave_backward()
 
     def backward_begins(self, call: Call) -> None:
@@ -184,61 +210,81 @@ class Events:
         if torch.is_grad_enabled():
             self._hold()
         if not self._in_backward:
-            self._outside_backward(call.unit)
-            return
-        unit, order = call.unit, self._plan_backward()
-        if unit.index in order:
-            self._fill_backward(order[: order.index(unit.index)])
+            self._listen_to_other()
+        self._reach(call.unit, call.forward)
+
+    def _begin_walks(self) -> None:
+        alive = {call.forward for calls in self.calls.values() for call in calls}
+        self._walks = {forward: self.order.backward(forward) for forward in alive}
+        self._reached = []
+        self._latest = self.order.current
+
+    def _reach(self, unit: Unit, forward: Pass) -> None:
+        """The backward of one call of the unit begins: take part in what others may have done for units before it."""
+        self._latest = forward
+        for index in self._walk(forward).reach(unit.index):
+            self._backward_event(self._units[index])
         self._backward_event(unit)
 
-    def _plan_backward(self) -> list[int]:
-        """The order in which the units' backwards will begin."""
-        if self._expected is None:
-            self._expected = self.order.backward()
-            self._residency.plan(self.order.fetched(self._expected))
-        return self._expected
+    def _walk(self, forward: Pass) -> Walk:
+        if forward not in self._reached:
+            self._finish_walks()
+            self._reached.append(forward)
+            self._walks.setdefault(forward, self.order.backward(forward))
+            self._residency.plan(self.order.fetched(self._walks[forward].steps))
+        return self._walks[forward]
 
-    def _fill_backward(self, expected: Sequence[int]) -> None:
-        """Take part in what other ranks may do for units whose gradients this rank has none of."""
-        for unit in (self._units[index] for index in expected):
-            if unit not in self._begun:
-                self.calls[unit].clear()
-                self._backward_event(unit)
+    def _finish_walks(self) -> None:
+        """The backward of the passes that were reached is over: autograd goes from the latest to the earliest."""
+        for forward in self._reached:
+            for index in self._walks[forward].rest():
+                self._backward_event(self._units[index])
 
     def _backward_event(self, unit: Unit) -> None:
-        self._reduce_finished(unit)
-        if unit not in self._begun:
-            self._begun.append(unit)
-        self._reduced.discard(unit)
+        if self._in_backward:
+            self._reduce_finished(unit)
+            if unit not in self._begun:
+                self._begun.append(unit)
+            self._reduced.discard(unit)
         if unit.flats:
             self._residency.enter_backward(unit, unit is self._root or unit.index in self.order.fetched([unit.index]))
 
     def _reduce_finished(self, current: Unit) -> None:
         """Reduce the units whose backward is over: each call's has begun, and that of a unit outside it begins now."""
         for unit in self._begun:
-            related = unit is current or unit in current.ancestors or current in unit.ancestors
-            if unit is not self._root and unit not in self._reduced and not related and not self.calls[unit]:
+            if unit is self._root or unit in self._reduced or self._pending(unit):
+                continue
+            if unit is not current and unit not in current.ancestors and current not in unit.ancestors:
                 self._reduce(unit)
+
+    def _pending(self, unit: Unit) -> bool:
+        """Whether the backward of a call of the unit is still to come, in any pass whose graph is alive."""
+        return any(walk.pending(unit.index) for walk in self._walks.values())
 
     def _reduce(self, unit: Unit) -> None:
         self._reduced.add(unit)
         self._reducer.reduce([flat.gradient for flat in unit.flats if flat.gradient])
 
     def _end_backward(self) -> None:
-        self._fill_backward(self._plan_backward())
+        if not self._reached:
+            self._walk(self._latest)
+        self._finish_walks()
         for unit in reversed(self._units):
             if unit not in self._reduced:
                 self._reduce(unit)
         self._reducer.finish()
 
-    def _outside_backward(self, unit: Unit) -> None:
+    def _listen_to_other(self) -> None:
         """A backward that is not the engine's, such as ``torch.autograd.grad``: no reduction, only fetching."""
         task = torch._C._current_graph_task_id()
         if task != self._other_task:
             self._other_task = task
-            self._residency.plan(self.order.fetched(self.order.backward()))
-            torch.autograd.Variable._execution_engine.queue_callback(self._residency.leave_backward)
-        self._residency.enter_backward(unit)
+            self._begin_walks()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
+
+    def _end_other(self) -> None:
+        self._finish_walks()
+        self._residency.leave_backward()
 
     def _hold(self) -> None:
         """Evict nothing before the update: with ``create_graph`` the backward's own graph holds views of parameters."""

@@ -1,8 +1,8 @@
 """Nothing is ever computed with parameters that are not there.
 
-While a unit's parameters are away, their class is one whose ``__torch_function__`` is asked before any operation: it
-has the unit fetched if the model is computing, and raises with the parameter's name otherwise. Asking costs nothing
-while the parameters are there, because then they have their own class again.
+While a unit's parameters are away, or might be sent away, their class is one whose ``__torch_function__`` is asked
+before any operation: it has the unit fetched if the model is computing, and raises with the parameter's name otherwise.
+Asking costs nothing in the unit's own forward, because there they have their own class again.
 """
 
 from __future__ import annotations
@@ -69,14 +69,18 @@ def away_class(unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str]
 
 
 class Guard:
-    """Switches the class of a unit's parameters as they come and go."""
+    """Switches the class of a unit's parameters as they come and go; at first they are here."""
 
     def __init__(self, unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]) -> None:
         self._parameters = [parameter for flat in unit.flats for parameter in flat.parameters]
         self._own = [type(parameter) for parameter in self._parameters]
         self._away = away_class(unit, names, touch)
+        self._here = True
 
     def switch(self, here: bool) -> None:
-        """``here``: whether the parameters are in memory from now on."""
+        """``here``: whether the parameters may be used from now on: they are in memory, and stay."""
+        if here == self._here:
+            return
+        self._here = here
         for parameter, own in zip(self._parameters, self._own, strict=True):
             parameter.__class__ = own if here else self._away

@@ -14,15 +14,24 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from zeromesh.shard.order import Pass
 from zeromesh.shard.unit import Unit
 
 
 class Call:
-    """One forward of a unit whose backward is to come. It lives as long as the graph that it belongs to."""
+    """One forward of a unit whose backward is to come. It lives as long as the graph that it belongs to.
+
+    Attributes:
+        unit: whose forward it was.
+        version: of the unit's parameters then.
+        forward: the pass of the model that it is part of.
+        task: the last backward that reached it.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.version = unit.version
+        self.forward = Pass()
         self.task = -1
 
 
@@ -32,8 +41,14 @@ class Listener(Protocol):
     def forward_begins(self, unit: Unit) -> None:
         """The unit's forward is about to run."""
 
-    def forward_ends(self, unit: Unit, call: Call | None) -> None:
-        """It has run, or raised. ``call`` if a gradient of its outputs may come."""
+    def forward_ends(self, unit: Unit, call: Call | None, views: bool) -> None:
+        """It has run, or raised.
+
+        Args:
+            unit: whose forward it was.
+            call: it, if a gradient of its outputs may come.
+            views: whether it returned some of its parameters, or views of them.
+        """
 
     def backward_begins(self, call: Call) -> None:
         """The first gradient of an output of this call arrived."""
@@ -61,22 +76,26 @@ def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
         listener.forward_begins(unit)
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = None
-        if torch.is_grad_enabled() and output is not None:
+        call, outputs = None, list(tensors_in(output))
+        if torch.is_grad_enabled():
             inputs = {id(tensor) for tensor in tensors_in((args, kwargs))}
-            outputs = [t for t in tensors_in(output) if t.requires_grad and id(t) not in inputs]
-            if outputs:
+            new = [tensor for tensor in outputs if tensor.requires_grad and id(tensor) not in inputs]
+            if new:
                 call = Call(unit)
                 calls.add(call)
                 hook = _output_hook(call, listener, calls)
-                for tensor in outputs:
+                for tensor in new:
                     tensor.register_hook(hook)
-        listener.forward_ends(unit, call)
+        listener.forward_ends(unit, call, any(_is_view(tensor, unit) for tensor in outputs))
 
     return [
         unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
         unit.module.register_forward_hook(after, with_kwargs=True, always_call=True),
     ]
+
+
+def _is_view(tensor: torch.Tensor, unit: Unit) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == unit.storage._cdata
 
 
 def _output_hook(call: Call, listener: Listener, calls: WeakSet[Call]) -> Callable[[torch.Tensor], None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
@@ -17,12 +18,71 @@ BLIND = (nn.Embedding,)
 
 
 class Need(enum.IntEnum):
-    """What the backward of a unit's forward needs; of several answers the largest counts."""
+    """What follows a unit's forward; of several answers the largest counts."""
 
     UNKNOWN = -1
     NO_BACKWARD = 0
     """No gradient reaches it: what it computes with is frozen."""
     BACKWARD = 1
+
+
+class Pass:
+    """One forward of the model. Unit indices, those of skipped units included.
+
+    Attributes:
+        begun: in the order in which their forwards began.
+        ended: in the order in which they ended.
+        used: those that this rank did not skip.
+        outside: units whose parameters were used outside of their forwards.
+    """
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        self.used: set[int] = set()
+        self.outside: set[int] = set()
+
+
+class Walk:
+    """How far the backward of a pass has come through the steps that it is expected to take.
+
+    This rank takes itself the steps of the units that it has ``used``.
+    """
+
+    def __init__(self, steps: Sequence[int], used: Collection[int]) -> None:
+        self.steps = tuple(steps)
+        self._used = used
+        self._position = 0
+        self._left = Counter(steps)
+
+    def pending(self, index: int) -> bool:
+        """Whether the backward of a call of ``index`` is still to come."""
+        return self._left[index] > 0
+
+    def reach(self, index: int) -> Iterator[int]:
+        """The backward of a call of ``index`` begins; one by one, the steps before it that this rank has left out."""
+        if self.pending(index):
+            while (step := self._take()) != index:
+                yield step
+
+    def approach(self, index: int) -> Iterator[int]:
+        """The backward of ``index`` is near; if it is the next that this rank takes itself, the steps before it."""
+        ahead = range(self._position, len(self.steps))
+        noticed = next((position for position in ahead if self.steps[position] in self._used), None)
+        if noticed is not None and self.steps[noticed] == index:
+            while self._position < noticed:
+                yield self._take()
+
+    def rest(self) -> Iterator[int]:
+        """The backward ends; one by one, the steps that this rank has left out."""
+        while self._position < len(self.steps):
+            yield self._take()
+
+    def _take(self) -> int:
+        step = self.steps[self._position]
+        self._position += 1
+        self._left[step] -= 1
+        return step
 
 
 class Order:
@@ -31,64 +91,86 @@ class Order:
     Attributes:
         canonical: the order of first use that all ranks have agreed on: that of registration at first.
         needs: by unit index, what the ranks have agreed on that its backward needs.
+        current: the latest pass whose backward may come.
         forward: forwards since the last backward, in order of their beginnings, those of skipped units included.
         last_forward: the same before the last backward.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.canonical: list[int] = [unit.index for unit in units]
-        self.first_use: dict[int, int] = {}
-        self.forward: list[int] = []
-        self.last_forward: list[int] = []
         self.needs = dict.fromkeys(self.canonical, Need.BACKWARD)
         self._looks = {unit.index for unit in units if type(unit.module) not in BLIND}
-        self._observed: dict[int, Need] = {}
+        self.current = Pass()
+        self.forward: list[int] = []
+        self.last_forward: list[int] = []
+        self._recorded = True
+        self._before = self.current
         self._seen: set[int] = set()
-        self._done: list[int] = []
-        self._before = 0
+        self._places: dict[int, int] = {}
+        self._observed: dict[int, Need] = {}
 
-    def begin_pass(self) -> None:
-        """The model's forward begins."""
+    def begin_pass(self, recorded: bool) -> None:
+        """The model begins to compute; ``recorded`` if a backward may come."""
         self._seen.clear()
+        self._recorded = recorded
+        if recorded:
+            self._before, self.current = self.current, Pass()
 
-    def use(self, index: int) -> list[int]:
-        """A unit's forward begins; what should have come before it and did not."""
+    def use(self, index: int, outside: bool = False) -> list[int]:
+        """A unit's forward begins, or it is used ``outside`` of that; returns what came before on other ranks only."""
         skipped: list[int] = []
         if index not in self._seen:
             before = self.canonical[: self.canonical.index(index)]
             skipped = [other for other in before if other not in self._seen]
-        self._seen.update(skipped)
-        self._seen.add(index)
-        self.forward.extend([*skipped, index])
-        # What was skipped counts, so that positions mean the same on ranks that skip different units.
-        self.first_use.setdefault(index, self._before + len(self.forward))
+        for other in skipped:
+            self._note(other, used=False)
+        self._note(index, used=True)
+        if outside and self._recorded:
+            self.current.outside.add(index)
         return skipped
 
-    def begin_inside(self, inside: Sequence[int]) -> None:
+    def end_pass(self, forward: bool) -> list[int]:
+        """The model has computed; the units that it did not use. Methods other than ``forward`` may use none at all."""
+        if not (forward or self._seen):
+            self.current = self._before if self._recorded else self.current
+            return []
+        return self.end_inside(self.canonical)
+
+    def begin_inside(self, inside: Collection[int]) -> None:
         """The forward of a unit that encloses these begins."""
         self._seen.difference_update(inside)
 
     def end_inside(self, inside: Collection[int]) -> list[int]:
         """It ends; those that it did not use."""
         rest = [index for index in self.canonical if index in inside and index not in self._seen]
-        self.forward.extend(rest)
-        self._seen.update(rest)
+        for index in rest:
+            self._note(index, used=False)
         return rest
 
-    def end_pass(self) -> list[int]:
-        """The model's forward ends; the units that it did not use."""
-        return self.end_inside(self.canonical)
+    def _note(self, index: int, used: bool) -> None:
+        self._seen.add(index)
+        if not self._recorded:
+            return
+        if used:
+            self.current.used.add(index)
+        place = len(self.current.begun)
+        self.current.begun.append(index)
+        self.forward.append(index)
+        if used and self._places.get(index, -1) < 0:
+            self._places[index] = place
+        self._places.setdefault(index, place - FAR)
 
     def done(self, index: int, graph: bool | None = None) -> None:
-        """A unit's forward ends; ``graph`` says whether it left one, None that this rank skipped it."""
-        self._done.append(index)
-        need = Need.UNKNOWN if graph is None else Need.BACKWARD if graph else Need.NO_BACKWARD
-        self._observed[index] = max(need, self._observed.get(index, Need.UNKNOWN))
+        """A unit's forward ends; ``graph`` says whether it left one, None that this is not known."""
+        if self._recorded:
+            self.current.ended.append(index)
+            need = Need.UNKNOWN if graph is None else Need.BACKWARD if graph else Need.NO_BACKWARD
+            self._observed[index] = max(need, self._observed.get(index, Need.UNKNOWN))
 
-    def backward(self) -> list[int]:
-        """The order in which the units' backwards begin: the reverse of the ends of their last forwards."""
-        latest_first = dict.fromkeys(reversed(self._done))
-        return [index for index in latest_first if self.needs[index] > Need.NO_BACKWARD]
+    def backward(self, forward: Pass) -> Walk:
+        """The order in which the units' backwards begin: the reverse of the ends of their forwards."""
+        steps = [index for index in reversed(forward.ended) if self.needs[index] > Need.NO_BACKWARD]
+        return Walk(steps, forward.used)
 
     def fetched(self, backward: Sequence[int]) -> list[int]:
         """Those whose parameters the backward looks at."""
@@ -102,24 +184,29 @@ class Order:
     def end_backward(self) -> None:
         """The forwards so far are done with."""
         self.last_forward = self.forward or self.last_forward
-        self._before += len(self.forward)
-        self.forward, self._done = [], []
+        self.forward = []
 
     def report(self) -> list[float]:
-        """This rank's first uses since the last agreement, and observed needs, by ascending unit index."""
+        """By ascending unit index, this rank's first uses since the last agreement, and observed needs.
+
+        A use is its place in the pass; that of a unit which was skipped is less by ``FAR``.
+        """
         indices = sorted(self.canonical)
-        first = [float(-self.first_use.get(index, FAR)) for index in indices]
+        places = {index: place - FAR for place, index in enumerate(self.canonical)} | self._places
+        first = [float(places[index]) for index in indices]
         return [*first, *(float(self._observed.get(index, Need.UNKNOWN)) for index in indices)]
 
     def agree(self, largest: Sequence[float]) -> None:
-        """Take the elementwise largest of all ranks' reports as what is the case."""
+        """Take the elementwise largest of all ranks' reports as what is the case.
+
+        Of several places the last one: a rank that has not yet learnt of some units counts too few of them.
+        """
         indices = sorted(self.canonical)
         first = dict(zip(indices, largest[: len(indices)], strict=True))
         before = {index: place for place, index in enumerate(self.canonical)}
-        self.canonical.sort(key=lambda index: (-first[index], before[index]))
+        self.canonical.sort(key=lambda index: (first[index] % FAR, before[index]))
         for index, need in zip(indices, largest[len(indices) :], strict=True):
             if need > Need.UNKNOWN:
                 self.needs[index] = Need(int(need))
+        self._places.clear()
         self._observed.clear()
-        self._before = 0
-        self.first_use.clear()

@@ -26,7 +26,7 @@ class Residency:
         units: all others.
         pool: their slots.
         root_pool: the root's slot.
-        on_change: called with a unit and whether its parameters are in memory from now on.
+        on_change: called with a unit and whether its parameters may be used from now on: they are in memory, and stay.
     """
 
     def __init__(
@@ -45,6 +45,8 @@ class Residency:
         self._mesh = mesh
         self._active: list[Unit] = []
         self._backward: set[Unit] = set()
+        self._held: set[Unit] = set()
+        self._node = -1
         self._kept: set[Unit] = set()
         self._plan: list[int] = []
         self._position = 0
@@ -60,46 +62,68 @@ class Residency:
     def enter(self, unit: Unit) -> None:
         """The unit's forward begins: it is needed now and stays until ``leave``."""
         self._active.append(unit)
-        self.need(unit)
+        self._bring(unit)
+
+    def open(self, unit: Unit) -> None:
+        """The unit's parameters may be used: it is fetched when the first is, and stays until ``leave``."""
+        self._active.append(unit)
 
     def touch(self, unit: Unit) -> None:
         """One of its parameters is used outside the unit's forward: the unit stays as long as what uses it."""
-        if self._active:
-            self.enter(unit)
-        else:
+        if not self._active:
             self._backward.add(unit)
-            self.need(unit)
-
-    def hold(self, unit: Unit) -> None:
-        """A view of it is used in the backward: the unit stays until the next unit's backward begins."""
-        self._backward.add(unit)
-        if unit.state is not State.FETCHED:
-            self.need(unit)
+        elif unit not in self._active:
+            self._active.append(unit)
+        self._bring(unit)
 
     def leave(self, unit: Unit) -> None:
         """The unit's forward ended, or raised; so has every use inside it."""
-        while self._active and self._active.pop() is not unit:
-            pass
+        while self._active:
+            other = self._active.pop()
+            self._hide(other)
+            if other is unit:
+                break
 
     def enter_backward(self, unit: Unit, needed: bool = True) -> None:
         """The gradient of the unit's output arrived: units used after it are done with.
 
-        ``needed`` says whether its backward looks at its parameters.
+        Those inside of it are not: their output may be its own. ``needed``: its backward looks at its parameters.
         """
-        self._backward = {unit} | unit.ancestors
+        before, self._held = self._backward, set()
+        self._backward = {unit, *unit.ancestors, *(other for other in before if unit in other.ancestors)}
+        for other in before:
+            self._hide(other)
         if needed:
-            self.need(unit)
+            self._bring(unit)
         else:
             self._advance(unit)
             self._prefetch()
 
+    def hold(self, unit: Unit, node: int) -> None:
+        """Node number ``node`` of the graph looks at a view of the unit's parameters, and maybe at other units'.
+
+        The unit stays until another node looks at any.
+        """
+        if node != self._node:
+            self._node, self._held = node, set()
+        self._held.add(unit)
+        if unit.state is not State.FETCHED:
+            self.need(unit)
+
     def leave_backward(self) -> None:
         """The backward is over."""
-        self._backward.clear()
+        before, self._backward, self._held = self._backward, set(), set()
+        for unit in before:
+            self._hide(unit)
 
     def keep(self, unit: Unit) -> None:
         """Do not evict the unit before the next update."""
         self._kept.add(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Evict the unit if nothing needs it now."""
+        if unit.slot is not None and unit not in {*self._active, *self._backward, *self._held, *self._kept}:
+            self.evict(unit)
 
     def need(self, unit: Unit) -> None:
         """Have the unit's parameters in memory when this returns, and the next ones on their way."""
@@ -107,8 +131,22 @@ class Residency:
         self._fetch(unit)
         if unit.state is State.FETCHING:
             unit.finish_fetch()
-            self._on_change(unit, True)
+            if not unit.sharded:
+                self._on_change(unit, True)
         self._prefetch()
+
+    def _bring(self, unit: Unit) -> None:
+        self.need(unit)
+        self._on_change(unit, True)
+
+    def _hide(self, unit: Unit) -> None:
+        """Who uses the parameters from here on must say so, as they may be evicted; unless something needs them."""
+        if unit.sharded and unit not in self._pinned():
+            self._on_change(unit, False)
+
+    def _pinned(self) -> set[Unit]:
+        pinned = {self._root, *self._active, *self._backward, *self._held, *self._kept}
+        return pinned | {ancestor for unit in self._active for ancestor in unit.ancestors}
 
     # Decisions.
 
@@ -149,8 +187,7 @@ class Residency:
 
     def _victim(self, nbytes: int, sooner_than: int) -> Unit | None:
         """The unit that is needed last, and later than ``sooner_than`` uses from now; None if all are needed."""
-        pinned = {self._root, *self._active, *self._backward, *self._kept}
-        pinned |= {ancestor for unit in self._active for ancestor in unit.ancestors}
+        pinned = self._pinned()
         best, farthest = None, sooner_than if sooner_than != FAR else -1
         for unit in self._units.values():
             if unit.slot is None or unit in pinned or unit.slot.nbytes < nbytes:
@@ -170,8 +207,7 @@ class Residency:
         """Give up the unit's slot."""
         if unit.state is State.FETCHING:
             unit.finish_fetch()
-        else:
-            self._on_change(unit, False)
+        self._on_change(unit, False)
         pool = self._root_pool if unit is self._root else self._pool
         pool.give(unit.evict())
 
@@ -184,5 +220,5 @@ class Residency:
 
     @property
     def active(self) -> bool:
-        """Whether some unit's forward or the backward is going on."""
-        return bool(self._active or self._backward)
+        """Whether some unit's forward is going on."""
+        return bool(self._active)
