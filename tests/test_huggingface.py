@@ -21,7 +21,7 @@ from zeromesh.shard import deferred
 RANKS = 2
 STEPS = 4
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
-"""With torch's own eps, Adam would make a whole step of the rounding of a gradient that is zero, as that of a bias before a
+"""With torch's own eps, Adam would make a whole step of the rounding of a gradient that is zero, as of a bias before a
 softmax is."""
 LIMIT = 120
 """Seconds for one call of the ranks, of which importing transformers takes up to twenty."""
