@@ -12,8 +12,8 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from zeromesh.dist.collectives import Group, Traffic
 from zeromesh.dist import watchdog
+from zeromesh.dist.collectives import Group, Traffic
 
 AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
 """Axis names, outermost first. ``replicate`` is hybrid sharding: states are sharded over ``data``, copied over it."""

@@ -43,7 +43,9 @@ class Watchdog:
         self._what = ""
         self._told: dict[str, Any] = {}
         self._seen: list[Any] | None = None
-        threading.Thread(target=_watch, args=(weakref.ref(self), patience / 3), daemon=True).start()
+        gone = threading.Event()
+        weakref.finalize(self, gone.set)
+        threading.Thread(target=_watch, args=(weakref.ref(self), patience / 3, gone), daemon=True).start()
 
     def begin(self, what: str) -> None:
         """A wait begins."""
@@ -92,9 +94,8 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
 
-def _watch(watchdog: weakref.ref[Watchdog], pause: float) -> None:
-    while True:
-        time.sleep(pause)
+def _watch(watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event) -> None:
+    while not gone.wait(pause):
         alive = watchdog()
         if alive is None:
             return
