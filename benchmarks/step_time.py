@@ -7,16 +7,21 @@ Every variant trains the same Llama-style decoder from the same seed on the same
 losses must agree. The variants take turns, round by round, each in fresh processes, so that a machine whose speed
 drifts is the same to all. *floor* is forward and backward alone: no communication, no update. Wire bytes are counted on
 the loopback interface, for the whole machine: nothing else may be talking. On GPUs the same runs with nccl.
+
+With ``--memory`` the peak memory of rank 0 is measured instead of time: what malloc has handed out (on a GPU, torch's
+allocator) beyond what there was before the model was built. Watching it takes time of its own.
+
+    python benchmarks/step_time.py --case compute --dtype fp32 --memory --rounds 2
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,11 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from heap import Heap, Peak
+from show import machine, table, title
+from wire import sent_over_loopback
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.config.train import ModelShape
 from zeromesh.dist.environment import device_for, init_distributed, shutdown
@@ -115,7 +124,7 @@ def fsdp2(model: Decoder, dtype: torch.dtype, device: torch.device, reshard: boo
     for block in model.blocks:
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
@@ -161,42 +170,54 @@ VARIANTS: dict[str, Callable[[Decoder, torch.dtype, torch.device], Step]] = {
 }
 
 
-def wire_bytes() -> int:
-    """Bytes that passed the loopback interface; 0 where the system does not say."""
-    counters = Path("/proc/net/dev")
-    if not counters.is_file():
-        return 0
-    line = next(line for line in counters.read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[0])
+@contextmanager
+def watched(device: torch.device, watch: bool) -> Iterator[Peak]:
+    """The most memory in use while the context lasts, beyond what was in use before; 0 unless ``watch``."""
+    peak = Peak()
+    if not watch:
+        yield peak
+    elif device.type == "cpu":
+        heap = Heap()
+        before = heap.live()
+        with heap.watch() as found:
+            yield peak
+        peak.bytes = found.bytes - before
+    else:
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        yield peak
+        peak.bytes = torch.accelerator.max_memory_allocated() - before
 
 
 def measure(
-    backend: str | None, variant: str, case_name: str, dtype_name: str, warmup: int, steps: int, out: str
+    backend: str | None, variant: str, case_name: str, dtype_name: str, warmup: int, steps: int, memory: bool, out: str
 ) -> None:
-    """One process of one variant; rank 0 writes the seconds of each step and the bytes on the wire."""
+    """One process of one variant; rank 0 writes the seconds of each step, the bytes on the wire and the peak memory."""
     environment = init_distributed(backend)
     device = device_for(environment, dist.get_backend())
     case, dtype = CASES[case_name], getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype_name])
-    step = VARIANTS[variant](make_model(case), dtype, device)
     generator = torch.Generator().manual_seed(1 + environment.rank)
     # The same batch every time: the loss then falls fast, and wrong gradients show.
     tokens = torch.randint(case.vocabulary, (case.batch, case.sequence + 1), generator=generator).to(device)
     times: list[float] = []
-    for index in range(warmup + steps):
-        dist.barrier()
-        if index == warmup:
-            before, cpu = wire_bytes(), time.process_time()
+    with watched(device, memory and environment.rank == 0) as peak:
+        step = VARIANTS[variant](make_model(case), dtype, device)
+        for index in range(warmup + steps):
             dist.barrier()
-        start = time.perf_counter()
-        loss = step(tokens)
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        times.append(time.perf_counter() - start)
-    cpu = (time.process_time() - cpu) / steps
-    dist.barrier()
+            if index == warmup:
+                before, cpu = sent_over_loopback(), time.process_time()
+                dist.barrier()
+            start = time.perf_counter()
+            loss = step(tokens)
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            times.append(time.perf_counter() - start)
+        cpu = (time.process_time() - cpu) / steps
+        dist.barrier()
+        wire = (sent_over_loopback() - before) / steps / environment.world_size
     if environment.rank == 0:
-        wire = (wire_bytes() - before) / steps / environment.world_size
-        Path(out).write_text(json.dumps({"times": times[warmup:], "cpu": cpu, "wire": wire, "loss": loss.item()}))
+        figures = {"times": times[warmup:], "cpu": cpu, "wire": wire, "loss": loss.item(), "peak": peak.bytes}
+        Path(out).write_text(json.dumps(figures))
     dist.barrier()
     shutdown()
 
@@ -207,29 +228,10 @@ def rounds(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     for number in range(arguments.rounds):
         for variant in arguments.variants:
             a = arguments
-            launch(measure, a.ranks, a.backend, variant, a.case, a.dtype, a.warmup, a.steps, str(out))
+            launch(measure, a.ranks, a.backend, variant, a.case, a.dtype, a.warmup, a.steps, a.memory, str(out))
             yield variant, json.loads(out.read_text())
         print(f"round {number + 1} of {arguments.rounds} done", file=sys.stderr, flush=True)
     out.unlink()
-
-
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: medians over rounds of each round's median step, with the least and the largest."""
-    medians = {name: [statistics.median(run["times"]) for run in runs] for name, runs in results.items()}
-    base = statistics.median(medians["floor"]) if "floor" in medians else None
-    lines = [
-        "| variant | s/step (min - max) | ratio to floor | CPU s/step of one rank | MB on the wire per rank and step "
-        "| last loss |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, values in medians.items():
-        middle = statistics.median(values)
-        ratio = f"{middle / base:.2f}" if base else ""
-        wire = statistics.median(run["wire"] for run in results[name]) / 1e6
-        loss, cpu = results[name][-1]["loss"], statistics.median(run["cpu"] for run in results[name])
-        spread = f"{min(values):.3f} - {max(values):.3f}"
-        lines.append(f"| {name} | {middle:.3f} ({spread}) | {ratio} | {cpu:.3f} | {wire:.1f} | {loss:.4f} |")
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -243,16 +245,20 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--out", default="step_time.json")
     arguments = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {}
     for variant, figures in rounds(arguments):
         results.setdefault(variant, []).append(figures)
     parameters = sum(p.numel() for p in make_model(CASES[arguments.case]).parameters())
-    print(f"{arguments.case} {asdict(CASES[arguments.case])}, {arguments.dtype}, {arguments.ranks} ranks, "
-          f"{parameters / 1e6:.1f} M parameters, torch {torch.__version__}\n")  # fmt: skip
-    print(table(results))
-    Path(arguments.out).write_text(json.dumps({"arguments": vars(arguments), "results": results}))
+    told = {
+        "case": asdict(CASES[arguments.case]), "parameters": parameters, "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"), "machine": machine(),
+    }  # fmt: skip
+    run = {"arguments": vars(arguments), **told, "results": results}
+    print(title(run), table(run), sep="\n\n")
+    Path(arguments.out).write_text(json.dumps(run))
 
 
 if __name__ == "__main__":

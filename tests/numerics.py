@@ -497,15 +497,24 @@ def _summed_in_group(case: Case, parts: list[list[torch.Tensor]]) -> torch.Tenso
     """The sum over one shard group; ``parts`` by rank and micro-batch."""
     if case.row >= 2 or (case.row == 1 and case.accumulation == 1):
         # Rounded for the wire at once, and summed over the ranks after every micro-batch.
-        wires = [[part.to(case.sent, copy=True).div_(case.divisor) for part in own] for own in parts]
+        wires = [[_divided(case, part, case.sent) for part in own] for own in parts]
         return _add([own[m] for m in range(case.accumulation) for own in wires], case.home)
     # Every rank sums its own micro-batches, and only that is sent.
-    totals = [_add(own, case.home).div_(case.divisor) for own in parts]
+    totals = [_divided(case, own[0], case.home) for own in parts]
+    for total, own in zip(totals, parts, strict=True):
+        for part in own[1:]:
+            total.add_(part, alpha=1 / case.divisor)
     if case.shards == 1:
         return totals[0]
     total = _add([own.to(case.sent) for own in totals], case.home)
     # Where every rank needs the whole sum, it is sent a second time.
     return total.to(case.sent).to(case.home) if case.row == 0 else total
+
+
+def _divided(case: Case, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Computed in the wider of the two dtypes. A division by the number of ranks that is not asked for is exact."""
+    wide = torch.promote_types(part.dtype, dtype)
+    return part.to(wide).mul(1 / case.divisor).to(dtype)
 
 
 def _add(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

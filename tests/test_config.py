@@ -514,13 +514,16 @@ def test_the_precision_of_a_configuration(document: dict[str, Any], expected: Pr
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
-        ({}, 1.0),
+        ({}, None),
+        ({"gradient_predivide_factor": 1}, 1.0),
         ({"gradient_predivide_factor": 2}, 2.0),
         ({"prescale_gradients": True}, 4.0),
         ({"prescale_gradients": True, "gradient_predivide_factor": 2}, 4.0),
     ],
 )
-def test_what_gradients_are_divided_by_before_they_are_reduced(document: dict[str, Any], expected: float) -> None:
+def test_what_gradients_are_divided_by_before_they_are_reduced(
+    document: dict[str, Any], expected: float | None
+) -> None:
     resolved = Settings.load(document | {"train_micro_batch_size_per_gpu": 3}).resolve(4)
     assert resolved.gradient_predivide == expected
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from huggingface_models import MODELS, VOCABULARY, Batch, Model, tokens
+from huggingface_models import MODELS, PAGE, VOCABULARY, Batch, Model, page, tokens
 from zeromesh.shard import deferred
 
 RANKS = 2
@@ -158,6 +158,10 @@ def check_units(name: str, units: list[str]) -> None:
 
 
 # Tests.
+
+
+def test_the_page_about_hugging_face_models_is_this_table() -> None:
+    assert PAGE.read_text() == page(), "run python tests/huggingface_models.py"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -99,6 +99,10 @@ def test_a_pool_lends_the_smallest_slot_that_fits_and_nothing_smaller() -> None:
     assert taken[1] is not None
     pool.give(taken[1])
     assert pool.take(1) is taken[1]
+    for slot in (taken[1], taken[0], taken[3]):
+        assert slot is not None
+        pool.give(slot)
+    assert [slot and slot.nbytes for slot in (pool.take(1), pool.take(1), pool.take(1))] == [64, 128, 256]
 
 
 def test_what_a_pool_grew_by_is_counted_and_used_again() -> None:

@@ -51,6 +51,11 @@ def test_blocks_and_what_is_as_large_become_units_and_the_rest_stays_with_the_ro
     assert [name for name, _ in assign(model, names(model))[""]] == ["positions", "norm.weight", "norm.bias"]
 
 
+def test_blocks_that_are_each_small_beside_an_embedding_stay_with_the_root_only_if_they_are_small_together() -> None:
+    assert names(Gpt(vocabulary=20000, depth=5)) == ["embedding", "head"]
+    assert names(Gpt(vocabulary=20000, depth=10)) == ["embedding", *numbered("blocks.#", 10), "head"]
+
+
 def test_a_model_inside_a_model_is_cut_as_it_would_be_alone() -> None:
     class Wrapper(nn.Module):
         def __init__(self) -> None:
@@ -200,7 +205,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 UNITS = {
     "ResNet": [*numbered("layer1.#", 2), *numbered("layer2.#", 5)],
     # Layers with weights, in lists of layers; the second holds most of the parameters.
-    "VGG": ["0.3", "0.6", "0.9", "2.0"],
+    "VGG": ["0.6", "0.9", "2.0"],
     "U-Net": [*numbered("down.#", 3), "middle.conv1", "middle.conv2", *numbered("up.#", 3)],
     "recommender": ["users", "items"],
     "mixtures of experts": numbered("blocks.#", 5),
@@ -238,11 +243,10 @@ REAL = {
         "MixtralForCausalLM", "MixtralConfig", {"num_hidden_layers": 4},
         {"model.embed_tokens": 1, "model.layers.#": 4, "lm_head": 1},
     ),
-    "vit": ("ViTForImageClassification", "ViTConfig", {},
-            {"vit.embeddings.patch_embeddings.projection": 1, "vit.layers.#": 12}),
+    "vit": ("ViTForImageClassification", "ViTConfig", {}, {"vit.layers.#": 12}),
     "clip": ("CLIPModel", "CLIPConfig", {}, {
         "text_model.embeddings.token_embedding": 1, "text_model.encoder.layers.#": 12,
-        "vision_model.embeddings.patch_embedding": 1, "vision_model.encoder.layers.#": 12,
+        "vision_model.encoder.layers.#": 12,
     }),
 }  # fmt: skip
 
@@ -300,6 +304,8 @@ def test_a_model_on_one_device_with_something_to_train_is_accepted() -> None:
     check_parameters(Gpt())
     with torch.device("meta"):
         check_parameters(Gpt())
+    memory = torch.zeros(10)
+    check_parameters(nn.ParameterList([nn.Parameter(memory[:6]), nn.Parameter(memory[6:])]))
 
 
 def frozen() -> nn.Module:
@@ -312,6 +318,17 @@ def on_two_devices() -> nn.Module:
     return model
 
 
+def overlapping() -> nn.Module:
+    model = Gpt()
+    model.head.weight = nn.Parameter(model.embedding.weight.detach())
+    return model
+
+
+def overlapping_in_part() -> nn.Module:
+    memory = torch.zeros(10)
+    return nn.ParameterList([nn.Parameter(memory[:6].view(2, 3).t()), nn.Parameter(memory[5:])])
+
+
 def sparse() -> nn.Module:
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(torch.eye(3).to_sparse())
@@ -322,6 +339,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing to train": (frozen, r"no trainable parameters \(41 in all.*requires_grad"),
     "no parameters": (nn.ReLU, r"no trainable parameters \(0 in all"),
     "two devices": (on_two_devices, "several devices.*on cpu.*head.weight on meta.*move the model"),
+    "one memory": (overlapping, "embedding.weight and head.weight share memory.*tie them"),
+    "memory that overlaps": (overlapping_in_part, "parameters 0 and 1 share memory"),
     "sparse": (sparse, "weight has layout torch.sparse_coo; only dense"),
     "lazy": (lambda: nn.LazyLinear(3), "weight is lazy.*run one batch"),
 }

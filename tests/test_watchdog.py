@@ -1,6 +1,8 @@
 """Ranks that wait for each other for ever are told so; ranks that are merely slow are left alone."""
 
+import threading
 import time
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -34,6 +36,29 @@ def one_rank_is_slow() -> float:
     engine.step()
     watchdog.PATIENCE = 30.0
     return float(engine.get_global_grad_norm() or 0.0)
+
+
+class Store(dict[str, str]):
+    """A process group's store, with the state of another rank that has waited for long."""
+
+    def __init__(self) -> None:
+        super().__init__({"zeromesh/waits/1": '{"what": "something", "number": 1}'})
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+def test_a_large_collective_is_given_the_time_of_a_slow_link() -> None:
+    for nbytes, expected in ((int(3600 * watchdog.SLOWEST_LINK), False), (0, True)):
+        watched, given_up = watchdog.Watchdog(Store(), 0, 2, patience=0.03), threading.Event()
+        with patch.object(watched, "_give_up", lambda states, event=given_up: event.set()):
+            watched.begin("a unit", nbytes)
+            assert given_up.wait(10 if expected else 0.3) == expected
+            watched.end()
+            time.sleep(0.05)
 
 
 def test_ranks_in_different_collectives_end_and_say_which() -> None:

@@ -80,6 +80,10 @@ class Pieces(nn.Module):
         self.both = nn.Parameter(torch.cat([torch.zeros(10, 4), torch.randn(10, 4)], 1).t().contiguous())
         self.twice = nn.Parameter(scale.clone().mul_(2), requires_grad=False)
         scale.add_(1)
+        small, rows = torch.full((20,), 2.0), torch.zeros(20, 20)
+        rows[3] = small
+        small.zero_()
+        self.rows = nn.Parameter(rows)
         self.narrow = nn.Parameter(torch.rand(20, 20).bfloat16())
         self.drawn = nn.Parameter(torch.bernoulli(torch.rand(200)) + torch.randperm(200) + torch.randint(5, (200,)))
 
@@ -447,7 +451,8 @@ def building(how: str, precision: dict[str, Any], width: int = 512) -> tuple[flo
 
     def place_and_stop(*args: Any) -> None:
         place(*args)
-        torch.distributed.barrier()  # gloo lets go of the tensor of one call when the next one comes
+        for _ in range(8):
+            torch.distributed.barrier()  # a thread of gloo's lets go of the tensor of one call when it gets another
         placed.append((heap.most - heap.start, heap.live() - heap.start))
 
     with torch.device("meta") if how == "meta" else zeromesh.zero.Init():
@@ -617,6 +622,7 @@ def plain_access(ranks: int, accumulation: int) -> list[Tensors]:
             for name in CHANGED:
                 if named[name].grad is not None:
                     named[name].grad = changed(named[name].grad)
+            model.unused.grad = torch.ones_like(model.unused)
         optimizer.step()
         optimizer.zero_grad()
         found += [state("exp_avg"), state("exp_avg_sq")]
@@ -665,6 +671,7 @@ def engine_access(row: int, ranks: int, accumulation: int, mesh: dict[str, int])
             for name in CHANGED:
                 if found[-1][name] is not None:
                     zero.safe_set_full_grad(named[name], changed(found[-1][name]))
+            zero.safe_set_full_grad(named["unused"], torch.ones(5))
         engine.step()
         found += [each(zero.safe_get_full_optimizer_state, key) for key in ("exp_avg", "exp_avg_sq")]
         found.append(each(zero.safe_get_full_fp32_param))

@@ -303,7 +303,7 @@ class Engine:
     @property
     def gradient_factor(self) -> float:
         """What the gradients' sum, as it is kept, is multiplied by to give the mean over the ranks."""
-        return self.sharded.predivide / (self.mesh.data_size * self.loss_scale)
+        return self.sharded.reducer.predivide / (self.mesh.data_size * self.loss_scale)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""

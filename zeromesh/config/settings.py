@@ -92,8 +92,10 @@ class Settings(Section):
     prescale_gradients: bool = Field(
         False, description="Divide gradients by the number of data-parallel ranks before they are reduced."
     )
-    gradient_predivide_factor: PositiveFloat = Field(
-        1.0, description="Divide gradients by this before they are reduced, and by the rest of the mean after."
+    gradient_predivide_factor: PositiveFloat | None = Field(
+        None,
+        description="Divide gradients by this before they are reduced, and by the rest of the mean after. Null: by the "
+        "number of data-parallel ranks where that is exact, else 1 (DeepSpeed's default is 1).",
     )
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="What gradients are reduced to.")
     communication_data_type: Dtype | None = Field(
@@ -302,8 +304,8 @@ class Resolved(Settings):
         return self.train_batch_size // (self.train_micro_batch_size_per_gpu * self.gradient_accumulation_steps)
 
     @property
-    def gradient_predivide(self) -> float:
-        """What gradients are divided by before they are reduced; 1 for nothing. The rest of the mean comes after."""
+    def gradient_predivide(self) -> float | None:
+        """What gradients are divided by before they are reduced; None to choose. The rest of the mean comes after."""
         return float(self.data_size) if self.prescale_gradients else self.gradient_predivide_factor
 
 

@@ -51,6 +51,7 @@ class Pending:
         works: what torch gave for it.
         then: the rest of the work, done once when the result has arrived.
         watchdog: told about the wait.
+        nbytes: about what passes this rank's link, for the watchdog.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class Pending:
         works: Sequence[Any] = (),
         then: Callable[[], None] | None = None,
         watchdog: Watchdog | None = None,
+        nbytes: int = 0,
     ) -> None:
         self._what = what
+        self._nbytes = nbytes
         self._works = works
         self._then = then
         self._watchdog = watchdog
@@ -75,7 +78,7 @@ class Pending:
         if self._done:
             return
         if self._watchdog is not None:
-            self._watchdog.begin(self._what)
+            self._watchdog.begin(self._what, self._nbytes)
         try:
             for work in self._works:
                 work.wait()
@@ -148,13 +151,14 @@ class Group:
             host.chunk(self.size)[self.rank].copy_(own)
             rows = host.chunk(self.size)
             works = self._exchange([rows[self.rank]] * self.size, rows, tag)
-            return Pending(what, works, lambda: _copy(full, host), self._watchdog)
+            return Pending(what, works, lambda: _copy(full, host), self._watchdog, full.nbytes)
         if self._point_to_point:
-            return Pending(what, self._exchange([own] * self.size, full.chunk(self.size), tag), None, self._watchdog)
+            works = self._exchange([own] * self.size, full.chunk(self.size), tag)
+            return Pending(what, works, None, self._watchdog, full.nbytes)
         # c10d's stream waits for the current stream here, on which every reader of ``full`` was launched, and
         # the current stream waits for c10d's in ``wait``: the buffer is not written before it is free.
         work = dist.all_gather_into_tensor(full, mine, group=self.process_group, async_op=True)
-        return Pending(what, [work], None, self._watchdog)
+        return Pending(what, [work], None, self._watchdog, full.nbytes)
 
     def reduce_scatter(
         self, full: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool, tag: int
@@ -179,15 +183,17 @@ class Group:
         if not self._point_to_point:
             # As in all_gather: c10d orders its stream after the current one here, and before it in ``wait``.
             work = dist.reduce_scatter_tensor(received, full, group=self.process_group, async_op=True)
-            return Pending(what, [work], lambda: _accumulate([received], out, add), self._watchdog)
+            return Pending(what, [work], lambda: _accumulate([received], out, add), self._watchdog, full.nbytes)
         host = full.cpu() if self._through_host else full
         landing = torch.empty_like(received, device="cpu") if self._through_host else received
         others = iter(landing.chunk(self.size - 1))
         parts = [mine if rank == self.rank else next(others) for rank in range(self.size)]
         works = self._exchange(host.chunk(self.size), parts, tag)
-        return Pending(
-            what, works, lambda: _accumulate([part.to(out.device) for part in parts], out, add), self._watchdog
-        )
+
+        def add_up() -> None:
+            _accumulate([part.to(out.device) for part in parts], out, add)
+
+        return Pending(what, works, add_up, self._watchdog, full.nbytes)
 
     def _name(self, collective: str, tag: int) -> str:
         return f"{collective} over the axis {self.axis}, tag {tag}" + (
@@ -212,7 +218,7 @@ class Group:
             self._traffic.add("exchange", self.axis, vector.nbytes * (self.size - 1))
             if self._point_to_point:
                 works = self._exchange([rows[self.rank]] * self.size, list(rows), tag)
-                Pending(self._name("exchange", tag), works, None, self._watchdog).wait()
+                Pending(self._name("exchange", tag), works, None, self._watchdog, rows.nbytes).wait()
             else:
                 dist.all_gather_into_tensor(rows, rows[self.rank].clone(), group=self.process_group)
         return rows.cpu()

@@ -20,6 +20,9 @@ from typing import Any
 PATIENCE = 30.0
 """Seconds that every rank must have waited, each in one collective, before they are given up."""
 
+SLOWEST_LINK = 5e6
+"""Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer."""
+
 EXIT_CODE = 70
 
 
@@ -39,7 +42,7 @@ class Watchdog:
         self._world_size = world_size
         self._patience = patience
         self._waits = 0
-        self._since = 0.0
+        self._due = 0.0
         self._what = ""
         self._told: dict[str, Any] = {}
         self._seen: list[Any] | None = None
@@ -47,10 +50,10 @@ class Watchdog:
         weakref.finalize(self, gone.set)
         threading.Thread(target=_watch, args=(weakref.ref(self), patience / 3, gone), daemon=True).start()
 
-    def begin(self, what: str) -> None:
-        """A wait begins."""
+    def begin(self, what: str, nbytes: int = 0) -> None:
+        """A wait begins, for a collective that carries so many bytes."""
         self._waits += 1
-        self._what, self._since = what, time.monotonic()
+        self._what, self._due = what, time.monotonic() + self._patience + nbytes / SLOWEST_LINK
 
     def end(self) -> None:
         """It is over."""
@@ -59,7 +62,7 @@ class Watchdog:
     def check(self) -> None:
         """Tell the others what this rank waits for, if it has for long; end the process if all have, and still do."""
         what, number = self._what, self._waits
-        if not what or time.monotonic() - self._since < self._patience:
+        if not what or time.monotonic() < self._due:
             if self._told:
                 self._tell({})
             self._seen = None
@@ -82,7 +85,7 @@ class Watchdog:
     def _give_up(self, states: list[Any]) -> None:
         lines = [f"  rank {rank} waits in its collective {s['number']}: {s['what']}" for rank, s in enumerate(states)]
         print(
-            f"zeromesh: every rank has waited for {self._patience:.0f} s and none got any further:\n"
+            f"zeromesh: every rank has waited for {self._patience:.0f} s or more and none got any further:\n"
             + "\n".join(lines)
             + "\n"
             "All ranks must run the same forwards, backwards and steps in the same order. This rank was here:",

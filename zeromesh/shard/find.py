@@ -13,8 +13,11 @@ from torch import nn
 from zeromesh.shard.deferred import is_deferred
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-SMALLEST_SHARE = 16
-"""A unit that is smaller than the largest one by this factor costs more in messages than it saves in memory."""
+SMALLEST_SHARE = 8
+"""Modules that together hold less than the largest one by this factor cost more in messages than they save in memory.
+
+Together, because they stay in memory with the root: each of a model's blocks may be small beside its embedding.
+"""
 LARGEST_SHARE = 4
 """A unit that holds more than one in so many of the model's elements is cut further where it has blocks inside."""
 
@@ -37,9 +40,20 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
         return list(_matching(model, targets))
     total = _elements(model)
     candidates = list(_candidates(model, "", total))
-    floor = max((_elements(module) for _, module in candidates), default=0) // SMALLEST_SHARE
+    floor = _largest_that_stays([_elements(module) for _, module in candidates])
     shared = _shared(model)
     return [(name, m) for name, m in candidates if _elements(m) > floor and any(p not in shared for p in _ids(m))]
+
+
+def _largest_that_stays(sizes: Sequence[int]) -> int:
+    """The elements up to which modules stay with the root; those of one size stay or go together."""
+    limit, together, floor = max(sizes, default=0) // SMALLEST_SHARE, 0, 0
+    for size, count in sorted(Counter(sizes).items()):
+        together += size * count
+        if together > limit:
+            break
+        floor = size
+    return floor
 
 
 def _candidates(module: nn.Module, name: str, total: int) -> Iterator[tuple[str, nn.Module]]:

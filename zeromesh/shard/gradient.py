@@ -7,7 +7,8 @@ turns the full gradient in the slot into this rank's part of the sum over the ra
 - gradient replicated: at the accumulation boundary; micro-batches are summed in the slot, and the home lies in it
   where the dtypes allow.
 
-What is kept is the plain sum over ranks and micro-batches; the update divides once by what it has to.
+What is kept is the sum over ranks and micro-batches, of which a part of the division that makes it a mean may have been
+done as gradients arrived (``predivide``); the update does the rest, once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class GradientPolicy:
         wire: dtype on the wire; None is the parameters'.
         accumulate: dtype of the sum; None is fp32 for 16-bit parameters, else the parameters'.
         slots: how many full gradients exist at once; None is what ``sharded`` implies: two, or all.
-        predivide: the buffers are divided by it before they are summed (16-bit sums must not overflow).
+        predivide: gradients are divided by it as they arrive, before they are summed over the ranks; None divides by
+            the number of ranks where that is exact, so that the mean costs no pass over memory of its own.
     """
 
     sharded: bool
@@ -43,7 +45,7 @@ class GradientPolicy:
     wire: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     slots: int | None = None
-    predivide: float = 1.0
+    predivide: float | None = None
 
     @classmethod
     def of(cls, row: Row, **options: object) -> GradientPolicy:
@@ -82,15 +84,19 @@ class Gradient:
         self.arrived = [False] * len(layout.segments)
         self.used = [False] * len(layout.segments)
 
-    def fill(self, index: int, value: torch.Tensor) -> None:
-        """Copy or add parameter ``index``'s gradient into ``full``."""
+    def fill(self, index: int, value: torch.Tensor, factor: float) -> None:
+        """Copy or add ``factor`` times parameter ``index``'s gradient into ``full``."""
         assert self.full is not None
         segment = self.layout.segments[index]
         target = self.full[segment.start : segment.stop].view(segment.shape)
         if self.arrived[index]:
-            target.add_(value)
-        else:
+            target.add_(value, alpha=factor)
+        elif factor == 1.0:
             target.copy_(value)
+        elif (wide := torch.promote_types(value.dtype, target.dtype)) is target.dtype is not value.dtype:
+            target.copy_(value).mul_(factor)
+        else:
+            torch.mul(value.to(wide), factor, out=target)  # rounded once
         self.arrived[index] = self.used[index] = True
 
     def zero_missing(self) -> None:
@@ -106,6 +112,7 @@ class Reducer:
 
     Attributes:
         begun: whether a backward has begun since the last update.
+        predivide: gradients are divided by it as they arrive.
     """
 
     def __init__(self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool) -> None:
@@ -116,6 +123,7 @@ class Reducer:
         self._in_flight: deque[tuple[Gradient, Slot, Slot | None, Pending, Slot]] = deque()
         self._gathering: deque[tuple[Gradient, Slot, torch.Tensor, Pending, Slot | None]] = deque()
         self._accumulates = accumulates
+        self.predivide = self._predivide() if policy.predivide is None else policy.predivide
         self.begun = False
         self._last = True
         self._completed = False
@@ -134,6 +142,12 @@ class Reducer:
                 gradient.buffer = torch.empty(gradient.own.stop - gradient.own.start, dtype=dtype, device=mesh.device)
 
     # What follows from the policy.
+
+    def _predivide(self) -> float:
+        """Dividing by a power of two is exact, but not among fp16's smallest numbers."""
+        dtypes = {dtype for g in self.gradients for dtype in (self._slot_dtype(g), self.policy.wire_dtype(g.layout))}
+        ranks = self._mesh.data_size
+        return float(ranks) if ranks & (ranks - 1) == 0 and torch.float16 not in dtypes else 1.0
 
     def _slot_dtype(self, gradient: Gradient) -> torch.dtype:
         """Micro-batches are summed where they are kept; what is reduced at once may stay as narrow as the wire."""
@@ -170,7 +184,7 @@ class Reducer:
             self._open(gradient)
         elif self._accumulates is False and gradient.arrived[index] and not self.policy.sharded:
             self._widen()
-        gradient.fill(index, value)
+        gradient.fill(index, value, 1.0 / self.predivide)
 
     def _widen(self) -> None:
         """Micro-batches turn out to be summed: from here on in the dtype that sums are kept in."""
@@ -226,8 +240,6 @@ class Reducer:
         while len(self._in_flight) >= self._limit:
             self._finish()
         full, slot, wire_slot = gradient.full, gradient.slot, None
-        if self.policy.predivide != 1.0:
-            full.div_(self.policy.predivide)
         wire = full
         if self._converts(gradient):
             dtype = self.policy.wire_dtype(gradient.layout)

@@ -65,13 +65,13 @@ class Sharded:
         slots: budgets.
         targets: what becomes a unit, see ``find_units``.
         accumulates: whether several micro-batches will be summed before an update.
-        predivide: gradients are divided by it before they are summed over the ranks.
+        predivide: gradients are divided by it before they are summed over the ranks; see ``GradientPolicy``.
         materialise: called with each parameter's name and the parameter, before its value is used.
     """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, row: Row, precision: Precision | None = None, slots: Slots | None = None,
-        targets: Sequence[str] = (), accumulates: bool = False, predivide: float = 1.0,
+        targets: Sequence[str] = (), accumulates: bool = False, predivide: float | None = None,
         materialise: Materialise | None = None,
     ) -> None:  # fmt: skip
         precision, slots = precision or Precision(), slots or Slots()
@@ -79,7 +79,6 @@ class Sharded:
         self.mesh = mesh
         self.row = row
         self.sharded = row.parameter is Placement.SHARDED
-        self.predivide = predivide
         self.units = make_units(model, targets)
         place_units(self.units, mesh, row, precision, materialise)
         self.root, rest = self.units[0], self.units[1:]
