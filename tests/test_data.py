@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import gzip
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+import zeromesh.data.prepare as prepare_module
+import zeromesh.data.tokens as tokens_module
 from zeromesh.config.train import TextData
-from zeromesh.data.corpus import Document, find_documents, read_document, split_documents
+from zeromesh.data.corpus import Document, find_documents, is_text, parts, read_document, split_documents
 from zeromesh.data.loader import (
     Permutation,
     Share,
@@ -19,8 +24,17 @@ from zeromesh.data.loader import (
     window_of,
 )
 from zeromesh.data.prepare import Changed, prepare
+from zeromesh.data.prepare import _sample as sample
 from zeromesh.data.python_lines import count_lines
-from zeromesh.data.tokens import END_OF_TEXT, byte_lengths, load_tokenizer, token_bytes, train_tokenizer, write_tokens
+from zeromesh.data.tokens import (
+    END_OF_TEXT,
+    Piece,
+    byte_lengths,
+    load_tokenizer,
+    token_bytes,
+    train_tokenizer,
+    write_tokens,
+)
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # naïve ✓ {END_OF_TEXT}\n" * 5 for n in range(12)]
 
@@ -64,7 +78,7 @@ def test_a_source_without_text_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_side_of_a_document_depends_on_its_name_alone() -> None:
-    documents = [Document(f"{n}.py", Path(f"{n}.py")) for n in range(2000)]
+    documents = [Document(f"{n}.py", Path(f"{n}.py"), stop=100) for n in range(2000)]
     split = split_documents(documents, 0.1)
     assert 150 < len(split.validation) < 250
     assert names(split.train + split.validation) != names(documents)  # not cut off at an end
@@ -74,28 +88,143 @@ def test_the_side_of_a_document_depends_on_its_name_alone() -> None:
     assert set(split.validation) < set(more.validation)
 
 
-def test_both_sides_of_a_split_get_a_document() -> None:
-    documents = [Document("a", Path("a")), Document("b", Path("b"))]
-    for fraction in (1e-9, 0.999999):
-        split = split_documents(documents, fraction)
-        assert (len(split.train), len(split.validation)) == (1, 1)
-    assert not split_documents(documents, 0).validation
-    assert not split_documents(documents[:1], 0.5).validation or not split_documents(documents[:1], 0.5).train
+def contents(documents: tuple[Document, ...]) -> bytes:
+    return b"".join(read_document(document).encode() for document in documents)
 
 
-def test_a_document_that_is_not_utf8_or_empty_has_no_text(tmp_path: Path) -> None:
+def test_of_a_single_document_the_last_lines_are_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("".join(f"line {n}\n" for n in range(1000)))
+    for name in ("one.txt", "by its hash it would be held out"):
+        split = split_documents([Document(name, path)], 0.1)
+        held = contents(split.validation)
+        assert contents(split.train) + held == path.read_bytes()
+        assert held.startswith(b"line 9")
+        assert 0.1 <= len(held) / path.stat().st_size < 0.102
+    assert not split_documents([Document("one.txt", path)], 0).validation
+
+
+def test_both_sides_of_a_split_get_text(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text(f"a word and {number}\n" * (1000 if number == 7 else 3))
+    documents = find_documents([str(tmp_path)], [])
+    for count in (1, 2, 8):
+        for fraction in (1e-9, 0.02, 0.5, 0.999999):
+            split = split_documents(documents[-count:], fraction)
+            train, held = contents(split.train), contents(split.validation)
+            assert train
+            assert held
+            assert len(train + held) == sum(document.size for document in documents[-count:])
+            if fraction <= 0.5:
+                assert len(train) > len(train + held) * (1 - fraction) / 2
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("ab\n\ncd\nef\ngh", ["ab\n\ncd\nef\n", "gh"]),
+        ("ab\ncdef\n\n  gh", ["ab\n", "cdef\n\n  gh"]),
+        ("abcdef\n\n  ghij", ["abcdef\n\n", "  ghij"]),
+        ("ab cd ef gh ij", ["ab cd ef", " gh ij"]),
+        ("abcdefghijkl", ["abcdefghij", "kl"]),
+        ("ééééééé", ["ééééé", "éé"]),
+        ("✓✓✓✓", ["✓✓✓", "✓"]),
+        ("x\n", ["x\n"]),
+        ("", []),
+    ],
+)
+def test_a_long_document_is_cut_at_lines_words_or_characters(tmp_path: Path, text: str, pieces: list[str]) -> None:
     path = tmp_path / "x"
-    for content in (b"\xff\xfe", b""):
+    path.write_text(text)
+    assert [read_document(part) for part in parts(Document("x", path), 10)] == pieces
+
+
+def test_a_document_that_is_not_utf8_or_empty_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for content in (b"\xff\xfe", b"", b"cut off \xc3"):
         path.write_bytes(content)
-        assert read_document(Document("x", path)) is None
-    assert read_document(Document("y", tmp_path / "y")) is None
+        assert not is_text(Document("x", path))
+    assert not is_text(Document("y", tmp_path / "y"))
     path.write_bytes("\ufeffa\r\nb".encode())
+    assert is_text(Document("x", path))
     assert read_document(Document("x", path)) == "\ufeffa\r\nb"
+
+
+def test_suffixes_are_the_ends_of_names(folder: Path) -> None:
+    (folder / "deep" / "a_v1.txt").write_text("text")
+    assert names(find_documents([str(folder)], ["_v1.txt"])) == ["deep/a_v1.txt"]
+    assert len(find_documents([str(folder)], ["py"])) == len(TEXTS)
+
+
+def test_what_runs_write_is_no_text(folder: Path) -> None:
+    before = find_documents([str(folder)], [])
+    for name in ("runs/this/text", "runs/other/text", "runs/.hidden"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "data.json").write_text("{}")
+    for name in ("config.json", "metrics.jsonl"):
+        (folder / "runs" / "other" / name).write_text("{}")
+    output = folder / "runs" / "this"
+    assert find_documents([str(folder)], [], output) == before
+    assert find_documents([str(folder / "**/*")], [], output) == before
+    assert names(find_documents([str(output / "text" / "data.json")], [], output)) == ["data.json"]
+    with pytest.raises(ValueError, match="run.output is the data folder"):
+        find_documents([str(folder)], [], folder)
+
+
+def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "long.py"
+    path.write_text("".join(text.replace("value", f"value_{n}") for n in range(30) for text in TEXTS))
+    data = TextData(train=(str(path),), validation_fraction=0.1, vocabulary_size=320)
+    whole = prepare(data, tmp_path / "whole")
+    assert (whole.train.documents, whole.validation.documents) == (1, 1)
+    assert whole.train.bytes + whole.validation.bytes == path.stat().st_size
+    given: list[int] = []
+    encode = Tokenizer.encode_batch_fast
+
+    class Counting:
+        """The tokenizer that was trained, which notes how much it is given at a time."""
+
+        def __init__(self, tokenizer: Tokenizer) -> None:
+            self.tokenizer = tokenizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.tokenizer, name)
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            given.append(sum(map(len, texts)))
+            return encode(self.tokenizer, texts, **options)
+
+    train = prepare_module.train_tokenizer
+    monkeypatch.setattr(prepare_module, "train_tokenizer", lambda *args, **more: Counting(train(*args, **more)))
+    monkeypatch.setattr(prepare_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tokens_module, "ENCODED_AT_ONCE", 5000)
+    pieces = prepare(data, tmp_path / "pieces")
+    assert max(given) <= 6000
+    assert replace(pieces, train=whole.train, validation=whole.validation) == whole
+    assert (pieces.train.read() == whole.train.read()).all()
+    assert (pieces.validation.read() == whole.validation.read()).all()
+
+
+def test_a_tokenizer_is_trained_on_pieces_from_all_over_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("a", 100_000), ("b", 100), ("c", 50_000)):
+        (tmp_path / name).write_text(f"{name * 4}\n" * (size // 5))
+    documents = find_documents([str(tmp_path)], [])
+    assert sum(map(len, sample(documents))) == 150_100
+    monkeypatch.setattr(prepare_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 15_000)
+    found = list(sample(documents))
+    assert 14_000 <= sum(map(len, found)) <= 16_000
+    assert 9 <= sum("a" in text for text in found) <= 11
+    assert max(map(len, found)) <= 1000
 
 
 def test_tokens_stand_for_the_very_bytes(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 300)
-    written = write_tokens(tmp_path / "tokens", tokenizer, TEXTS)
+    written = write_tokens(tmp_path / "tokens", tokenizer, map(Piece, TEXTS))
     ids = written.read()
     assert ids.dtype == np.uint16
     bytes_of = token_bytes(tokenizer)
@@ -113,6 +242,36 @@ def test_a_vocabulary_beyond_what_the_text_gives_is_refused() -> None:
         train_tokenizer(TEXTS, 50000)
 
 
+def test_a_vocabulary_whose_size_nobody_set_is_as_large_as_the_text_allows(folder: Path, tmp_path: Path) -> None:
+    prepared = prepare(TextData(train=(str(folder),)), tmp_path / "text")
+    assert prepared.capped
+    assert 257 < prepared.vocabulary < 1000
+    # The settings as the run wrote them down name the size that it became.
+    written = TextData(train=(str(folder),), vocabulary_size=prepared.vocabulary)
+    assert prepare(written, tmp_path / "text", may_write=False) == prepared
+    assert prepare(TextData(train=(str(folder),)), tmp_path / "text", may_write=False) == prepared
+    with pytest.raises(Changed):
+        prepare(TextData(train=(str(folder),), vocabulary_size=280), tmp_path / "text", may_write=False)
+
+
+def test_sources_without_readable_text_are_refused_with_the_names_of_the_files(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"{number}.txt").write_bytes(b"\xff\xfe" if number else b"")
+    with pytest.raises(ValueError, match=r"no readable text in data\.train.*0\.txt.*and 2 more are empty or not UTF-8"):
+        prepare(TextData(train=(str(tmp_path),)), tmp_path / "run" / "text")
+    (tmp_path / "7.txt").write_text("text\n" * 100)
+    data = TextData(train=(str(tmp_path / "7.txt"),), validation=(str(tmp_path / "1.txt"),))
+    with pytest.raises(ValueError, match=r"no readable text in data\.validation.*1\.txt is"):
+        prepare(data, tmp_path / "run" / "text")
+
+
+def test_files_that_are_left_out_are_named(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "latin.py").write_bytes(b"# caf\xe9\n")
+    with caplog.at_level("INFO", "zeromesh"):
+        prepare(TextData(train=(str(folder),)), tmp_path / "text")
+    assert "latin.py" in caplog.text
+
+
 def test_a_tokenizer_that_loses_bytes_is_refused(tmp_path: Path) -> None:
     from tokenizers.normalizers import Replace
 
@@ -120,7 +279,7 @@ def test_a_tokenizer_that_loses_bytes_is_refused(tmp_path: Path) -> None:
     tokenizer.normalizer = Replace("def", "")
     tokenizer.save(str(tmp_path / "lossy.json"))
     with pytest.raises(ValueError, match="byte-level tokenizer without normalization"):
-        write_tokens(tmp_path / "tokens", load_tokenizer(tmp_path / "lossy.json"), TEXTS)
+        write_tokens(tmp_path / "tokens", load_tokenizer(tmp_path / "lossy.json"), map(Piece, TEXTS))
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ValueError, match=r"broken\.json.*is not a tokenizer"):
         load_tokenizer(tmp_path / "broken.json")
@@ -133,8 +292,8 @@ def test_text_is_prepared_once_and_again_only_if_it_changed(folder: Path, tmp_pa
     first = prepare(data, tmp_path / "text")
     assert first.train.documents + first.validation.documents == len(TEXTS)
     assert (first.skipped, first.vocabulary, first.python) == (2, 280, True)
-    held = split_documents(find_documents([str(folder)], [".py"]), 0.3).validation
-    content = b"".join((read_document(document) or "").encode() for document in held)
+    documents = [document for document in find_documents([str(folder)], [".py"]) if is_text(document)]
+    content = contents(split_documents(documents, 0.3).validation)
     assert first.validation.bytes == len(content)
     assert first.gzip_bytes == len(gzip.compress(content, 9))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import itertools
+import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -18,13 +21,41 @@ NOT_LIBRARY = frozenset(
 )
 """Folders of the standard library that are left out: installed packages, tests, applications, generated tables."""
 
+RUN_FILES = frozenset({"config.json", "metrics.jsonl"})
+"""What a folder that a run wrote holds, however far the run came. Such a folder below a source is not text."""
+
+CUT_WINDOW = 2**16
+"""A place for a cut is looked for in so many bytes."""
+
+CUTS = (rb"\S\n(?=\S)", rb"\n(?=[\s\S])", rb"\S(?= \S)", rb"[\s\S](?=[^\x80-\xbf])")
+"""What may stand before a cut, the best first: the end of a line beside no other space, where a byte-level tokenizer
+divides the text anyway; the end of any line; of a word; of a character."""
+
 
 @dataclass(frozen=True)
 class Document:
-    """One file of the corpus. ``name`` is its path relative to the source it came from, with forward slashes."""
+    """One file of the corpus, or the part of it between two bytes.
+
+    Attributes:
+        name: its path relative to the source it came from, with forward slashes.
+        path: the file.
+        start: its first byte in the file.
+        stop: the byte after its last; None for the end of the file.
+    """
 
     name: str
     path: Path
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes in it; none if there is no such file."""
+        try:
+            end = self.path.stat().st_size if self.stop is None else self.stop
+        except OSError:
+            return 0
+        return end - self.start
 
 
 @dataclass(frozen=True)
@@ -35,20 +66,22 @@ class Split:
     validation: tuple[Document, ...]
 
 
-def find_documents(sources: Sequence[str], suffixes: Sequence[str]) -> list[Document]:
+def find_documents(sources: Sequence[str], suffixes: Sequence[str], output: Path | None = None) -> list[Document]:
     """The files that the sources name, in the order of their names, each once.
 
     Args:
         sources: files, folders, glob patterns, or ``python-stdlib``.
-        suffixes: which files of a folder count; empty for all. A file that is named itself always counts, and the
-            standard library's are those in ``.py``.
+        suffixes: how the names of the files of a folder that count end; empty for all. A file that is named itself
+            always counts, and the standard library's are those in ``.py``.
+        output: a folder that is written to. What lies in it is left out where it is below a source, and so is what
+            other runs wrote.
 
     Raises:
-        ValueError: if a source does not exist or has no file.
+        ValueError: if a source does not exist, has no file, or is itself written to.
     """
     found: dict[Path, Document] = {}
     for source in sources:
-        documents = list(_of_source(source, tuple(suffixes)))
+        documents = list(_of_source(source, tuple(suffixes), None if output is None else output.resolve()))
         if not documents:
             raise ValueError(_nothing_found(source, suffixes))
         for document in documents:
@@ -59,25 +92,82 @@ def find_documents(sources: Sequence[str], suffixes: Sequence[str]) -> list[Docu
 def split_documents(documents: Sequence[Document], fraction: float) -> Split:
     """Hold out about ``fraction`` of the documents, chosen by the hash of the name alone.
 
-    A document stays on its side when others come or go. Both sides get at least one where there are two documents.
+    A document stays on its side when others come or go. Where there are so few documents that none would be held out,
+    or more than half of the text that is to be trained on, the end of the largest document is held out instead.
     """
-    ranked = sorted(documents, key=lambda document: _share(document.name))
-    held = sum(_share(document.name) < fraction for document in documents)
-    if fraction > 0 and len(documents) > 1:
-        held = min(max(held, 1), len(documents) - 1)
-    validation = {document.path for document in ranked[:held]}
+    validation = {document for document in documents if _share(document.name) < fraction}
+    if fraction > 0 and documents:
+        size = sum(document.size for document in documents)
+        rest = size - sum(document.size for document in validation)
+        if not validation or rest <= (1 - fraction) * size / 2:
+            return _split_largest(documents, round(fraction * size))
     return Split(
-        train=tuple(document for document in documents if document.path not in validation),
-        validation=tuple(document for document in documents if document.path in validation),
+        train=tuple(document for document in documents if document not in validation),
+        validation=tuple(document for document in documents if document in validation),
     )
 
 
-def read_document(document: Document) -> str | None:
-    """The text of a document, byte for byte, or None for one that cannot be read, is not UTF-8, or is empty."""
+def is_text(document: Document) -> bool:
+    """Whether a document can be read, is UTF-8, and is not empty. It is read piece by piece."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        return document.path.read_bytes().decode("utf-8") or None
+        with document.path.open("rb") as file:
+            while block := file.read(2**20):
+                decoder.decode(block)
+        decoder.decode(b"", final=True)
     except (OSError, UnicodeDecodeError):
-        return None
+        return False
+    return document.size > 0
+
+
+def read_document(document: Document) -> str:
+    """The text of a document, byte for byte."""
+    return _bytes(document.path, document.start, document.start + document.size).decode("utf-8")
+
+
+def parts(document: Document, size: int) -> Iterator[Document]:
+    """A document cut into parts of at most ``size`` bytes, at line ends where there are any."""
+    stop = document.start + document.size
+    start = document.start
+    while stop - start > size:
+        end = _cut(document.path, start, start + size)
+        yield replace(document, start=start, stop=end)
+        start = end
+    if start < stop:
+        yield replace(document, start=start, stop=stop)
+
+
+def _split_largest(documents: Sequence[Document], size: int) -> Split:
+    """Hold out the last ``size`` bytes of the largest document, or a little more, up to the start of a line."""
+    largest = max(documents, key=lambda document: document.size)
+    start, stop = largest.start, largest.start + largest.size
+    if stop - start < 2:
+        return Split(train=tuple(documents), validation=())
+    cut = _cut(largest.path, start, min(max(stop - size, start + 1), stop - 1))
+    if cut == stop:
+        return Split(train=tuple(documents), validation=())
+    kept = replace(largest, stop=cut)
+    return Split(
+        train=tuple(kept if document == largest else document for document in documents),
+        validation=(replace(largest, start=cut),),
+    )
+
+
+def _cut(path: Path, low: int, high: int) -> int:
+    """The best place for a cut after the byte ``low`` and, where characters allow, at or before the byte ``high``."""
+    begin = max(low, high - CUT_WINDOW)
+    window = _bytes(path, begin, high + 1)
+    for pattern in CUTS:
+        if found := re.match(rb"[\s\S]*" + pattern, window):
+            return begin + found.end()
+    following = _bytes(path, high, high + 4) + b"\0"
+    return high + next(count for count, byte in enumerate(following) if byte & 0xC0 != 0x80)
+
+
+def _bytes(path: Path, start: int, stop: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
 
 
 def _share(name: str) -> float:
@@ -85,30 +175,55 @@ def _share(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2.0**64
 
 
-def _of_source(source: str, suffixes: tuple[str, ...]) -> Iterator[Document]:
+def _of_source(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterator[Document]:
     if source == STANDARD_LIBRARY:
-        yield from _of_folder(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY)
+        yield from _of_folder(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY, None)
         return
     path = Path(source).expanduser()
     if path.is_dir():
-        yield from _of_folder(path, suffixes, frozenset())
+        if path.resolve() == output:
+            raise ValueError(
+                f"run.output is the data folder {source!r} itself, where what the run writes would become text; "
+                "choose another folder with --set run.output=FOLDER"
+            )
+        yield from _of_folder(path, suffixes, frozenset(), output)
     elif path.is_file():
         yield Document(path.name, path)
     else:
-        base = _fixed_part(path)
-        for match in glob.glob(str(path), recursive=True):
-            if Path(match).is_file():
-                yield Document(Path(match).relative_to(base).as_posix(), Path(match))
+        yield from _of_pattern(path, output)
 
 
-def _of_folder(folder: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> Iterator[Document]:
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in name.parts)
-        if hidden or without.intersection(name.parts) or (suffixes and path.suffix not in suffixes):
+def _of_folder(
+    folder: Path, suffixes: tuple[str, ...], without: frozenset[str], output: Path | None
+) -> Iterator[Document]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        here = Path(root)
+        if here != folder and _is_written(here, output):
+            folders.clear()
             continue
-        if path.is_file():
-            yield Document(name.as_posix(), path)
+        for name in files:
+            path = here / name
+            if not name.startswith(".") and name.endswith(suffixes or "") and path.is_file():
+                yield Document(path.relative_to(folder).as_posix(), path)
+
+
+def _of_pattern(pattern: Path, output: Path | None) -> Iterator[Document]:
+    base = _fixed_part(pattern)
+    written: dict[Path, bool] = {}
+    for match in map(Path, glob.glob(str(pattern), recursive=True)):
+        name = match.relative_to(base)
+        folders = [base / folder for folder in list(name.parents)[:-1]]
+        for folder in folders:
+            if folder not in written:
+                written[folder] = _is_written(folder, output)
+        if match.is_file() and not any(written[folder] for folder in folders):
+            yield Document(name.as_posix(), match)
+
+
+def _is_written(folder: Path, output: Path | None) -> bool:
+    """Whether this run or another one writes to a folder."""
+    return folder.resolve() == output or all((folder / name).is_file() for name in RUN_FILES)
 
 
 def _fixed_part(pattern: Path) -> Path:
@@ -119,7 +234,7 @@ def _fixed_part(pattern: Path) -> Path:
 def _nothing_found(source: str, suffixes: Sequence[str]) -> str:
     path = Path(source).expanduser()
     if path.is_dir():
-        wanted = f"no file that ends in {', '.join(suffixes)}" if suffixes else "no files"
+        wanted = f"no file whose name ends in {', '.join(suffixes)}" if suffixes else "no files"
         return f"data folder {source!r} has {wanted}; put text there, or set data.suffixes to what your files end in"
     known = f"name a file, a folder, a glob pattern or {STANDARD_LIBRARY!r}"
     return f"data source {source!r} does not exist and matches no file; {known}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,21 @@ KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 
 SMALLEST_VOCABULARY = 257
 
-ENCODED_AT_ONCE = 256
-"""Documents that are encoded together, in parallel."""
+ENCODED_AT_ONCE = 2**21
+"""Pieces of so many characters are encoded together, in parallel; the library needs many times that in memory."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or a part of one that is encoded by itself.
+
+    Attributes:
+        text: what it holds.
+        last: whether the document ends with it.
+    """
+
+    text: str
+    last: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,16 @@ class TokenFile:
         return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.tokens,))
 
 
-def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> Tokenizer:
     """Learn a byte-level byte-pair vocabulary.
 
+    Args:
+        texts: what to learn from.
+        size: entries of the vocabulary.
+        fill: refuse texts that do not have enough pairs to fill it, instead of making a smaller one.
+
     Raises:
-        ValueError: if ``size`` has no room for the bytes, or the texts do not have enough pairs to fill it.
+        ValueError: if ``size`` has no room for the bytes, or the texts do not fill it.
     """
     if size < SMALLEST_VOCABULARY:
         raise ValueError(
@@ -73,7 +90,7 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     reached = tokenizer.get_vocab_size()
-    if reached < size:
+    if fill and reached < size:
         raise ValueError(
             f"data.vocabulary_size = {size} is too large: the training text only gives {reached} entries; "
             f"set it to {reached} or less, or add text"
@@ -144,11 +161,11 @@ def byte_lengths(tokenizer: Tokenizer) -> NDArray[np.int64]:
     return np.array([len(text) for text in token_bytes(tokenizer)], dtype=np.int64)
 
 
-def write_tokens(path: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> TokenFile:
+def write_tokens(path: Path, tokenizer: Tokenizer, pieces: Iterable[Piece]) -> TokenFile:
     """Encode documents into a token file, which appears under its name only when it is complete.
 
     Raises:
-        ValueError: if the tokens of a document do not stand for its bytes, so that bits per byte could not be counted.
+        ValueError: if the tokens of a piece do not stand for its bytes, so that bits per byte could not be counted.
     """
     dtype = "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
     lengths = byte_lengths(tokenizer)
@@ -157,24 +174,38 @@ def write_tokens(path: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> Toke
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
         np.array([end], dtype=dtype).tofile(file)
-        for text, ids in _encoded(tokenizer, texts):
-            given = len(text.encode())
+        for piece, ids in _encoded(tokenizer, pieces):
+            given = len(piece.text.encode())
             counted = int(lengths[ids].sum())
             if given != counted:
                 raise ValueError(
-                    f"the tokenizer turns a document of {given} bytes into tokens for {counted}; bits per byte need "
+                    f"the tokenizer turns text of {given} bytes into tokens for {counted}; bits per byte need "
                     "a byte-level tokenizer without normalization or added spaces"
                 )
-            np.append(ids, end).astype(dtype).tofile(file)
-            tokens, documents, size = tokens + len(ids) + 1, documents + 1, size + given
+            (np.append(ids, end) if piece.last else ids).astype(dtype).tofile(file)
+            tokens, documents, size = tokens + len(ids) + piece.last, documents + piece.last, size + given
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
     return TokenFile(path, dtype, tokens, documents, size)
 
 
-def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    remaining = iter(texts)
-    while batch := list(islice(remaining, ENCODED_AT_ONCE)):
-        for text, encoding in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
-            yield text, np.array(encoding.ids, dtype=np.int64)
+def _encoded(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, NDArray[np.int64]]]:
+    for batch in _batches(pieces):
+        texts = [piece.text for piece in batch]
+        for piece, encoding in zip(batch, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+            yield piece, np.array(encoding.ids, dtype=np.int64)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """The pieces in lists of at least ``ENCODED_AT_ONCE`` characters, but for the last one."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= ENCODED_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
