@@ -3,23 +3,32 @@
 A *box* is a range ``[start, stop)`` of a flattened tensor. Every rank writes the boxes it owns to one safetensors file;
 the manifest joins them. Reading asks for any range of a tensor and takes it from whichever files hold it. There is no
 pickle anywhere. A checkpoint is there when its folder has its name: it is written under another one, flushed to the
-disk, and renamed last.
+disk, and renamed last. Where it takes the place of an earlier one, that has the name with ``.old`` for a moment.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_log = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 LATEST = "latest"
+DRAFT = ".draft"
+OLD = ".old"
+
+OPEN_FILES = 64
+"""So many files of a checkpoint are kept open while it is read; processes may not have very many."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +60,41 @@ def write_shard(folder: Path, rank: int, boxes: list[Box]) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write and flush a JSON file; it appears whole or not at all."""
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(json.dumps(value, indent=1))
+    _write_text(path, json.dumps(value, indent=1))
+
+
+def write_latest(folder: Path, tag: str) -> None:
+    """Let ``folder/latest`` name a checkpoint."""
+    _write_text(folder / LATEST, tag)
+    _flush(folder)
+
+
+def _write_text(path: Path, text: str) -> None:
+    draft = path.with_name(path.name + DRAFT)
+    draft.write_text(text)
     _flush(draft)
     draft.rename(path)
 
 
 def commit(draft: Path, final: Path) -> None:
     """Give a written folder its name; one that had the name before goes away."""
+    old = final.with_name(final.name + OLD)
+    _flush(draft)
     if final.exists():
-        old = final.with_name(final.name + ".old")
+        remove(old)  # of a process that died between the two renames, or before it could remove it
         final.rename(old)
-        draft.rename(final)
-        remove(old)
-    else:
-        draft.rename(final)
+    draft.rename(final)
     _flush(final.parent)
+    remove(old)
+
+
+def require_tag(tag: str) -> None:
+    """Raise ValueError for a name that is needed for other things in a folder of checkpoints."""
+    if tag == LATEST or tag.endswith((DRAFT, OLD)):
+        raise ValueError(
+            f"a checkpoint cannot have the tag {tag!r}: {LATEST!r} and names that end in {DRAFT!r} or {OLD!r} are for "
+            "files of the folder itself; choose another tag"
+        )
 
 
 def remove(folder: Path) -> None:
@@ -108,26 +136,28 @@ class Reader:
             for box in shard["boxes"]:
                 self._boxes.setdefault(box["name"], []).append((shard["file"], box))
         self._digests = {shard["file"]: shard["sha256"] for shard in self.manifest["shards"]}
-
-    def names(self) -> set[str]:
+        self._open = lru_cache(maxsize=OPEN_FILES)(partial(_open, folder))
+        self.names = frozenset(self._boxes)
         """All tensors in the checkpoint."""
-        return set(self._boxes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Global shape of a tensor."""
         return tuple(self._boxes[name][0][1]["shape"])
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a tensor was written."""
+        file, box = self._boxes[name][0]
+        dtype: torch.dtype = self._open(file).get_slice(box["key"])[:0].dtype
+        return dtype
+
     def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
         """Copy elements ``[start, stop)`` of a flattened tensor into ``out``, shape ``(stop - start,)``."""
-        from safetensors import safe_open
-
         missing = stop - start
         for file, box in self._boxes.get(name, []):
             low, high = max(start, box["start"]), min(stop, box["stop"])
             if low >= high:
                 continue
-            with safe_open(str(self.folder / file), framework="pt") as tensors:
-                part = tensors.get_slice(box["key"])[low - box["start"] : high - box["start"]]
+            part = self._open(file).get_slice(box["key"])[low - box["start"] : high - box["start"]]
             out[low - start : high - start].copy_(part)
             missing -= high - low
         if missing:
@@ -148,6 +178,12 @@ class Reader:
                 raise ValueError(f"{path} is not the file that was written (SHA-256 differs); choose another tag")
 
 
+def _open(folder: Path, file: str) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(str(folder / file), framework="pt")
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
@@ -156,20 +192,59 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def locate(folder: Path, tag: str) -> Path:
+    """The folder of a checkpoint. It has another name if a process died as it put a new one in its place."""
+    path = folder / tag
+    old = path.with_name(path.name + OLD)
+    return old if not path.exists() and _is_complete(old) else path
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
 def latest(folder: Path) -> str | None:
-    """The tag that ``folder/latest`` names; None if there is none."""
+    """The tag that ``folder/latest`` names; None if there is no such file.
+
+    If that is empty, or names what is not there, the newest complete checkpoint is taken, with a warning.
+    """
     path = folder / LATEST
-    return path.read_text().strip() or None if path.is_file() else None
+    if not path.is_file():
+        return None
+    tag = path.read_text().strip()
+    if tag and _is_complete(locate(folder, tag)):
+        return tag
+    newest = _newest(folder)
+    if newest is None:
+        return tag or None
+    problem = f"names {tag!r}, which is no complete checkpoint" if tag else "is empty"
+    _log.warning("%s %s; the newest complete checkpoint is taken instead: %r", path, problem, newest)
+    return newest
+
+
+def _newest(folder: Path) -> str | None:
+    """The tag of the complete checkpoint that was written last."""
+    found: dict[str, int] = {}
+    for manifest in folder.glob(f"*/{MANIFEST}"):
+        tag = manifest.parent.name.removesuffix(OLD)
+        if not tag.endswith(DRAFT) and locate(folder, tag) == manifest.parent:
+            found[tag] = manifest.stat().st_mtime_ns
+    return max(found, key=lambda tag: (found[tag], tag)) if found else None
 
 
 def pack(value: Any) -> Any:
-    """What JSON holds of ``value``: tuples, and dicts with keys that are not strings, are marked as such."""
+    """What JSON holds of ``value``.
+
+    Tuples, dicts with keys that are not strings, and tensors of one element are marked as such.
+    """
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
             return {key: pack(item) for key, item in value.items()}
         return {"__items__": [[pack(key), pack(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
         return {"__tuple__": [pack(item) for item in value]}
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return {"__tensor__": [value.tolist(), str(value.dtype).removeprefix("torch.")]}
     return [pack(item) for item in value] if isinstance(value, list) else value
 
 
@@ -183,6 +258,9 @@ def unpack(value: Any) -> Any:
         return {unpack(key): unpack(item) for key, item in value["__items__"]}
     if "__tuple__" in value:
         return tuple(unpack(item) for item in value["__tuple__"])
+    if "__tensor__" in value:
+        number, dtype = value["__tensor__"]
+        return torch.tensor(number, dtype=getattr(torch, dtype))
     return {key: unpack(item) for key, item in value.items()}
 
 
