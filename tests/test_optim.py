@@ -309,6 +309,13 @@ def test_fp32_pieces_agree_with_one_rank(name):
     [
         ("AdamV", {}, 'did you mean "Adam'),
         ("adamw", {"weight_decey": 0.1}, 'weight_decey.*did you mean "weight_decay"'),
+        ("adamw", {"learning_rate": 0.1}, r'optimizer\.params\.learning_rate is no parameter.*did you mean "lr"'),
+        ("adamw", {"lr": "3e-4"}, r'optimizer\.params\.lr = "3e-4" must be a number; write it without the quotes'),
+        ("adamw", {"lr": True}, r"optimizer\.params\.lr = true must be a number"),
+        ("adamw", {"betas": [0.9]}, r"optimizer\.params\.betas = \[0\.9\] must be a list of 2 numbers"),
+        ("adamw", {"betas": [0.9, "0.99"]}, r'optimizer\.params\.betas\[1\] = "0\.99" must be a number'),
+        ("adamw", {"amsgrad": "yes"}, r'optimizer\.params\.amsgrad = "yes" must be true or false'),
+        ("muon", {"ns_steps": 2.5}, r"optimizer\.params\.ns_steps = 2\.5 must be a whole number"),
         ("adamw", {"max_grad_norm": 1.0}, "gradient_clipping"),
         ("adam", {"bias_correction": False}, "bias_correction"),
         ("adam", {"freeze_step": 10}, "1-bit"),

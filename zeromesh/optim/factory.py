@@ -21,6 +21,7 @@ from zeromesh.optim.arguments import unknown, without_auto
 from zeromesh.optim.lamb import Lamb
 from zeromesh.optim.lion import Lion
 from zeromesh.optim.muon import Muon
+from zeromesh.optim.values import checked, unknown_parameter
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +141,8 @@ def build(
     context: dict[str, Any] = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
     if cls is Muon:
         context["matrices"] = matrices
-    accepted = set(inspect.signature(cls).parameters) - {"params", "groups", *context}
+    declared = inspect.signature(cls).parameters
+    accepted = {key: declared[key] for key in declared if key not in {"params", "groups", *context}}
     arguments = defaults | _accept(type, given, accepted)
     if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
         _give_shapes(piece for group in groups for piece in group.pieces)
@@ -148,7 +150,7 @@ def build(
     try:
         optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer {type} with {dict(given)}: {error}") from error
+        raise ValueError(f"optimizer {type} with optimizer.params = {dict(given)}: {error}") from error
     _fuse(optimizer)
     return optimizer
 
@@ -203,26 +205,26 @@ def _find_class(name: str, given: Mapping[str, Any]) -> tuple[type[Optimizer], d
     return classes[lower], {}
 
 
-def _accept(name: str, given: Mapping[str, Any], accepted: set[str]) -> dict[str, Any]:
+def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """The arguments for the class, after every parameter has been checked."""
     arguments: dict[str, Any] = {}
     for key, value in given.items():
         if key in accepted:
-            arguments[key] = _plain(value)
+            arguments[key] = _plain(checked(f"optimizer.params.{key}", value, accepted[key]))
         elif key in _REFUSED_PARAMS:
-            raise ValueError(f"optimizer parameter {key!r} of {name} is not taken: {_REFUSED_PARAMS[key]}")
+            raise ValueError(f"optimizer.params.{key} of {name} is not taken: {_REFUSED_PARAMS[key]}")
         else:
             _check_foreign(name, key, value, accepted)
     return arguments
 
 
-def _check_foreign(name: str, key: str, value: Any, accepted: set[str]) -> None:
+def _check_foreign(name: str, key: str, value: Any, accepted: Iterable[str]) -> None:
     foreign = _FOREIGN.get(key)
     if foreign is None or name.lower() not in foreign.optimizers:
-        raise unknown(f"optimizer {name} has no parameter", key, accepted)
+        raise unknown_parameter("optimizer.params", key, name, accepted)
     if foreign.harmless is not None and value not in foreign.harmless:
-        raise ValueError(f"optimizer parameter {key!r} of {name} cannot be {value!r}: {foreign.remedy}")
-    _log.info("optimizer parameter %r of %s has no further effect", key, name)
+        raise ValueError(f"optimizer.params.{key} of {name} cannot be {value!r}: {foreign.remedy}")
+    _log.info("optimizer.params.%s of %s has no further effect", key, name)
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 
 from zeromesh.optim.arguments import unknown, without_auto
+from zeromesh.optim.values import checked, unknown_parameter
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,9 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
     if ours is None:
         return _build_torch(type, given, optimizer)
     start = given.pop("last_batch_iteration", -1)
-    _check_params(type, given, ours)
+    if not isinstance(start, int) or isinstance(start, bool) or start < -1:
+        raise ValueError(f"scheduler.params.last_batch_iteration = {start!r} must be a whole number of at least -1")
+    given = _check_params(type, given, ours, _LEAST)
     count = len(optimizer.param_groups)
     curves = [ours(**_of_group(type, given, number, count)) for number in range(count)]
     if any(curve.momentum for curve in curves) and not all("betas" in group for group in optimizer.param_groups):
@@ -117,21 +120,45 @@ def _build_torch(name: str, given: Mapping[str, Any], optimizer: Optimizer) -> l
             "step(metric) there instead of naming it in the config"
         )
     cls = classes[name.lower()]
-    _check_params(name, given, cls)
+    given = _check_params(name, given, cls)
     try:
         return cls(optimizer, **given)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"scheduler {name} with {dict(given)}: {error}") from error
+        raise ValueError(f"scheduler {name} with scheduler.params = {dict(given)}: {error}") from error
 
 
-def _check_params(name: str, given: Mapping[str, Any], make: Callable[..., Any]) -> None:
+_LEAST: dict[str, int] = {
+    "warmup_num_steps": 0,
+    "decay_num_steps": 0,
+    "decay_step_size": 0,
+    "total_num_steps": 1,
+    "cycle_first_step_size": 1,
+    "cycle_second_step_size": 1,
+    "lr_range_test_step_size": 1,
+}
+"""The smallest value of whole numbers in our schedules."""
+
+
+def _check_params(
+    name: str, given: Mapping[str, Any], make: Callable[..., Any], least: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The arguments, each known and of the type that is declared for it; none is missing."""
     known = {key: value for key, value in inspect.signature(make).parameters.items() if key != "optimizer"}
     for key in given:
         if key not in known:
-            raise unknown(f"scheduler {name} has no parameter", key, known)
+            raise unknown_parameter("scheduler.params", key, name, known)
     missing = [key for key, value in known.items() if value.default is value.empty and key not in given]
     if missing:
         raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to scheduler.params")
+    if least is None:
+        return {key: checked(f"scheduler.params.{key}", value, known[key]) for key, value in given.items()}
+    arguments = {}
+    for key, value in given.items():
+        # Of these a list gives one value per parameter group.
+        values = value if isinstance(value, (list, tuple)) else [value]
+        plain = [checked(f"scheduler.params.{key}", item, known[key], least.get(key)) for item in values]
+        arguments[key] = plain if isinstance(value, (list, tuple)) else plain[0]
+    return arguments
 
 
 def _of_group(name: str, given: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
