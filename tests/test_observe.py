@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from zeromesh.observe import machine
 from zeromesh.observe.machine import measured_flops, peak_flops
 from zeromesh.observe.metrics import MetricsLog, read_metrics
 from zeromesh.observe.pictures import loss_picture
@@ -62,6 +64,15 @@ def test_without_a_terminal_there_are_plain_lines_for_the_first_and_the_last_ste
         assert part in lines[0]
 
 
+def test_a_terminal_that_cannot_rewrite_a_line_gets_plain_ones() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, soft_wrap=True, _environ={"TERM": "dumb"})
+    with Display(console, 50) as display:
+        for step in range(1, 51):
+            display.step(figures(step))
+    assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == ["step 1/50", "step 50/50"]
+
+
 def test_on_a_terminal_one_line_is_rewritten() -> None:
     output = io.StringIO()
     console = Console(file=output, width=200, force_terminal=True)
@@ -89,6 +100,29 @@ def test_peak_operations_are_measured_where_no_table_knows_them(monkeypatch: pyt
     assert peak_flops(cpu, torch.float32) > 1e8
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 756e12
+
+
+def test_what_disturbs_the_machine_for_a_moment_does_not_spoil_the_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    busy_until = 0.25
+
+    class Clock:
+        """A machine on which every reading of the clock is a product later; products take longer while it is busy."""
+
+        def perf_counter(self) -> float:
+            nonlocal now
+            now += 0.1 if now < busy_until else 0.001
+            return now
+
+        def sleep(self, seconds: float) -> None:
+            nonlocal now
+            now += seconds
+
+    monkeypatch.setattr(machine, "time", Clock())
+    operations = 2.0 * (512 * math.isqrt(torch.get_num_threads())) ** 3
+    assert measured_flops(torch.device("cpu"), torch.float32, seconds=0.05) == pytest.approx(operations / 0.001)
 
 
 @pytest.mark.parametrize(

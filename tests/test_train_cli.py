@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-import zeromesh
 from harness import run_command, run_ranks
 from zeromesh.architectures.decoder import Decoder
+from zeromesh.cli.changes import require_unchanged
+from zeromesh.cli.check import check
+from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.main import app
 from zeromesh.cli.train import train
 from zeromesh.config.settings import Settings
@@ -197,7 +201,7 @@ def test_a_finished_run_continues_a_text(finished: Path) -> None:
 
 
 def test_the_version_is_shown() -> None:
-    assert call("--version").output == f"zeromesh {zeromesh.__version__}\n"
+    assert call("--version").output == f"zeromesh {version('zeromesh')}\n"
 
 
 def refused(result: Result, *parts: str) -> None:
@@ -224,6 +228,13 @@ def refused(result: Result, *parts: str) -> None:
         ({"optimizer": None}, ("optimizer", "AdamW")),
         ({"train_batch_size": 5, "run": {"ranks": 2}}, ("train_batch_size", "5")),
         ({"run": {"resume": True}}, ("holds no checkpoint", "without --resume")),
+        ({"optimizer": {"params": {"learning_rate": 1}}}, ("optimizer.params.learning_rate", 'did you mean "lr"')),
+        ({"optimizer": {"params": {"lr": "3e-4"}}}, ("optimizer.params.lr", "must be a number", "quotes")),
+        ({"optimizer": {"type": "lamb", "params": {"betas": 1}}}, ("optimizer.params.betas", "2 numbers")),
+        ({"optimizer": {"type": "lbfgs"}}, ("LBFGS", "cannot be used")),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, ("total_num_steps", "scheduler.params")),
+        ({"scheduler": {"params": {"warmup_num_steps": -3}}}, ("scheduler.params.warmup_num_steps", "-3")),
+        ({"units": ["Blok"]}, ("units", "Blok", "Block")),
     ],
 )
 def test_bad_input_is_refused_before_training(
@@ -232,6 +243,14 @@ def test_bad_input_is_refused_before_training(
     result = call("train", config(corpus, tmp_path, **changes))
     refused(result, *parts)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    if {"optimizer", "scheduler", "units"} & changes.keys():
+        assert "reading the text" not in result.output
+
+
+@pytest.mark.parametrize("name", ["AdamW", "lamb", "Muon", "adagrad", "SGD"])
+def test_the_trial_of_the_optimizer_takes_what_the_run_takes(corpus: Path, tmp_path: Path, name: str) -> None:
+    optimizer = {"type": name, "params": {"lr": 1e-2} | ({"fused": True} if name == "AdamW" else {})}
+    check(Settings.load(config(corpus, tmp_path, optimizer=optimizer)))
 
 
 def test_an_empty_data_folder_is_refused(tmp_path: Path) -> None:
@@ -261,9 +280,134 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished: Path, corpus: Pa
 
 def test_a_run_is_not_resumed_on_other_text(finished: Path, corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
-    shutil.copytree(corpus, tmp_path / "corpus")
-    result = call("train", config(tmp_path / "corpus", tmp_path), "--resume")
+    path = corpus / "3.py"
+    before = path.stat()
+    try:
+        os.utime(path, ns=(1, 1))
+        result = call("train", config(corpus, tmp_path), "--resume")
+    finally:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     refused(result, "data.train has changed", "start a new run")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("optimizer.params.lr=0.1", ("optimizer.params.lr: 0.01 in the run, 0.1 now", "--set run.output=FOLDER")),
+        ("optimizer.type=SGD", ('optimizer.type: "AdamW" in the run, "SGD" now',)),
+        ("scheduler.params.warmup_num_steps=4", ("scheduler.params.warmup_num_steps: 3 in the run, 4 now",)),
+        ("scheduler=null", ('scheduler.type: "WarmupLR" in the run, not set now',)),
+        ("seed=9", ("seed: 1234 in the run, 9 now",)),
+        ("train_batch_size=8", ("train_batch_size: 4 in the run, 8 now", "gradient_accumulation_steps: 4")),
+        ("train_micro_batch_size_per_gpu=2", ("train_micro_batch_size_per_gpu: 1 in the run, 2 now",)),
+        ("model.heads=1", ("model.heads: 2 in the run, 1 now",)),
+        ("data.validation_fraction=0.2", ("data.validation_fraction: 0.3 in the run, 0.2 now",)),
+        ("data.vocabulary_size=265", ("data.vocabulary_size: 270 in the run, 265 now",)),
+        ("bf16.enabled=true", ("bf16.enabled: false in the run, true now",)),
+        ("gradient_clipping=1.0", ("gradient_clipping: 0.0 in the run, 1.0 now",)),
+    ],
+)
+def test_a_run_is_not_resumed_with_settings_that_change_what_comes_out(
+    finished: Path, corpus: Path, tmp_path: Path, override: str, parts: tuple[str, ...]
+) -> None:
+    path = config(corpus, tmp_path, run={"output": str(finished)})
+    before = (finished / "config.json").read_bytes()
+    refused(call("train", path, "--resume", "--set", override), "was started with other settings", *parts)
+    assert (finished / "config.json").read_bytes() == before
+
+
+def test_a_run_may_be_resumed_on_other_ranks_and_with_settings_that_change_nothing_of_it(
+    finished: Path, corpus: Path, tmp_path: Path
+) -> None:
+    free = ["run.steps=99", "run.log_every=5", "zero_optimization.stage=1", "steps_per_print=3", "tensorboard={}"]
+    settings = Settings.load(config(corpus, tmp_path), free)
+    require_unchanged(RunFolder(finished), settings.resolve(1, {"data": 1}))
+    require_unchanged(RunFolder(finished), settings.resolve(2, {"data": 2}))
+    require_unchanged(RunFolder(finished), Settings.load(finished / "config.json").resolve(1, {"data": 1}))
+    require_unchanged(RunFolder(tmp_path / "nothing"), settings.resolve(1))
+
+
+def begun(finished: Path, copy: Path) -> None:
+    """Copy a run as after an end before its first checkpoint."""
+    shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("global_step*", "latest", "model.safetensors"))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(
+    finished: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(finished, tmp_path / "run")
+    refused(call("train", config(corpus, tmp_path), "--resume"), "holds no checkpoint", "without --resume")
+    # A machine that is said to do one operation per second is found to do more.
+    monkeypatch.setattr("zeromesh.cli.loop.peak_flops", lambda device, dtype: 1.0)
+    result = call("train", config(corpus, tmp_path), "--set", "steps_per_print=3", "--set", "tensorboard.enabled=true")
+    assert result.exit_code == 0, result.output
+    assert "it is started again" in result.stdout
+    assert numbers(tmp_path / "run") == numbers(finished)
+    shares = [r["utilization"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    assert max(shares) == 1
+    assert 'optimizer: {"type": "AdamW", "params": {"lr": 0.01}}' in result.stdout
+    assert result.stderr.count("tensorboard: ") == 1
+    assert [line[:8] for line in result.stderr.splitlines() if line.startswith("update")] == ["update 3", "update 6"]
+    assert not logging.getLogger("zeromesh").handlers
+
+
+def test_a_folder_with_weights_but_no_checkpoint_is_not_said_to_be_resumable(
+    finished: Path, corpus: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    for arguments in ([], ["--resume"]):
+        result = call("train", config(corpus, tmp_path), *arguments)
+        refused(result, "choose another folder")
+        assert "continue it with --resume" not in result.output
+        assert "start the run without --resume" not in result.output
+
+
+def test_ctrl_c_says_what_was_kept_and_how_to_go_on(
+    finished: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zeromesh.cli.train.launch", stop)
+    result = call("train", config(corpus, tmp_path))
+    assert result.exit_code == 130
+    assert "has no checkpoint yet, and the same command starts from the beginning" in result.stderr
+    assert "run.save_every = 3" in result.stderr
+    shutil.rmtree(tmp_path / "run")
+    interrupted(finished, tmp_path / "run")
+    result = call("train", config(corpus, tmp_path), "--resume")
+    assert result.exit_code == 130
+    assert "checkpoint global_step3; the same command with --resume goes on from there" in result.stderr
+
+
+def test_text_may_lie_around_the_folders_of_runs(corpus: Path, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    shutil.copytree(corpus, project)
+    for name in ("first", "second"):
+        path = config(
+            project, tmp_path, data={"suffixes": []}, run={"steps": 1, "output": str(project / "runs" / name)}
+        )
+        result = call("train", path)
+        assert result.exit_code == 0, result.output
+    assert "run.output is the data folder" in call("train", path, "--set", f"run.output={project}").output
+
+
+def test_a_text_is_written_as_it_is(finished: Path) -> None:
+    prompt = "x = a[:end:2]\t:warning: [bold]b[/bold]\r\n"
+    result = call("sample", finished, prompt, "--tokens", "1")
+    assert result.exit_code == 0, result.output
+    assert result.stdout_bytes.decode().startswith(prompt)
+
+
+def test_output_that_knows_no_more_than_ascii_ends_no_run(corpus: Path, tmp_path: Path) -> None:
+    runner = CliRunner(charset="ascii")
+    path = config(corpus, tmp_path, run={"steps": 1, "sample": {"prompts": ["naïve → ```"], "length": 3}})
+    result = runner.invoke(app, ["train", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "naïve → ```" in (tmp_path / "run" / "report.md").read_text("utf-8")
+    result = runner.invoke(app, ["sample", str(tmp_path / "run"), "é→\udcc3", "--tokens", "3"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("??")
 
 
 def test_sampling_from_what_is_no_finished_run_is_refused(finished: Path, tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 import torch
 
 from zeromesh.architectures.decoder import Decoder
+from zeromesh.cli.changes import require_unchanged
 from zeromesh.cli.folder import RunFolder
+from zeromesh.cli.updates import check_optimizer
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import ModelShape, Run, TextData
 from zeromesh.data.loader import Windows
 from zeromesh.data.prepare import Prepared, prepare
 from zeromesh.dist.environment import Environment, is_launched
+from zeromesh.shard.find import find_units
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,11 @@ class Job:
         return cls(settings, model, data, run)
 
     def with_vocabulary(self, size: int) -> Job:
-        """The same run, its model's vocabulary having ``size`` entries unless the settings give another number."""
+        """The same run with a tokenizer of ``size`` entries, and so many in the model unless the settings say more."""
         model = self.model.model_copy(update={"vocab_size": self.model.vocab_size or size})
-        return replace(self, settings=self.settings.model_copy(update={"model": model}), model=model)
+        data = self.data if self.data.tokenizer else self.data.model_copy(update={"vocabulary_size": size})
+        settings = self.settings.model_copy(update={"model": model, "data": data})
+        return replace(self, settings=settings, model=model, data=data)
 
     @property
     def folder(self) -> RunFolder:
@@ -60,9 +65,12 @@ def check(settings: Settings) -> Job:
         raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
     world = Environment.detect().world_size if is_launched() else job.run.ranks
     sizes = settings.resolve_mesh(world)
-    settings.resolve(sizes["replicate"] * sizes["data"], sizes)
-    _check_model(job)
+    resolved = settings.resolve(sizes["replicate"] * sizes["data"], sizes)
+    model = _check_model(job)
+    check_optimizer(model, resolved, sizes["data"])
     job.folder.check(job.run.resume)
+    if job.run.resume:
+        require_unchanged(job.folder, resolved)
     return job
 
 
@@ -83,12 +91,15 @@ def prepare_text(job: Job, may_write: bool) -> Prepared:
     return prepared
 
 
-def _check_model(job: Job) -> None:
-    """Build the model without memory; it raises if its sizes do not fit together."""
+def _check_model(job: Job) -> Decoder:
+    """Build the model without memory; it raises if its sizes do not fit together, or a unit is not in it."""
     entries, wanted = job.model.vocab_size, job.data.vocabulary_size
     if entries is not None and job.data.tokenizer is None and entries < wanted:
         raise ValueError(
             f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
         )
     with torch.device("meta"):
-        Decoder(job.with_vocabulary(wanted).model)
+        model = Decoder(job.with_vocabulary(wanted).model)
+    for targets in (job.settings.units, job.settings.activation_checkpointing.targets):
+        find_units(model, targets)
+    return model

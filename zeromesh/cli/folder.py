@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeromesh.checkpoint.boxes import latest
+from zeromesh.checkpoint.boxes import MANIFEST, latest
+from zeromesh.config.settings import Resolved
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,48 @@ class RunFolder:
         """The closing report for programs; beside it, in Markdown, for people."""
         return self.path / "report.json"
 
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The tag of the checkpoint that a run is resumed from; None if there is none."""
+        if not self.checkpoints.is_dir() or not any(self.checkpoints.glob(f"*/{MANIFEST}")):
+            return None
+        return latest(self.checkpoints)
+
+    @property
+    def holds_a_beginning(self) -> bool:
+        """Whether a run ended here before it had written a checkpoint or the weights, so that nothing of it counts."""
+        return self.metrics.exists() and self.last_checkpoint is None and not self.model.exists()
+
+    def settings(self) -> Resolved:
+        """The settings that the run wrote down, without the log of those that have no effect.
+
+        Raises:
+            ValueError: if the file is not what a run wrote.
+        """
+        try:
+            return Resolved.model_validate(json.loads(self.config.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{str(self.config)!r} is not what zeromesh train wrote: {error}") from None
+
     def check(self, resume: bool) -> None:
         """Refuse a folder in which the run cannot start.
 
         Raises:
             ValueError: if it holds a run and is not to be resumed, or holds none and is, or cannot be written to.
         """
-        if resume and (not self.checkpoints.is_dir() or latest(self.checkpoints) is None):
+        checkpoint = self.last_checkpoint
+        if resume and checkpoint is None:
+            remedy = "start the run without --resume, or name the folder of an earlier run"
+            if self.model.exists():
+                remedy = "choose another folder with --set run.output=FOLDER, and leave --resume out"
+            raise ValueError(f"run.output = {str(self.path)!r} holds no checkpoint to resume from; {remedy}")
+        if not resume and (checkpoint is not None or self.model.exists()):
+            remedies = [
+                *(["continue it with --resume"] if checkpoint is not None else []),
+                "choose another folder with --set run.output=FOLDER",
+            ]
             raise ValueError(
-                f"run.output = {str(self.path)!r} holds no checkpoint to resume from; "
-                "start the run without --resume, or name the folder of an earlier run"
-            )
-        if not resume and (self.metrics.exists() or self.checkpoints.exists()):
-            raise ValueError(
-                f"run.output = {str(self.path)!r} already holds a run; continue it with --resume, "
-                "choose another folder with --set run.output=FOLDER, or delete it"
+                f"run.output = {str(self.path)!r} already holds a run; {', '.join(remedies)}, or delete it"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)

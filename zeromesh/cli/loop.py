@@ -60,7 +60,7 @@ class Loop:
             loss = self.engine.train_batch(batches)
             progress = self._advanced(progress, time.perf_counter() - began)
             if self._due(progress, self.job.run.log_every) or progress.step == 1:
-                self._log(progress, logged, float(loss), rate, peak)
+                peak = self._log(progress, logged, float(loss), rate, peak)
                 logged = progress
             self._between_steps(progress)
         if progress.step > start.step and not self._due(progress, self.job.run.save_every, last=False):
@@ -92,9 +92,12 @@ class Loop:
             f"{score.bits_per_byte:.3f} bits per byte"
         )
 
-    def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak: float) -> None:
+    def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak: float) -> float:
+        """Log a step. Returns the peak operations per second, which the step may have shown to be higher."""
         tokens = (progress.samples - logged.samples) * self.job.model.sequence_length
         speed = tokens / (progress.seconds - logged.seconds)
+        achieved = speed * training_flops_per_token(self.job.model)
+        peak = max(peak, achieved)
         norm = self.engine.get_global_grad_norm()
         assert norm is not None
         figures = Figures(
@@ -103,13 +106,14 @@ class Loop:
             learning_rate=rate,
             gradient_norm=norm,
             tokens_per_second=speed,
-            utilization=speed * training_flops_per_token(self.job.model) / peak,
+            utilization=achieved / peak,
             memory=peak_bytes(self.engine.device),
             seconds_left=(self.job.run.steps - progress.step) * self.tokens_per_step / speed,
         )
         self.display.step(figures)
         if self.metrics is not None:
             self._write(progress, figures)
+        return peak
 
     @property
     def tokens_per_step(self) -> int:

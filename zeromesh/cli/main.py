@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-import zeromesh
 
 app = typer.Typer(
     help="Train PyTorch models that do not fit, or are too slow, on one device.",
@@ -18,8 +17,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-WRONG_INPUT, FAILED = 2, 1
-"""Exit codes: something the user can put right before the start, and a run that failed."""
+WRONG_INPUT, FAILED, STOPPED = 2, 1, 130
+"""Exit codes: something the user can put right before the start, a run that failed, and Ctrl-C."""
 
 
 def main() -> None:
@@ -29,13 +28,13 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"zeromesh {zeromesh.__version__}")
+        typer.echo(f"zeromesh {version('zeromesh')}")
         raise typer.Exit
 
 
 @app.callback()
 def root(
-    version: Annotated[
+    show_version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
@@ -75,17 +74,27 @@ def sample(
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Show what went wrong in words instead of a traceback, and choose the exit code."""
+    """Show the log, and what went wrong in words instead of a traceback; choose the exit code."""
+    from zeromesh.cli.screen import shown_log
     from zeromesh.dist.launch import RankFailure
 
     try:
-        yield
+        with shown_log():
+            yield
     except (ValueError, OSError) as error:
-        typer.secho(f"error: {error}", err=True, fg="red")
-        raise typer.Exit(WRONG_INPUT) from None
+        raise _end(f"error: {error}", error, WRONG_INPUT) from None
     except (RankFailure, FloatingPointError) as error:
-        typer.secho(f"error: {error}", err=True, fg="red")
-        raise typer.Exit(FAILED) from None
+        raise _end(f"error: {error}", error, FAILED) from None
+    except KeyboardInterrupt as error:
+        raise _end("stopped", error, STOPPED) from None
+
+
+def _end(message: str, error: BaseException, code: int) -> typer.Exit:
+    """Show a message and what the error has on how to go on."""
+    typer.secho(message, err=True, fg="red")
+    for note in getattr(error, "__notes__", ()):
+        typer.echo(note, err=True)
+    return typer.Exit(code)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +69,14 @@ def markdown(report: Report) -> str:
         _table(("collective", "axis", "calls", "sent", "sent per step"), _traffic(report)),
     ]
     if report.samples:
-        parts += ["## Samples", *(f"```\n{text.rstrip()}\n```" for text in report.samples)]
+        parts += ["## Samples", *map(_block, report.samples)]
     return "\n\n".join(parts) + "\n"
+
+
+def _block(text: str) -> str:
+    """Text as it is, between fences that are longer than any in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}\n{text.rstrip()}\n{fence}"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

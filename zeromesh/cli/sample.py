@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.cli.folder import RunFolder
-from zeromesh.config.settings import Settings
+from zeromesh.cli.screen import make_console, write
 from zeromesh.data.prepare import TOKENIZER_FILE
 from zeromesh.data.tokens import end_of_text, load_tokenizer, token_bytes
 
@@ -76,7 +76,7 @@ def load_writer(folder: RunFolder) -> Writer:
             f"the run in {str(folder.path)!r} has no {folder.model.name}: it has not finished; "
             "continue it with zeromesh train CONFIG --resume"
         )
-    shape = Settings.load(folder.config).model
+    shape = folder.settings().model
     if shape is None:
         raise ValueError(f"{str(folder.config)!r} has no section 'model'; it was not written by zeromesh train")
     with torch.device("meta"):
@@ -95,12 +95,13 @@ def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed:
         ValueError: if the run cannot be sampled from.
     """
     writer = load_writer(RunFolder(run))
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    # Python keeps bytes of the command line that the locale does not know as lone surrogates.
+    prompt = os.fsencode(prompt).decode("utf-8", "replace")
+    console = make_console()
     for number in range(count):
         if number:
             console.rule()
-        console.print(prompt, end="", style="bold")
+        write(prompt)
         for piece in writer.pieces(prompt, tokens, temperature, seed + number):
-            console.print(piece, end="")
-            console.file.flush()
-        console.print()
+            write(piece)
+        write("\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +17,14 @@ from zeromesh.cli.check import Job, check, prepare_text
 from zeromesh.cli.closing import Span, close
 from zeromesh.cli.evaluate import HeldOut
 from zeromesh.cli.loop import Loop, Progress
+from zeromesh.cli.screen import is_first, make_console, shown_log
+from zeromesh.config.printing import jsonable
 from zeromesh.config.settings import Settings
 from zeromesh.data.loader import Share, Windows, training_batches
 from zeromesh.data.prepare import TOKENIZER_FILE, Prepared
 from zeromesh.data.tokens import byte_lengths, load_tokenizer
-from zeromesh.dist.environment import Environment, init_distributed, is_launched, shutdown
-from zeromesh.dist.launch import launch
+from zeromesh.dist.environment import init_distributed, shutdown
+from zeromesh.dist.launch import RankFailure, launch
 from zeromesh.engine import Engine
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
@@ -38,12 +41,33 @@ def train(config: Path, overrides: Sequence[str], resume: bool) -> None:
     began = time.time()
     settings = Settings.load(config, [*overrides, *(["run.resume=true"] if resume else [])])
     job = check(settings)
-    if not is_launched() or Environment.detect().rank == 0:
-        console = Console()
-        console = Console(soft_wrap=True, highlight=False)
-        console.print("reading the text")
-        console.print(_text_line(prepare_text(job, may_write=not job.run.resume)))
-    launch(run_rank, job.run.ranks, settings, began)
+    try:
+        if is_first():
+            _prepare(job, make_console())
+        launch(run_rank, job.run.ranks, settings, began)
+    except (KeyboardInterrupt, RankFailure, FloatingPointError) as error:
+        if is_first():
+            error.add_note(_how_to_go_on(job))
+        raise
+
+
+def _prepare(job: Job, console: Console) -> None:
+    if job.folder.holds_a_beginning:
+        console.print(f"{job.folder.path} holds a run that ended before its first checkpoint; it is started again")
+    console.print("reading the text")
+    console.print(_text_line(prepare_text(job, may_write=not job.run.resume)))
+
+
+def _how_to_go_on(job: Job) -> str:
+    checkpoint = job.folder.last_checkpoint
+    if checkpoint is not None:
+        return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
+    every = job.run.save_every
+    return f"{job.folder.path} has no checkpoint yet, and the same command starts from the beginning; " + (
+        f"run.save_every = {every} writes the first after {every} steps"
+        if every
+        else "run.save_every = 0 writes none before the end"
+    )
 
 
 def _text_line(prepared: Prepared) -> str:
@@ -51,7 +75,7 @@ def _text_line(prepared: Prepared) -> str:
     return (
         f"{train.documents} documents of {scaled_text(train.tokens)} tokens to train on, {held.documents} of "
         f"{scaled_text(held.tokens)} tokens held out, {prepared.skipped} empty or unreadable; "
-        f"a vocabulary of {prepared.vocabulary} entries"
+        f"a vocabulary of {prepared.vocabulary} entries{', which is all that it gives' if prepared.capped else ''}"
     )
 
 
@@ -62,7 +86,11 @@ def run_rank(settings: Settings, began: float) -> None:
         settings: the same on all ranks, and checked.
         began: time at which the command was given, in seconds since the epoch.
     """
-    job = Job.of(settings)
+    with shown_log():
+        _run_rank(Job.of(settings), began)
+
+
+def _run_rank(job: Job, began: float) -> None:
     if job.run.threads is not None:
         torch.set_num_threads(job.run.threads)
     init_distributed()
@@ -78,7 +106,8 @@ def run_rank(settings: Settings, began: float) -> None:
 def _train(job: Job, prepared: Prepared, began: float) -> None:
     engine = _engine(job.settings)
     try:
-        console = Console(quiet=engine.mesh.rank != 0, soft_wrap=True, highlight=False)
+        console = make_console(quiet=engine.mesh.rank != 0)
+        console.print(_settings_lines(engine.config))
         console.print(
             f"{job.model.architecture}, {scaled_text(parameters(job.model))} parameters, "
             f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
@@ -94,6 +123,12 @@ def _train(job: Job, prepared: Prepared, began: float) -> None:
         close(loop, prepared, Span(began, start, reached), console)
     finally:
         engine.destroy()
+
+
+def _settings_lines(settings: Settings) -> str:
+    """What the settings are where they are not the defaults, a line per key or section."""
+    changed = jsonable(settings.model_dump(exclude_defaults=True))
+    return "\n".join(["settings beside the defaults:", *(f"  {key}: {json.dumps(changed[key])}" for key in changed)])
 
 
 def _loop(engine: Engine, job: Job, prepared: Prepared, start: Progress, display: Display) -> Loop:

@@ -34,21 +34,30 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return measured_flops(device, dtype)
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+BURSTS = 5
+PAUSE_SECONDS = 0.1
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
     """Operations per second of the best among products of square matrices that are repeated for ``seconds``.
 
-    On a CPU a product takes a few milliseconds, so that one of them is likely to run undisturbed on a busy machine.
+    On a CPU a product takes a few milliseconds, and they come in bursts with pauses in between, so that one of them is
+    likely to run undisturbed on a busy machine. It need not: a run may turn out to be faster.
     """
     size = 512 * math.isqrt(torch.get_num_threads()) if device.type == "cpu" else 8192
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     matrix @ matrix  # the first use of a library takes longer
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        _synchronize(device)
-        start = time.perf_counter()
-        matrix @ matrix
-        _synchronize(device)
-        best = min(best, time.perf_counter() - start)
+    best = float("inf")
+    for burst in range(BURSTS):
+        if burst:
+            time.sleep(PAUSE_SECONDS)
+        end = time.perf_counter() + seconds / BURSTS
+        while time.perf_counter() < end:
+            _synchronize(device)
+            start = time.perf_counter()
+            matrix @ matrix
+            _synchronize(device)
+            best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
 
 

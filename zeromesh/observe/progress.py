@@ -1,4 +1,4 @@
-"""How far a training run is: one live line on a terminal, plain lines elsewhere."""
+"""How far a training run is: one live line on a terminal that can rewrite it, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Display:
         self._steps = steps
         self._last_plain = float("-inf")
         self._bar: Progress | None = None
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:
             figures = TextColumn("{task.description}", table_column=Column(no_wrap=False))  # two lines where narrow
             columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(12), TaskProgressColumn(), figures)
             self._bar = Progress(*columns, console=console, transient=True)
@@ -81,7 +81,7 @@ class Display:
             self._bar.stop()
 
     def step(self, figures: Figures) -> None:
-        """Show a step: on a terminal at once, elsewhere the first, the last, and one every few seconds."""
+        """Show a step: on a live line at once, elsewhere the first, the last, and one every few seconds."""
         if self._bar is not None:
             self._bar.update(self._task, completed=figures.step, description=figures.text())
             return
