@@ -341,6 +341,7 @@ class Reversed(Stack):
 
 
 @CASES.add("another_order_in_every_step", lambda t: _in_order(t))
+@CASES.add("a_graph_that_one_rank_keeps", lambda t: _with_another_graph_alive(t))
 class AnyOrder(Stack):
     order = (0, 1, 2, 3)
 
@@ -348,6 +349,14 @@ class AnyOrder(Stack):
         for index in self.order:
             h = self.blocks[index](h)
         return h
+
+
+def _with_another_graph_alive(t: Trainer) -> None:
+    """One rank keeps what it computed, for a report perhaps, and the graph with it."""
+    reported = t.model(t.batch(1)).mean()
+    t.module.kept = [reported] if t.rank == 0 else []
+    del reported
+    _in_order(t)
 
 
 def _in_order(t: Trainer) -> None:

@@ -144,8 +144,8 @@ def memory_full_of_nan() -> Iterator[None]:
     allocated, and what is to be gathered of replicated parameters after an update."""
     make_slot, give, begin_fetch = Slot.__init__, Pool.give, Unit.begin_fetch
 
-    def poison_new(slot: Slot, *args: Any) -> None:
-        make_slot(slot, *args)
+    def poison_new(slot: Slot, *args: Any, **options: Any) -> None:
+        make_slot(slot, *args, **options)
         slot.storage.fill_(0xFF)
 
     def poison_given(pool: Pool, slot: Slot) -> None:

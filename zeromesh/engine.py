@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,11 @@ class Engine:
         self._loss_fn = loss_fn
         self._accumulation = config.gradient_accumulation_steps
         self._boundary: bool | None = None
+        self._since_update = 0
+        self._unsynced = 0
+        self._synced = False
         self._syncs = True
         self._finite: list[torch.Tensor] = []
-        self._stepped = True
         self._norm: float | None = None
         self._skipped_in_a_row = 0
 
@@ -73,7 +76,9 @@ class Engine:
 
         def method(*args: Any, **kwargs: Any) -> Any:
             with self.sharded.events.computing(), self._autocast():
-                return value(*args, **kwargs)
+                result = value(*args, **kwargs)
+            self.sharded.events.give_views(result)
+            return result
 
         return method
 
@@ -117,29 +122,40 @@ class Engine:
         """
         _check_loss(loss)
         self._finite.append(torch.isfinite(loss.detach()).all())
-        self._stepped = False
         if scale_wrt_gas and self._accumulation > 1:
             loss = loss / self._accumulation
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
         try:
-            with self.sharded.events.backward(last=self._syncs and self.is_gradient_accumulation_boundary()):
+            last = self._syncs and self.is_gradient_accumulation_boundary()
+            with self.sharded.events.backward(scaled, last):
                 scaled.backward(retain_graph=retain_graph)
         except BaseException:
             self.zero_grad()
             raise
+        if self._syncs:
+            self._synced = True
+        else:
+            self._unsynced += 1
         return loss
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the micro-batches since the last update."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the micro-batches since the last update; accumulation starts anew.
+
+        Args:
+            set_to_none: accepted for torch's sake; gradients are always dropped.
+        """
         self.sharded.forget_gradients()
+        self._begin_update()
+
+    def _begin_update(self) -> None:
         self._finite.clear()
-        self._stepped = True
+        self._since_update, self._unsynced, self._synced = 0, 0, False
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self._accumulation == 0
+        return self._since_update + self._unsynced + 1 >= self._accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the current micro-batch is the last one before an update; holds until said otherwise."""
@@ -168,22 +184,25 @@ class Engine:
         """
         if not self._syncs:
             raise RuntimeError("step() inside no_sync(): leave the context first, the update needs the gradients' sum")
-        if self._stepped:
+        if not (self._unsynced or self._synced):
             raise RuntimeError("step() without backward(): call engine.backward(loss) for each micro-batch first")
-        boundary = self.is_gradient_accumulation_boundary()
-        self._stepped = True
-        self.micro_steps += 1
-        if not boundary:
-            return
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: name one in the configuration, or pass optimizer=")
+        # What was computed since the last step is one micro-batch, and each backward in no_sync() is one of its own.
+        done = self._unsynced + self._synced
+        self._since_update += done
+        self.micro_steps += done
+        self._unsynced, self._synced = 0, False
+        if not (self._since_update >= self._accumulation if self._boundary is None else self._boundary):
+            return
         agreement = self.sharded.complete([self._first_bad_loss()])
-        self._finite.clear()
+        self._begin_update()
         factor = self.gradient_factor
         self._norm = agreement.norm * factor
         self.global_steps += 1
         if self._must_skip(agreement):
             return
+        self.sharded.take_changes()
         self.sharded.set_gradients(factor * self._clip(self._norm))
         self.optimizer.step()
         self.sharded.updated()
@@ -204,29 +223,29 @@ class Engine:
     def _must_skip(self, agreement: Agreement) -> bool:
         """Whether the gradients cannot be used; all ranks come to the same answer."""
         bad = agreement.notes[:, 0]
-        finite = not bool(bad.any()) and self._norm not in (float("inf"), float("-inf")) and self._norm == self._norm
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(not finite)
-        if finite:
+        if not bool(bad.any()) and isfinite(agreement.norm):
             self._skipped_in_a_row = 0
+            if self.loss_scaler is not None:
+                self.loss_scaler.update(False)
             return False
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
         culprit = self.sharded.first_not_finite()
         self.sharded.forget_gradients()
-        dynamic = self.config.precision.loss_scale is not None and self.config.precision.loss_scale.static is None
-        if dynamic:
-            assert self.loss_scaler is not None
-            scale = self.loss_scaler.scale
-            _log.info("update %d skipped: overflow; the loss scale is now %g", self.global_steps, scale)
-            return True
         if bool(bad.any()):
             rank = int(bad.nonzero()[0])
             raise FloatingPointError(
                 f"the loss of micro-batch {int(bad[rank]) - 1} of update {self.global_steps} is not finite on rank "
-                f"{rank}; look at that batch, lower the learning rate, or clip gradients"
+                f"{rank}{culprit}; look at that batch, lower the learning rate, or clip gradients"
             )
-        _log.warning("update %d skipped: the gradient's norm is %s%s", self.global_steps, self._norm, culprit)
+        if self.loss_scaler is not None and self.loss_scaler.is_dynamic:
+            self.loss_scaler.update(True)
+            if self.mesh.rank == 0:
+                scale = self.loss_scaler.scale
+                _log.info("update %d skipped: overflow; the loss scale is now %g", self.global_steps, scale)
+            return True
+        if self.mesh.rank == 0 or culprit:
+            _log.warning("update %d skipped: the gradient's norm is %s%s", self.global_steps, self._norm, culprit)
         if self._skipped_in_a_row >= MOST_SKIPPED:
             raise FloatingPointError(
                 f"the gradient was not finite in {MOST_SKIPPED} updates in a row, the last is {self.global_steps}"
@@ -245,15 +264,19 @@ class Engine:
         """One update from as many micro-batches as are accumulated.
 
         Args:
-            data_iter: yields ``(inputs, labels)``, or whatever the model takes if it returns its loss.
+            data_iter: yields ``(inputs, labels)``, or whatever the model takes if it returns its loss: a mapping of
+                keyword arguments, a tuple or list of positional ones, or a single tensor.
 
         Returns:
             The mean loss over micro-batches and ranks: a detached 0-dim tensor, the same on every rank.
+
+        Raises:
+            StopIteration: there are too few micro-batches left for an update; none was used.
         """
         self.train()
         losses = []
-        for _ in range(self._accumulation):
-            loss = self._loss(next(data_iter))
+        for batch in [next(data_iter) for _ in range(self._accumulation)]:  # all, or an update would be left half done
+            loss = self._loss(batch)
             self.backward(loss)
             losses.append(loss.detach())
             self.step()
@@ -261,11 +284,14 @@ class Engine:
 
     def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """The mean loss of as many micro-batches as ``train_batch`` takes, without gradients; 0-dim, on every rank."""
-        training = self.module.training
+        modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
-        with torch.no_grad():
-            losses = [self._loss(next(data_iter)) for _ in range(self._accumulation)]
-        self.train(training)
+        try:
+            with torch.no_grad():
+                losses = [self._loss(next(data_iter)) for _ in range(self._accumulation)]
+        finally:
+            for module, mode in modes:  # some may be in evaluation mode for good
+                module.training = mode
         return self._mean(losses)
 
     def _loss(self, batch: Any) -> torch.Tensor:
@@ -274,10 +300,17 @@ class Engine:
             inputs, labels = batch
             output = self(*inputs) if isinstance(inputs, tuple | list) else self(inputs)
             return self._loss_fn(output, labels)
-        output = self(**batch) if isinstance(batch, dict) else self(*batch)
-        loss = output if isinstance(output, torch.Tensor) else output["loss"] if isinstance(output, dict) else output[0]
-        _check_loss(loss, graph=False)
-        return loss
+        if isinstance(batch, Mapping):
+            output = self(**batch)
+        else:
+            output = self(*batch) if isinstance(batch, tuple | list) else self(batch)
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
+        else:
+            loss = output[0] if isinstance(output, tuple | list) else getattr(output, "loss", output)
+        if loss is None:
+            raise ValueError("the model's output has no loss: put labels into the batch, or pass loss_fn to initialize")
+        return _check_loss(loss, graph=False)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         mean = torch.stack([loss.detach().double() for loss in losses]).mean().reshape(1)
@@ -339,6 +372,8 @@ class Engine:
                 f"{self.data_size} ranks = {each}; the nearest is {nearest}"
             )
         self._accumulation = train_batch_size // each
+        sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": self._accumulation}
+        self.config = self.config.model_copy(update=sizes)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes by state and tier, as allocated on this rank, with the measured use of the process beside them."""
@@ -357,8 +392,15 @@ class Engine:
         """Put the model in evaluation mode."""
         return self.train(False)
 
-    def compile(self, **options: Any) -> None:
-        """Compile each unit's forward with ``torch.compile``; fetching stays outside of what is compiled."""
+    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
+        """Compile each unit's forward with ``torch.compile``; fetching stays outside of what is compiled.
+
+        Args:
+            backend: as in ``torch.compile``.
+            compile_kwargs: further options, as DeepSpeed takes them.
+            options: further options, as ``torch.compile`` takes them.
+        """
+        options = {"backend": backend, **(compile_kwargs or {}), **options}
         for unit in self.sharded.units[1:]:
             unit.module.forward = torch.compile(unit.module.forward, **options)
 
@@ -373,27 +415,68 @@ class Engine:
         Raises:
             RuntimeError: there are gradients that wait for their update, which a checkpoint does not hold.
         """
-        if self._finite:
+        if self._since_update or self._unsynced or self._synced:
             raise RuntimeError(
                 "save_checkpoint() between a backward and its update: call it after the step that updates"
             )
+        self.sharded.take_changes()
         return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
+        load_lr_scheduler_states: bool = True, load_module_strict: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
-        """Continue from a checkpoint of the same layout. Returns its path and the client state. See ``saving``."""
-        loaded = saving.load(self, Path(load_dir), tag, load_optimizer_states, load_lr_scheduler_states)
+        """Continue from a checkpoint. Returns its path and the client state; see ``saving``.
+
+        Args:
+            load_dir: where it was saved.
+            tag: which one; None is the latest.
+            load_optimizer_states: False keeps the optimizer's present state.
+            load_lr_scheduler_states: False keeps the scheduler's present state.
+            load_module_strict: False leaves parameters that the checkpoint lacks as they are.
+        """
+        self.sharded.take_changes()
+        states = load_optimizer_states, load_lr_scheduler_states
+        loaded = saving.load(self, Path(load_dir), tag, *states, strict=load_module_strict)
         self.zero_grad()
         return loaded
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the model's own; where parameters are sharded the tensors are whole copies. All ranks call it."""
+        if not self.sharded.sharded:
+            found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+            return found
+        found = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
+        whole: dict[int, torch.Tensor] = {}
+        for unit in self.sharded.units:
+            members = [parameter for flat in unit.flats for parameter in flat.parameters]
+            with self.sharded.events.gathered([unit]):
+                whole |= {id(parameter): parameter.detach().clone() for parameter in members}
+        return {key: whole.get(id(value), value) for key, value in found.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """As the model's own, and the masters take the values too. All ranks call it with the same values."""
+        with self.sharded.events.gathered(self.sharded.units):
+            result = self.module.load_state_dict(state_dict, strict)
+            for flat in self.sharded.flats:
+                for index in range(len(flat.parameters)):
+                    self.sharded.take_value(flat, index, rank=0)
+        for flat in self.sharded.flats:
+            for segment in flat.layout.segments:
+                value = state_dict.get(segment.name)
+                if value is not None and flat.master is not flat.home:
+                    flat.put(segment, value.to(self.device).reshape(-1))  # not rounded to 16 bits
+        self.sharded.publish()
+        return result
+
     def gathered_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
+        self.sharded.take_changes()
         return saving.gathered_state_dict(self.sharded)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
         """Write the whole model in the dtype it computes in, as one safetensors file. All ranks call it."""
+        self.sharded.take_changes()
         return saving.save_model(self.sharded, Path(save_dir), save_filename)
 
     def destroy(self) -> None:
@@ -401,7 +484,7 @@ class Engine:
         self.sharded.close()
 
 
-def _check_loss(loss: Any, graph: bool = True) -> None:
+def _check_loss(loss: Any, graph: bool = True) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise ValueError(f"the loss is a {type(loss).__name__}, not a tensor; pass what the model's loss returned")
     if loss.numel() != 1:
@@ -411,12 +494,18 @@ def _check_loss(loss: Any, graph: bool = True) -> None:
             "the loss has no graph: it was computed under torch.no_grad(), detached, or depends on no trainable "
             "parameter"
         )
+    return loss
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     cast = partial(_cast, dtype=dtype)
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        if not value.is_floating_point() or value.dtype == dtype:
+            return value
+        if dtype is torch.float16:  # the -1e9 of a mask must not become infinite
+            limit = torch.finfo(dtype).max
+            value = torch.where(value.isinf(), value, value.clamp(-limit, limit))
+        return value.to(dtype)
     return _map(value, cast)
 
 
@@ -427,8 +516,8 @@ def _to_device(value: Any, device: torch.device) -> Any:
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    """``function`` of the items of plain dicts, lists and tuples; anything else as it is."""
-    if type(value) is dict:
+    """``function`` of the items of mappings, which become dicts, lists and tuples; anything else as it is."""
+    if isinstance(value, Mapping):
         return {key: function(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(function(item) for item in value)

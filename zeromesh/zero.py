@@ -113,8 +113,8 @@ def GatheredParameters(
                 sharded.take_value(flat, index, modifier_rank)
         elif before != [_fingerprint(parameter) for parameter in members]:
             raise RuntimeError(
-                "parameters were changed inside GatheredParameters, which would be lost: pass modifier_rank, the rank "
-                "whose values all ranks are to take"
+                "parameters were changed inside GatheredParameters, and ranks may have changed them differently: pass "
+                "modifier_rank, the rank whose values all ranks are to take"
             )
 
 
@@ -145,7 +145,9 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     used = torch.tensor([float(gradient.used[index])], dtype=torch.float64)
     if not bool(engine.mesh.group("world").exchange(used).any()):
         return None
-    return _whole(param, lambda flat, local, piece: None if home is None else home[local] * factor)
+    if home is None:
+        return None
+    return _whole(param, lambda flat, local, piece: home[local].to(flat.master.dtype) * factor)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -167,6 +169,7 @@ def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | No
 
 def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
     _, _, flat, index = _find(parameter)
+    flat.take_changes()
     segment = flat.layout.segments[index]
     if value.shape != segment.shape:
         raise ValueError(f"{segment.name} has shape {tuple(segment.shape)}, the value given {tuple(value.shape)}")

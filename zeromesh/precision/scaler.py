@@ -27,6 +27,11 @@ class LossScaler:
         """What the loss is to be multiplied with, and the gradient to be divided by."""
         return self._scale
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it follows the overflows."""
+        return self._policy.static is None
+
     def update(self, overflow: bool) -> None:
         """Take note of whether the step that just ended had a gradient that is not finite.
 

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 
 from zeromesh.shard.gradient import Gradient, Reducer
-from zeromesh.shard.hooks import Call, SavedTensors, check_version
+from zeromesh.shard.hooks import Call, SavedTensors, check_version, passes_of, storage_of, tensors_in
 from zeromesh.shard.order import Order, Pass, Walk
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.unit import Unit
@@ -39,7 +39,8 @@ class Events:
         self._residency = residency
         self._reducer = reducer
         self._shards = shards
-        self._saved = SavedTensors({unit.storage._cdata: unit for unit in units}, self._unpack)
+        self._unit_of = {unit.storage._cdata: unit for unit in units}
+        self._saved = SavedTensors(self._unit_of, self._unpack)
         self._depth = 0
         self._gathering = 0
         self._walks: dict[Pass, Walk] = {}
@@ -152,7 +153,23 @@ class Events:
             for unit in reversed(units):
                 self._residency.leave(unit)
                 if not self.inside:
-                    self._residency.release(unit)  # so that a later write, which would be lost, is noticed
+                    self._let_go(unit)  # so that a later write, which would be lost, is noticed
+            if not self.inside:
+                self._residency.shrink()
+
+    def give_views(self, value: object) -> None:
+        """A method of the model has returned ``value``: views of parameters in it stay good."""
+        if self._root.sharded and not self.inside:
+            for unit in {self._unit_of.get(storage_of(tensor) or 0) for tensor in tensors_in(value)}:
+                if unit is not None:
+                    self._let_go(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        before = unit.storage._cdata
+        self._residency.release(unit)
+        if unit.storage._cdata != before:
+            self._unit_of.pop(before)
+            self._unit_of[unit.storage._cdata] = unit
 
     @staticmethod
     def _computing_backward() -> bool:
@@ -183,10 +200,10 @@ class Events:
     # Backward.
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
-        """Around one backward; ``last`` if an update follows. Gradients are reduced as units are done with."""
+    def backward(self, loss: torch.Tensor, last: bool) -> Iterator[None]:
+        """Around the backward of a loss; ``last`` if an update follows. Units are reduced as they are done with."""
         self._in_backward = True
-        self._begin_walks()
+        self._begin_walks(loss)
         self._begun = []
         self._reduced = set()
         self._reducer.begin(last)
@@ -213,8 +230,11 @@ class Events:
             self._listen_to_other()
         self._reach(call.unit, call.forward)
 
-    def _begin_walks(self) -> None:
+    def _begin_walks(self, loss: torch.Tensor | None = None) -> None:
         alive = {call.forward for calls in self.calls.values() for call in calls}
+        if loss is not None and len(alive) > 1:
+            # When units are reduced must not depend on graphs that happen to be alive, on one rank perhaps.
+            alive = passes_of(loss, alive)
         self._walks = {forward: self.order.backward(forward) for forward in alive}
         self._reached = []
         self._latest = self.order.current

@@ -58,8 +58,9 @@ class GradientPolicy:
 
     def home_dtype(self, layout: Layout) -> torch.dtype:
         """Dtype in which this layout's gradients are summed and kept."""
-        narrow = layout.dtype in (torch.float16, torch.bfloat16)
-        return self.accumulate or (torch.float32 if narrow else layout.dtype)
+        if self.accumulate and layout.dtype.is_floating_point:
+            return self.accumulate
+        return torch.float32 if layout.dtype in (torch.float16, torch.bfloat16) else layout.dtype
 
 
 class Gradient:
@@ -69,6 +70,8 @@ class Gradient:
         home: this rank's part of the sum so far, in the home dtype; None before the first reduction.
         full: the full gradient that is being filled, or None.
         used: per parameter, whether a gradient arrived since the last update.
+        slot_dtype: of ``full``.
+        home_in_slot: whether ``home`` lies in the slot; otherwise in ``buffer``.
     """
 
     def __init__(self, layout: Layout, own: slice, shard: slice, tag: int) -> None:
@@ -83,6 +86,8 @@ class Gradient:
         self.held: Slot | None = None
         self.arrived = [False] * len(layout.segments)
         self.used = [False] * len(layout.segments)
+        self.slot_dtype = layout.dtype
+        self.home_in_slot = True
 
     def fill(self, index: int, value: torch.Tensor, factor: float) -> None:
         """Copy or add ``factor`` times parameter ``index``'s gradient into ``full``."""
@@ -123,13 +128,16 @@ class Reducer:
         self._in_flight: deque[tuple[Gradient, Slot, Slot | None, Pending, Slot]] = deque()
         self._gathering: deque[tuple[Gradient, Slot, torch.Tensor, Pending, Slot | None]] = deque()
         self._accumulates = accumulates
+        for gradient in self.gradients:
+            self._choose_dtype(gradient)
         self.predivide = self._predivide() if policy.predivide is None else policy.predivide
         self.begun = False
         self._last = True
         self._completed = False
+        self._waiting = False
         count = policy.slots or (2 if policy.sharded else len(self.gradients))
         self._limit = max(1, min(2, count - 1))
-        sizes = [g.layout.size * self._slot_dtype(g).itemsize for g in self.gradients]
+        sizes = [g.layout.size * g.slot_dtype.itemsize for g in self.gradients]
         self.slots = Pool(largest(sizes, count), mesh.device)
         wires = [g.layout.size * policy.wire_dtype(g.layout).itemsize for g in self.gradients if self._converts(g)]
         # A sum that is sent to all ranks stays in its buffer while the next ones are made.
@@ -137,7 +145,7 @@ class Reducer:
         receives = [self._receive_bytes(g) for g in self.gradients]
         self.receives = Pool(largest(receives, self._limit), mesh.device)
         for gradient in self.gradients:
-            if not self._home_in_slot(gradient):
+            if not gradient.home_in_slot:
                 dtype = policy.home_dtype(gradient.layout)
                 gradient.buffer = torch.empty(gradient.own.stop - gradient.own.start, dtype=dtype, device=mesh.device)
 
@@ -145,21 +153,19 @@ class Reducer:
 
     def _predivide(self) -> float:
         """Dividing by a power of two is exact, but not among fp16's smallest numbers."""
-        dtypes = {dtype for g in self.gradients for dtype in (self._slot_dtype(g), self.policy.wire_dtype(g.layout))}
+        dtypes = {dtype for g in self.gradients for dtype in (g.slot_dtype, self.policy.wire_dtype(g.layout))}
         ranks = self._mesh.data_size
         return float(ranks) if ranks & (ranks - 1) == 0 and torch.float16 not in dtypes else 1.0
 
-    def _slot_dtype(self, gradient: Gradient) -> torch.dtype:
+    def _choose_dtype(self, gradient: Gradient) -> None:
         """Micro-batches are summed where they are kept; what is reduced at once may stay as narrow as the wire."""
-        if self.policy.owned and (self.policy.sharded or not self._accumulates):
-            return self.policy.wire_dtype(gradient.layout)
-        return self.policy.home_dtype(gradient.layout)
-
-    def _home_in_slot(self, gradient: Gradient) -> bool:
-        return not self.policy.sharded and self._slot_dtype(gradient) == self.policy.home_dtype(gradient.layout)
+        at_once = self.policy.owned and (self.policy.sharded or not self._accumulates)
+        home = self.policy.home_dtype(gradient.layout)
+        gradient.slot_dtype = self.policy.wire_dtype(gradient.layout) if at_once else home
+        gradient.home_in_slot = not self.policy.sharded and gradient.slot_dtype == home
 
     def _converts(self, gradient: Gradient) -> bool:
-        return self._group.size > 1 and self._slot_dtype(gradient) != self.policy.wire_dtype(gradient.layout)
+        return self._group.size > 1 and gradient.slot_dtype != self.policy.wire_dtype(gradient.layout)
 
     def _receive_bytes(self, gradient: Gradient) -> int:
         elements = self._group.receive_elements(gradient.layout.shard_size)
@@ -188,13 +194,14 @@ class Reducer:
 
     def _widen(self) -> None:
         """Micro-batches turn out to be summed: from here on in the dtype that sums are kept in."""
-        before = {id(g): self._slot_dtype(g) for g in self.gradients}
+        self.finish()
         self._accumulates = True
         for gradient in self.gradients:
-            narrow, slot = gradient.full, gradient.slot
-            if before[id(gradient)] == self._slot_dtype(gradient):
+            before, narrow, slot = gradient.slot_dtype, gradient.full, gradient.slot
+            self._choose_dtype(gradient)
+            if before == gradient.slot_dtype:
                 continue
-            gradient.buffer = None
+            gradient.buffer = None  # a sum that is in it already stays there as the home until the update
             if narrow is not None and slot is not None:
                 self._open(gradient)
                 assert gradient.full is not None
@@ -202,9 +209,8 @@ class Reducer:
                 self.slots.give(slot)
 
     def _open(self, gradient: Gradient) -> None:
-        dtype = self._slot_dtype(gradient)
-        gradient.slot = self._take(self.slots, gradient.layout.size * dtype.itemsize)
-        gradient.full = gradient.slot.tensor(gradient.layout.size, dtype)
+        gradient.slot = self._take(self.slots, gradient.layout.size * gradient.slot_dtype.itemsize)
+        gradient.full = gradient.slot.tensor(gradient.layout.size, gradient.slot_dtype)
 
     def _take(self, pool: Pool, nbytes: int) -> Slot:
         slot = pool.take(nbytes)
@@ -225,6 +231,7 @@ class Reducer:
     def reduce(self, gradients: Sequence[Gradient]) -> None:
         """Start to sum these over the ranks, if it is time. All ranks call this in the same order."""
         if not (self.policy.sharded or self._last):
+            self._waiting = True
             return
         for gradient in gradients:
             self._reduce(gradient)
@@ -249,7 +256,8 @@ class Reducer:
         elements = self._group.receive_elements(gradient.layout.shard_size)
         received = receive_slot.tensor(elements, wire.dtype)
         out, add = full[gradient.shard], False
-        if gradient.buffer is not None and not self._home_in_slot(gradient):
+        if not gradient.home_in_slot:
+            assert gradient.buffer is not None
             out, add = gradient.buffer, gradient.home is not None
         pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1)
         self._in_flight.append((gradient, slot, wire_slot, pending, receive_slot))
@@ -261,11 +269,11 @@ class Reducer:
         gradient, slot, wire_slot, pending, receive_slot = self._in_flight.popleft()
         pending.wait()
         self.receives.give(receive_slot)
-        if not self._home_in_slot(gradient):
+        if not gradient.home_in_slot:
             gradient.home = gradient.buffer
             self._release(slot, wire_slot)
             return
-        full = slot.tensor(gradient.layout.size, self._slot_dtype(gradient))
+        full = slot.tensor(gradient.layout.size, gradient.slot_dtype)
         if self.policy.owned:
             self._keep(gradient, slot, full)
             self._release(None, wire_slot)
@@ -281,7 +289,7 @@ class Reducer:
         """Wait for the oldest sum that is sent to all ranks."""
         gradient, slot, wire, pending, wire_slot = self._gathering.popleft()
         pending.wait()
-        full = slot.tensor(gradient.layout.size, self._slot_dtype(gradient))
+        full = slot.tensor(gradient.layout.size, gradient.slot_dtype)
         if wire_slot is not None:
             full.copy_(wire)
         self._keep(gradient, slot, full)
@@ -314,7 +322,10 @@ class Reducer:
             return
         self._last = self._completed = True
         self.finish()
-        self.reduce([g for g in self.gradients if g.full is not None or g.home is None])
+        if self._waiting:
+            # All of them, as ranks may differ in which gradients arrived since the last reduction.
+            self.reduce(self.gradients)
+        self._waiting = False
         self.finish()
         if self._mesh.replicate.size > 1:
             for gradient in self.gradients:
@@ -337,4 +348,4 @@ class Reducer:
             gradient.full = gradient.slot = gradient.home = gradient.held = None
             gradient.arrived = [False] * len(gradient.arrived)
             gradient.used = [False] * len(gradient.used)
-        self.begun = self._completed = False
+        self.begun = self._completed = self._waiting = False

@@ -7,7 +7,7 @@ under in-place operations. That a gradient reaches an output of a unit means tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -16,6 +16,9 @@ from torch import nn
 
 from zeromesh.shard.order import Pass
 from zeromesh.shard.unit import Unit
+
+CALL = "zeromesh.call"
+"""Under this key the graph's nodes that made a unit's outputs say which call that was."""
 
 
 class Call:
@@ -86,7 +89,9 @@ def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
                 hook = _output_hook(call, listener, calls)
                 for tensor in new:
                     tensor.register_hook(hook)
-        listener.forward_ends(unit, call, any(_is_view(tensor, unit) for tensor in outputs))
+                    if tensor.grad_fn is not None:
+                        tensor.grad_fn.metadata[CALL] = call  # type: ignore[index]
+        listener.forward_ends(unit, call, any(storage_of(tensor) == unit.storage._cdata for tensor in outputs))
 
     return [
         unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -94,8 +99,31 @@ def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
     ]
 
 
-def _is_view(tensor: torch.Tensor, unit: Unit) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == unit.storage._cdata
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """The address of the storage that a tensor is a view of; None for one that has none of its own."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return None  # inside torch.func
+
+
+def passes_of(loss: torch.Tensor, wanted: Collection[Pass]) -> set[Pass]:
+    """Those of the passes that a loss depends on. The search ends when all are found."""
+    found: set[Pass] = set()
+    seen: set[Any] = set()
+    stack: list[Any] = [loss.grad_fn]
+    while stack and len(found) < len(wanted):
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        call = node.metadata.get(CALL)
+        if call is not None and call.forward in wanted:
+            found.add(call.forward)
+        stack.extend(following for following, _ in node.next_functions)
+    return found
 
 
 def _output_hook(call: Call, listener: Listener, calls: WeakSet[Call]) -> Callable[[torch.Tensor], None]:
@@ -117,7 +145,7 @@ class SavedTensors:
     hooks where there are any.
 
     Args:
-        unit_of: the unit that a storage belongs to, by the storage's address.
+        unit_of: the unit that a storage belongs to, by the storage's address; it may change.
         need: has a unit in memory when it returns.
     """
 
@@ -141,22 +169,24 @@ class SavedTensors:
         """No longer."""
         self._contexts.pop().__exit__(None, None, None)
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[Unit | None, int, torch.Tensor]:
-        if tensor.layout is not torch.strided:
-            return None, -1, tensor.detach()
-        unit = self._unit_of.get(tensor.untyped_storage()._cdata)
-        return unit, tensor._version if unit is None else unit.version, tensor.detach()
+    def _pack(self, tensor: torch.Tensor) -> tuple[Unit | None, int, int, torch.Tensor]:
+        storage = storage_of(tensor)
+        if storage is None:
+            return None, 0, -1, tensor.detach()
+        unit = self._unit_of.get(storage)
+        return unit, 0 if unit is None else unit.version, tensor._version, tensor.detach()
 
-    def _unpack(self, packed: tuple[Unit | None, int, torch.Tensor]) -> torch.Tensor:
-        unit, version, tensor = packed
+    def _unpack(self, packed: tuple[Unit | None, int, int, torch.Tensor]) -> torch.Tensor:
+        unit, update, version, tensor = packed
         if unit is not None:
-            check_version(unit, version)
-            self._need(unit)
-        elif version not in (-1, tensor._version):
+            check_version(unit, update)
+        if version not in (-1, tensor._version):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
             )
+        if unit is not None:
+            self._need(unit)
         return tensor
 
 

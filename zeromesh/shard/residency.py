@@ -121,9 +121,18 @@ class Residency:
         self._kept.add(unit)
 
     def release(self, unit: Unit) -> None:
-        """Evict the unit if nothing needs it now."""
+        """Evict the unit if nothing needs it now. Views of its parameters that somebody holds stay good."""
         if unit.slot is not None and unit not in {*self._active, *self._backward, *self._held, *self._kept}:
+            if unit.state is State.FETCHING:
+                unit.finish_fetch()
+            if unit.is_viewed:
+                unit.give_away()
             self.evict(unit)
+
+    def shrink(self) -> None:
+        """Free the slots beyond the budget that nothing needs now."""
+        self._pool.shrink()
+        self._root_pool.shrink()
 
     def need(self, unit: Unit) -> None:
         """Have the unit's parameters in memory when this returns, and the next ones on their way."""

@@ -84,6 +84,7 @@ class Sharded:
         self.root, rest = self.units[0], self.units[1:]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
+        self._places = [(*_place_of(model, self.names[id(p)]), p) for flat in self.flats for p in flat.parameters]
         policy = GradientPolicy.of(
             row, wire=precision.communicate, accumulate=precision.accumulate, slots=slots.gradient, predivide=predivide
         )
@@ -126,6 +127,24 @@ class Sharded:
         return handles
 
     # The update.
+
+    def take_changes(self) -> None:
+        """Take what others wrote to the parameters since the last time; see ``Flat.take_changes``.
+
+        Raises:
+            RuntimeError: a parameter was replaced, or became something that it was not placed as.
+        """
+        for unit in self.units:
+            unit.take_changes()
+        gone = [parameter for there, name, parameter in self._places if there.get(name) is not parameter]
+        if gone:
+            left = {id(parameter) for parameter in self.model.parameters()}
+            for parameter in gone:
+                if id(parameter) not in left:
+                    raise RuntimeError(
+                        f"parameter {self.names[id(parameter)]} is no longer in the model: something put another in "
+                        "its place, which would not be trained; change the model before initialize"
+                    )
 
     @property
     def pieces(self) -> dict[int, Piece | None]:
@@ -189,9 +208,9 @@ class Sharded:
             gradient = flat.gradient
             if gradient is None or gradient.home is None:
                 continue
+            home = gradient.home.to(flat.master.dtype)  # first: 16 bits are too few for what a loss scale leaves
             if factor != 1.0:
-                gradient.home.mul_(factor)
-            home = gradient.home.to(flat.master.dtype)
+                home.mul_(factor)
             for index, local, piece in flat.pieces:
                 piece.parameter.grad = home[local].view_as(piece.parameter) if gradient.used[index] else None
 
@@ -251,18 +270,11 @@ class Sharded:
 
     def take_value(self, flat: Flat, index: int, rank: int) -> None:
         """Give every rank, and the masters, the value that rank ``rank`` has of a gathered parameter."""
-        segment, parameter = flat.layout.segments[index], flat.parameters[index]
+        flat.take_changes()
         with torch.no_grad():
-            self.mesh.group("world").broadcast(parameter.data, rank)
-        value = parameter.detach().flatten()
-        for position, _, piece in flat.pieces:
-            if position == index:
-                piece.parameter.data.copy_(value[piece.start : piece.stop])
-        if self.sharded:
-            low = flat.shard.start
-            for position, start, stop in flat.layout.owned(low, flat.shard.stop):
-                if position == index:
-                    flat.home[start - low : stop - low].copy_(value[start - segment.start : stop - segment.start])
+            value = flat.parameters[index].data
+            self.mesh.group("world").broadcast(value, rank)
+            flat.put(flat.layout.segments[index], value.reshape(-1))
 
     # Accounting.
 
@@ -295,6 +307,12 @@ class Sharded:
         for unit in self.units:
             if unit.state is State.FETCHING:
                 self.residency.need(unit)
+
+
+def _place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The registry in which a parameter stands, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path)._parameters, leaf
 
 
 def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Slots: full-size working buffers, allocated once and lent out.
 
 A pool is a budget. It holds its slots for good, so that training neither fragments memory nor pays for page faults.
-When everything that it has is in use and cannot be given up, it grows rather than deadlock; what it grew by stays,
-is counted, and is used again.
+When everything that it has is in use and cannot be given up, it grows rather than deadlock; what it grew by is counted
+and used again, until ``shrink``: when somebody had many whole parameters at once, and has no more.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class Slot:
-    """One buffer of ``nbytes`` bytes; with ``lent`` it goes into other storages and is empty where that is no move."""
+    """One buffer of ``nbytes`` bytes; with ``lent`` it goes into other storages and is empty where that is no move.
 
-    def __init__(self, nbytes: int, device: torch.device, lent: bool) -> None:
+    ``extra`` says that it is beyond its pool's budget.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, lent: bool, extra: bool = False) -> None:
         self.nbytes = nbytes
+        self.extra = extra
         self.storage = torch.UntypedStorage(nbytes if CAN_SWAP or not lent else 0, device=device)
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,7 +56,12 @@ class Pool:
     def grow(self, nbytes: int) -> Slot:
         """A new slot beyond the budget."""
         self.nbytes += nbytes
-        return Slot(nbytes, self._device, self._lent)
+        return Slot(nbytes, self._device, self._lent, extra=True)
+
+    def shrink(self) -> None:
+        """Free the slots beyond the budget that are not in use."""
+        self.nbytes -= sum(slot.nbytes for slot in self._free if slot.extra)
+        self._free = [slot for slot in self._free if not slot.extra]
 
     def give(self, slot: Slot) -> None:
         """Return a slot."""

@@ -61,6 +61,8 @@ class Flat:
         self.gradient: Gradient | None = None
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
+        self.aliases: tuple[torch.Tensor, ...] = ()
+        self.versions: list[int] = []
         self.home = torch.empty(0)
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
@@ -83,12 +85,67 @@ class Flat:
             self.full[start:stop] = 0
         for parameter, segment, view in zip(self.parameters, layout.segments, self.views, strict=True):
             value = _first_ranks_value(parameter, segment.name, mesh, materialise)
-            parameter.data = view
-            _put(value, segment, self.home if sharded else self.full, self.shard.start if sharded else 0)
-            if self.master is not self.home:
-                _put(value, segment, self.master, self.own.start)
+            parameter.data, parameter.grad = view, None
+            self.put(segment, value)
+        self.watch()
         if layout.trainable:
             self.pieces = tuple(self._make_pieces())
+
+    def bind(self, storage: torch.UntypedStorage, offset: int) -> None:
+        """Lay ``full`` and the views of it into a storage, which has memory, from this byte on."""
+        layout = self.layout
+        empty = torch.empty(0, dtype=layout.dtype, device=storage.device)
+        self.full = empty.set_(storage, offset // layout.dtype.itemsize, (layout.size,), (1,))
+        self.views = tuple(self.full[s.start : s.stop].view(s.shape) for s in layout.segments)
+
+    def watch(self) -> None:
+        """From here on notice what others do to the parameters. An alias shares its parameter's version count."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.aliases = tuple(parameter.detach() for parameter in self.parameters)
+        self.versions = [alias._version for alias in self.aliases]
+
+    def put(self, segment: Segment, value: torch.Tensor) -> None:
+        """Take a parameter's whole value, 1-D, into home and master, and into ``full`` where that is where it rests."""
+        sharded = self.home.untyped_storage()._cdata != self.full.untyped_storage()._cdata
+        _put(value, segment, self.home if sharded else self.full, self.shard.start if sharded else 0)
+        if self.master is not self.home:
+            _put(value, segment, self.master, self.own.start)
+
+    def take_changes(self) -> None:
+        """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into home and master.
+
+        In place only while the parameters are in memory. What is changed through ``parameter.data.mul_(...)`` and the
+        like torch does not count: it is kept where home and master lie in the same memory, and lost elsewhere.
+
+        Raises:
+            RuntimeError: a parameter got another shape, dtype or device, or is trainable now and was not.
+        """
+        changed = False
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            members = zip(self.parameters, self.views, self.aliases, self.versions, self.layout.segments, strict=True)
+            for parameter, view, alias, version, segment in members:
+                if parameter.requires_grad and not self.layout.trainable:
+                    raise RuntimeError(
+                        f"parameter {segment.name} was frozen when initialize was called, and is trainable now; set "
+                        "requires_grad before initialize, or freeze later what shall not be trained yet"
+                    )
+                bound = parameter.is_set_to(view)
+                if bound and alias._version == version:
+                    continue
+                if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+                    raise RuntimeError(
+                        f"parameter {segment.name} has become {parameter.dtype} of shape {tuple(parameter.shape)} on "
+                        f"{parameter.device}, but was placed as {view.dtype} of shape {tuple(view.shape)} on "
+                        f"{view.device}; change the model before initialize"
+                    )
+                changed = True
+                self.put(segment, parameter.detach().reshape(-1))
+                if not bound:
+                    if view.untyped_storage().nbytes() > 0:
+                        view.copy_(parameter)
+                    parameter.data = view
+        if changed:
+            self.watch()
 
     def _make_pieces(self) -> Iterator[tuple[int, slice, Piece]]:
         for index, start, stop in self.layout.owned(self.own.start, self.own.stop):
@@ -135,6 +192,8 @@ class Unit:
         self.parent = parent
         self.flats: tuple[Flat, ...] = ()
         self.nbytes = 0
+        self._offsets: list[int] = []
+        self._references = 0
         self.storage = torch.UntypedStorage(0)
         self.state = State.HOME
         self.version = 0
@@ -151,21 +210,26 @@ class Unit:
         """Make the storage and the states, and take the parameters' values into them."""
         self.flats = tuple(flats)
         self.sharded = row.parameter is Placement.SHARDED
-        offsets = []
         for flat in flats:
-            offsets.append(self.nbytes)
+            self._offsets.append(self.nbytes)
             self.nbytes = round_up(self.nbytes + flat.layout.nbytes, 64)
         self.storage = torch.UntypedStorage(self.nbytes, device=mesh.device)
-        for flat, offset in zip(flats, offsets, strict=True):
-            layout = flat.layout
-            empty = torch.empty(0, dtype=layout.dtype, device=mesh.device)
-            flat.full = empty.set_(self.storage, offset // layout.dtype.itemsize, (layout.size,), (1,))
-            flat.views = tuple(flat.full[s.start : s.stop].view(s.shape) for s in layout.segments)
+        for flat, offset in zip(flats, self._offsets, strict=True):
+            flat.bind(self.storage, offset)
         if self.sharded:
             self.storage.resize_(0)  # from here on parameters are fetched into slots
         for flat in flats:
             flat.fill(row, mesh, mixed, materialise)
         self.state = State.HOME if self.sharded else State.FETCHED
+        self._references = self._count_references()
+
+    def _count_references(self) -> int:
+        return int(torch._C._storage_Use_Count(self.storage._cdata))
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether there are views of the parameters beside the unit's own; those that autograd has saved count too."""
+        return self._count_references() > self._references
 
     @property
     def ancestors(self) -> set[Unit]:
@@ -192,10 +256,32 @@ class Unit:
         self._pending.clear()
         self.state = State.FETCHED
 
+    def take_changes(self) -> None:
+        """See ``Flat.take_changes``."""
+        for flat in self.flats:
+            flat.take_changes()
+
+    def give_away(self) -> None:
+        """Leave the memory to those who hold views of it, and take new memory into the slot, without values."""
+        assert self.state is State.FETCHED, (self, self.state)
+        assert self.slot is not None
+        self.take_changes()
+        self.storage = torch.UntypedStorage(self.slot.nbytes, device=self.storage.device)
+        for flat, offset in zip(self.flats, self._offsets, strict=True):
+            flat.bind(self.storage, offset)
+            for parameter, view in zip(flat.parameters, flat.views, strict=True):
+                parameter.data = view
+            flat.watch()
+        self._references = self._count_references()
+
     def evict(self) -> Slot:
         """Give the slot up; the storage is empty from here on. Only where parameters are sharded."""
         assert self.state is State.FETCHED, (self, self.state)
         assert self.slot is not None
+        self.take_changes()
+        for flat in self.flats:
+            if not flat.layout.trainable:  # momentum encoders and codebooks are written through ``.data``, too
+                flat.home.copy_(flat.full[flat.own])
         detach(self.storage, self.slot)
         slot, self.slot, self.state = self.slot, None, State.HOME
         return slot

@@ -1,0 +1,420 @@
+"""What users do to the model behind the engine's back is taken, or refused with a reason; never lost in silence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeromesh
+from harness import run_ranks
+
+RANKS = 2
+WIDTH = 16
+RATE = 0.1
+Tensors = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def build(kind: type[nn.Module] = Net, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(3)
+    return kind().to(dtype)
+
+
+def start(row: int, model: nn.Module | None = None, **further: Any) -> zeromesh.Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": row},
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        **further,
+    }
+    return zeromesh.initialize(model=build() if model is None else model, config=config)[0]
+
+
+def inputs(number: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank), dtype=torch.float64)
+
+
+def train(engine: zeromesh.Engine, number: int) -> None:
+    engine.backward(engine(inputs(number, engine.data_rank)).square().mean())
+    engine.step()
+
+
+def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    for rank in range(RANKS):
+        (model(inputs(number, rank)).square().mean() / RANKS).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+
+
+# Writing to parameters.
+
+
+def halve(model: nn.Module, how: str) -> None:
+    for parameter in model.parameters():
+        with torch.no_grad():
+            if how == "in place":
+                parameter.mul_(0.5)
+            elif how == "new data":
+                parameter.data = parameter.data * 0.5
+            else:
+                parameter.data.mul_(0.5)
+
+
+@contextmanager
+def whole(engine: zeromesh.Engine) -> Iterator[None]:
+    members = list(engine.module.parameters())
+    with zeromesh.zero.GatheredParameters(members, modifier_rank=0) if engine.sharded.sharded else nullcontext():
+        yield
+
+
+def halve_between_steps(row: int, how: str) -> list[Tensors]:
+    engine = start(row)
+    found = []
+    for number in range(4):
+        train(engine, number)
+        with whole(engine):
+            halve(engine.module, how)
+        found.append(engine.gathered_state_dict())
+    return found
+
+
+@pytest.mark.parametrize("how", ["in place", "new data", "through data"])
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_what_is_written_to_parameters_between_steps_is_trained_on(row: int, how: str) -> None:
+    model = build()
+    optimizer = sgd(model)
+    found = run_ranks(halve_between_steps, RANKS, row, how)[0]
+    for number in range(4):
+        train_plain(model, optimizer, number)
+        halve(model, how)
+        assert_same(found[number], model.state_dict())
+
+
+def halve_sixteen_bits(row: int) -> list[Tensors]:
+    engine = start(row, build(dtype=torch.float32), bf16={"enabled": True})
+    found = []
+    for how in ("in place", "new data"):
+        before = engine.gathered_state_dict()
+        with whole(engine):
+            halve(engine.module, how)
+        engine.backward(engine(inputs(0, engine.data_rank)).sum() * 0)
+        engine.step()
+        found += [before, engine.gathered_state_dict()]
+    return found
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_masters_take_what_is_written_to_their_sixteen_bit_parameters(row: int) -> None:
+    for before, after in [run_ranks(halve_sixteen_bits, RANKS, row)[0][i : i + 2] for i in (0, 2)]:
+        assert all(torch.equal(after[name], value / 2) for name, value in before.items())
+
+
+class Momentum(Net):
+    """Its forward moves frozen copies of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.ModuleList(copy.deepcopy(block).requires_grad_(False) for block in self.blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, (slow, block) in enumerate(zip(self.slow, self.blocks, strict=True)):
+            for mine, other in zip(slow.parameters(), block.parameters(), strict=True):
+                if index == 0:
+                    mine.data = mine.data * 0.9 + other.data * 0.1
+                elif index == 1:
+                    mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+                else:
+                    with torch.no_grad():
+                        mine.mul_(0.9).add_(other, alpha=0.1)
+        y = x
+        for slow in self.slow:
+            y = torch.tanh(slow(y))
+        return super().forward(x) - y.mean(1, keepdim=True)
+
+
+def train_with_momentum(row: int) -> Tensors:
+    engine = start(row, build(Momentum))
+    for number in range(4):
+        train(engine, number)
+    return engine.gathered_state_dict()
+
+
+@pytest.mark.parametrize("row", [0, 1, 3])
+def test_frozen_parameters_that_a_forward_moves_keep_what_they_became(row: int) -> None:
+    model = build(Momentum)
+    optimizer = sgd(model)
+    for number in range(4):
+        start_of_step = copy.deepcopy(model.slow.state_dict())
+        for rank in range(RANKS):
+            model.slow.load_state_dict(start_of_step)  # every rank moves its own, and by the same
+            (model(inputs(number, rank)).square().mean() / RANKS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(run_ranks(train_with_momentum, RANKS, row)[0], model.state_dict())
+
+
+# Changes that cannot be taken.
+
+
+def refusals(row: int) -> dict[str, str]:
+    found = {}
+
+    def widen(model: nn.Module) -> None:
+        model.head.double()
+
+    def replace(model: nn.Module) -> None:
+        model.head.weight = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def unfreeze(model: nn.Module) -> None:
+        model.head.weight.requires_grad_(True)
+
+    for change in (widen, replace, unfreeze):
+        model = build(dtype=torch.float32)
+        model.head.weight.requires_grad_(change is not unfreeze)
+        engine = start(row, model)
+        with whole(engine) if change is widen and row == 3 else nullcontext():
+            try:
+                change(engine.module)
+                engine.backward(engine.module.blocks[0](torch.ones(1, WIDTH)).sum())
+                engine.step()
+            except RuntimeError as error:
+                found[change.__name__] = str(error)
+                engine.zero_grad()
+                if row == 3 and change is widen:
+                    engine.module.head.float()
+    return found
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_changes_of_kind_are_refused_by_name(row: int) -> None:
+    for found in run_ranks(refusals, RANKS, row):
+        assert "head.weight has become torch.float64" in found["widen"]
+        assert "head.weight is no longer in the model" in found["replace"]
+        assert "head.weight was frozen when initialize was called" in found["unfreeze"]
+
+
+def train_from_old_gradients(row: int) -> float | None:
+    model = build()
+    (model(inputs(0, 0)).sum() * 100).backward()
+    engine = start(row, model)
+    train(engine, 0)
+    return engine.get_global_grad_norm()
+
+
+@pytest.mark.parametrize("row", [0, 1, 3])
+def test_gradients_from_before_initialize_do_not_count(row: int) -> None:
+    model = build()
+    for rank in range(RANKS):
+        (model(inputs(0, rank)).square().mean() / RANKS).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    assert run_ranks(train_from_old_gradients, RANKS, row) == pytest.approx([expected] * RANKS, rel=1e-12)
+
+
+# Whole states.
+
+
+def states(row: int, bf16: bool) -> dict[str, Any]:
+    dtype = torch.float32 if bf16 else torch.float64
+    engine = start(row, build(dtype=dtype), bf16={"enabled": bf16})
+    slots = sum(engine.memory_report()["slot"].values())
+    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
+        views = {name: value.cpu() for name, value in engine.module.state_dict().items()}
+    copies = {name: value.clone() for name, value in views.items()}
+    state = engine.state_dict()
+    train(engine, 0)
+    kept = all(torch.equal(views[name], value) for name, value in copies.items()) if row == 3 else True
+    same = state.keys() == copies.keys() and (row < 3 or all(torch.equal(state[n], v) for n, v in copies.items()))
+    given = {name: torch.full_like(value, 1 / 3, dtype=dtype) for name, value in copies.items()}
+    result = str(engine.load_state_dict(given))
+    loaded = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.backward(engine(inputs(0, engine.data_rank)).sum() * 0)
+    engine.step()
+    masters = [zeromesh.zero.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    return {
+        "views stay": kept,
+        "state": same,
+        "slots": sum(engine.memory_report()["slot"].values()) == slots,
+        "result": result,
+        "loaded": all(torch.equal(value, given[name].to(value.dtype)) for name, value in loaded.items()),
+        "masters": all(bool((master == 1 / torch.tensor(3.0, dtype=dtype)).all()) for master in masters),
+    }
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float64", "bf16"])
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_whole_states_are_taken_and_loaded_and_leave_nothing_behind(row: int, bf16: bool) -> None:
+    for found in run_ranks(states, RANKS, row, bf16):
+        assert found.pop("result") == "<All keys matched successfully>"
+        assert found == dict.fromkeys(found, True)
+
+
+# Accumulation that does not go as planned.
+
+
+class Interruption(Exception):
+    pass
+
+
+def raise_in_backward(engine: zeromesh.Engine) -> None:
+    switch = torch.ones(1, requires_grad=True)
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise Interruption
+
+    switch.register_hook(stop)
+    with pytest.raises(Interruption):
+        engine.backward(engine(inputs(9, engine.data_rank)).square().mean() + (switch * 1).sum())
+
+
+def accumulate(row: int, what: str) -> tuple[list[int], Tensors]:
+    """Each ends with one update from the micro-batches 0 and 1, whatever happens before."""
+    engine = start(row, gradient_accumulation_steps=1 if what == "size" else 2)
+    updates = []
+
+    def micro(number: int) -> None:
+        train(engine, number)
+        updates.append(engine.global_steps)
+
+    if what in ("raises", "zero_grad"):
+        micro(8)
+        if what == "raises":
+            raise_in_backward(engine)
+        else:
+            engine.zero_grad()
+    elif what == "size":
+        engine.set_train_batch_size(2 * RANKS)
+        assert engine.config.gradient_accumulation_steps == 2
+    elif what == "stops":
+        with pytest.raises(StopIteration):
+            engine.train_batch(iter([(inputs(8, engine.data_rank),)]))
+    if what == "no_sync":
+        with engine.no_sync():
+            engine.backward(engine(inputs(0, engine.data_rank)).square().mean())
+        micro(1)
+    else:
+        micro(0)
+        micro(1)
+    assert engine.micro_steps == len(updates) + (what == "no_sync")
+    return updates, engine.gathered_state_dict()
+
+
+@pytest.mark.parametrize("what", ["raises", "zero_grad", "size", "stops", "no_sync"])
+@pytest.mark.parametrize("row", [0, 3])
+def test_accumulation_begins_anew_after_what_interrupts_it(row: int, what: str) -> None:
+    model = build()
+    optimizer = sgd(model)
+    for number in (0, 1):
+        for rank in range(RANKS):
+            (model(inputs(number, rank)).square().mean() / RANKS / 2).backward()
+    optimizer.step()
+    updates, state = run_ranks(accumulate, RANKS, row, what)[0]
+    assert updates[-1] == 1
+    assert not any(updates[:-1])
+    assert_same(state, model.state_dict())
+
+
+# Sums that change their dtype, or differ between ranks, on the way.
+
+
+class Twice(nn.Module):
+    """Uses its blocks twice, with reentrant checkpoints, which add up gradients while others are being reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.last = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+        return self.last[0](x)
+
+
+def gradients_of_twice(row: int) -> Tensors:
+    engine = start(row, build(Twice, torch.float32), bf16={"enabled": True})
+    engine.backward(engine(inputs(0, engine.data_rank).float().requires_grad_()).float().square().mean())
+    return {name: zeromesh.zero.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_narrow_gradients_that_are_added_up_in_one_backward_are_right(row: int) -> None:
+    model = build(Twice, torch.float32)
+    for rank in range(RANKS):
+        (model(inputs(0, rank).float().requires_grad_()).square().mean() / RANKS).backward()
+    for found in run_ranks(gradients_of_twice, RANKS, row):
+        for name, parameter in model.named_parameters():
+            assert float((found[name] - parameter.grad).norm() / parameter.grad.norm()) < 0.02
+
+
+class Skipping(Net):
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if skip and index == 1 else torch.tanh(block(x))
+        return self.head(x)
+
+
+def train_without_sync_after_sync(row: int) -> Tensors:
+    engine = start(row, build(Skipping))
+    engine.backward(engine(inputs(0, engine.data_rank)).square().mean())
+    with engine.no_sync():
+        engine.backward(engine(inputs(1, engine.data_rank), engine.data_rank == 1).square().mean())
+    engine.step()
+    return engine.gathered_state_dict()
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_ranks_may_differ_in_what_waits_for_its_reduction(row: int) -> None:
+    model = build(Skipping)
+    for rank in range(RANKS):
+        (model(inputs(0, rank)).square().mean() / RANKS).backward()
+        (model(inputs(1, rank), rank == 1).square().mean() / RANKS).backward()
+    sgd(model).step()
+    assert_same(run_ranks(train_without_sync_after_sync, RANKS, row)[0], model.state_dict())
+
+
+def smallest_gradient(row: int) -> float:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    engine = start(row, model, fp16={"enabled": True}, data_types={"grad_accum_dtype": "fp16"})
+    seen = []
+
+    def look(optimizer: Any, *rest: Any) -> None:
+        seen.extend(p.grad.abs().max().item() for group in optimizer.param_groups for p in group["params"])
+
+    engine.optimizer.register_step_pre_hook(look)
+    engine.backward(engine(torch.ones(1, WIDTH)).float().sum() * 3e-9)
+    engine.step()
+    return max(seen)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_the_loss_scale_is_taken_off_in_the_masters_dtype(row: int) -> None:
+    assert run_ranks(smallest_gradient, RANKS, row) == pytest.approx([3e-9] * RANKS, rel=1e-2)
