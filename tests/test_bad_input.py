@@ -120,7 +120,19 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
 
 
+def compiled() -> nn.Module:
+    return torch.compile(build_net(torch.float32), backend="eager")
+
+
+def compiled_in_place() -> nn.Module:
+    model = build_net(torch.float32)
+    model.compile(backend="eager")
+    return model
+
+
 BAD_MODELS = [
+    (compiled, r"compiled as a whole; pass the plain one, and call engine.compile\(\)"),
+    (compiled_in_place, r"compiled as a whole; pass the plain one, and call engine.compile\(\)"),
     (frozen, "no trainable parameters(?s:.*)requires_grad"),
     (on_two_devices, "scale on cpu, head.weight on meta"),
     (lazy, "1.weight is lazy"),
@@ -132,6 +144,151 @@ def test_a_model_that_cannot_be_trained_is_refused(make: Callable[[], nn.Module]
     with pytest.raises(ValueError, match=text):
         zeromesh.initialize(model=make(), config=config())
     assert not dist.is_initialized()
+
+
+class Deep(nn.Module):
+    """Blocks of two layers each, in a body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))) for _ in range(3)]
+        self.body = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x)).square().mean()
+
+
+def compile_parts(model: Deep, kind: str) -> list[str]:
+    """Compile parts in one of the ways there are; the units."""
+    options = {"backend": "eager"}
+    match kind:
+        case "the body":
+            model.body = torch.compile(model.body, **options)
+        case "the body in place":
+            model.body.compile(**options)
+        case "the model's forward":
+            model.forward = torch.compile(model.forward, **options)
+        case "the units in place":
+            for block in model.body:
+                block.compile(**options)
+        case "the units":
+            for index, block in enumerate(model.body):
+                model.body[index] = torch.compile(block, **options)
+        case "the units' forward":
+            for block in model.body:
+                block.forward = torch.compile(block.forward, **options)
+        case "parts of the units":
+            for block in model.body:
+                block[1] = torch.compile(block[1], **options)
+        case "parts of the units in place":
+            for block in model.body:
+                block[1].compile(**options)
+        case "what stays with the root":
+            model.norm.compile(**options)
+    prefix = "body._orig_mod" if kind == "the body" else "body"
+    return [f"{prefix}.{index}" for index in range(3)]
+
+
+def train_compiled(kind: str, row: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Deep()
+    settings = config(row, units=compile_parts(model, kind), optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    engine, *_ = zeromesh.initialize(model=model, config=settings)
+    for step in range(3):
+        engine.backward(engine(torch.ones(2, 4) * (step + engine.data_rank)))
+        engine.step()
+    return {name.replace("_orig_mod.", ""): value for name, value in engine.gathered_state_dict().items()}
+
+
+REFUSED_PARTS = {
+    "the body": "body is compiled and holds the unit body._orig_mod.0",
+    "the body in place": "body is compiled and holds the unit body.0",
+    "the model's forward": "the model is compiled and holds the unit body.0",
+    "the units in place": "body.0 is compiled and holds the unit body.0",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_PARTS)
+def test_what_is_compiled_around_sharded_units_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"{REFUSED_PARTS[kind]}; .*engine.compile"):
+        train_compiled(kind, 3)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("the units", 3),
+        ("the units' forward", 3),
+        ("parts of the units", 3),
+        ("parts of the units in place", 3),
+        ("what stays with the root", 3),
+        ("the body", 2),
+        ("the body in place", 2),
+        ("the model's forward", 2),
+    ],
+)
+def test_what_is_compiled_elsewhere_trains_as_if_it_were_not(kind: str, row: int) -> None:
+    found, expected = (run_ranks(train_compiled, 2, name, row, timeout=60)[0] for name in (kind, "nothing"))
+    assert_same(found, expected)
+
+
+def of_an_engine(row: int) -> dict[str, str]:
+    model = build_net(torch.float64)
+    engine, *_ = zeromesh.initialize(model=model, config=config(row))
+    other = start(row)
+    train(engine, range(1))
+    train(other, range(1))
+    part = nn.Sequential(nn.Linear(3, 13).double(), nn.Linear(10, 13).double())
+    part[1].weight = model.head.weight
+    found = {
+        "whole": message(lambda: zeromesh.initialize(model=model, config=config(row))),
+        "around": message(lambda: zeromesh.initialize(model=nn.Sequential(model), config=config(row))),
+        "tied": message(lambda: zeromesh.initialize(model=part, config=config(row))),
+    }
+    train(engine, range(1, 3))
+    train(other, range(1, 3))
+    assert_same(state(engine), state(other))
+    engine.destroy()
+    if row == 3:
+        found["sharded"] = message(lambda: zeromesh.initialize(model=model, config=config(row)))
+        return found
+    engine, *_ = zeromesh.initialize(model=model, config=config(row))
+    train(engine, range(3, 4))
+    del engine
+    found["left"] = message(lambda: zeromesh.initialize(model=model, config=config(row)))
+    return found
+
+
+@pytest.mark.parametrize("row", [0, 1, 3])
+def test_a_model_that_belongs_to_an_engine_is_refused_and_the_engine_trains_on(row: int) -> None:
+    for found in run_ranks(of_an_engine, 2, row, timeout=LIMIT):
+        assert len(found) == 4
+        assert all("already belongs to an engine; train with that one" in text for text in found.values())
+        assert found["tied"].startswith("1.weight already")
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused_before_anything_is_touched() -> None:
+    model = build_net(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau.step needs metrics, .*call its step yourself"):
+        zeromesh.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config(optimizer="auto"))
+    with pytest.raises(ValueError, match="(?s)scheduler.type.*ReduceLROnPlateau.*needs a metric.*yourself"):
+        zeromesh.initialize(model=model, config=config(scheduler={"type": "ReduceLROnPlateau"}))
+    assert not dist.is_initialized()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def makes_a_scheduler() -> str:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    return message(lambda: zeromesh.initialize(model=build_net(torch.float32), config=config(), lr_scheduler=plateau))
+
+
+def test_a_function_that_makes_such_a_scheduler_is_refused() -> None:
+    for found in run_ranks(makes_a_scheduler, 2, timeout=LIMIT):
+        assert "ReduceLROnPlateau.step needs metrics" in found
 
 
 # What does not fit together.

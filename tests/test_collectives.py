@@ -284,6 +284,15 @@ def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
     run_ranks(refuse, 2, {"rows": 2}, "unknown mesh axis 'rows'.*replicate, data, pipeline")
 
 
+def without_a_backend() -> None:
+    with pytest.raises(ValueError, match="no backend for tensors on xpu, only for .*cpu"):
+        Mesh({"data": 2}, torch.device("xpu"))
+
+
+def test_a_device_that_the_process_group_does_not_serve_is_refused() -> None:
+    run_ranks(without_a_backend, 2)
+
+
 def receive_elements() -> tuple[int, int]:
     mesh = line(3)
     return mesh.shard.receive_elements(LENGTH), mesh.replicate.receive_elements(LENGTH)

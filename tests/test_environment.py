@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 
 from harness import run_command, run_ranks
-from zeromesh.dist.environment import VARIABLES, Environment, device_for, init_distributed, shutdown
+from zeromesh.dist.environment import (
+    VARIABLES,
+    Environment,
+    backends,
+    device_for,
+    device_of_group,
+    init_distributed,
+    shutdown,
+)
 from zeromesh.dist.launch import _first_failure, launch
 
 TEST_PATH = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
@@ -106,6 +114,45 @@ def test_more_ranks_than_devices_are_refused_for_nccl(monkeypatch: pytest.Monkey
     pretend_accelerator(monkeypatch, "cuda", 2)
     with pytest.raises(ValueError, match="LOCAL_RANK is 3, but this node has 2 cuda device.*at most 2 ranks per node"):
         device_for(Environment(3, 3, 0, 4, 4), "nccl")
+
+
+@pytest.mark.parametrize(
+    ("kind", "started", "device"),
+    [
+        (None, "cpu:gloo", "cpu"),
+        ("cuda", "cpu:gloo,cuda:nccl", "cuda:1"),
+        ("cuda", "cuda:nccl", "cuda:1"),
+        ("cuda", "cpu:gloo,cuda:gloo", "cuda:1"),
+        ("cuda", "cpu:gloo", "cpu"),
+        ("mps", "cpu:gloo,cuda:gloo", "cpu"),
+    ],
+)
+def test_a_group_of_several_backends_gives_the_device_that_one_of_them_serves(
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, started: str, device: str
+) -> None:
+    pretend_accelerator(monkeypatch, kind, 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: started)
+    assert device_of_group(Environment(1, 1, 0, 2, 2)) == torch.device(device)
+
+
+def test_more_ranks_than_devices_are_refused_for_a_group_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_accelerator(monkeypatch, "cuda", 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    with pytest.raises(ValueError, match="at most 2 ranks per node"):
+        device_of_group(Environment(3, 3, 0, 4, 4))
+
+
+def backends_of_a_group_without_a_name() -> tuple[str, dict[str, str], dict[str, str]]:
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group()
+    return dist.get_backend(), backends(), backends(dist.new_group([0, 1]))
+
+
+def test_a_group_and_its_parts_name_their_backends() -> None:
+    for name, whole, part in run_ranks(backends_of_a_group_without_a_name, 2):
+        assert name != "gloo"
+        assert whole["cpu"] == part["cpu"] == "gloo"
 
 
 def test_an_unknown_backend_is_refused_with_those_there_are() -> None:

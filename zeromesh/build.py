@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data.distributed import DistributedSampler
 
 from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
-from zeromesh.dist.environment import Environment, device_for, init_distributed, is_launched
+from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.mesh import Mesh
 from zeromesh.engine import Engine
 from zeromesh.model.placement import Placement
+from zeromesh.shard import guard, hooks
 from zeromesh.shard.exchange import FlatExchange
-from zeromesh.shard.find import check_parameters, find_units
+from zeromesh.shard.find import check_compiled, check_parameters, find_units
 from zeromesh.shard.materialise import materialiser
 from zeromesh.shard.sharded import Sharded, Slots
 
@@ -56,7 +59,9 @@ def initialize(
             configuration's.
         model_parameters: what the configuration's optimizer updates: parameters or groups as torch's optimizers take
             them; all trainable ones by default.
-        training_data: a data set, for which a loader is made that gives each rank its share.
+        training_data: a data set, for which a loader is made that gives each rank its share. Every pass over it has
+            another order, which follows from the seed and the number of the pass; ``loader.sampler.set_epoch`` sets
+            the number.
         lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one.
         collate_fn: for the loader.
         config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
@@ -83,11 +88,12 @@ def initialize(
         raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
     settings, failure = attempt(lambda: Settings.load(given))
     if failure is None:
-        failure = attempt(lambda: check_parameters(model))[1]
+        assert settings is not None
+        failure = attempt(lambda: _check(model, lr_scheduler, settings))[1]
     if failure is not None and not (is_launched() or dist.is_initialized()):
         raise failure
     environment = init_distributed()
-    world = world_group(device_for(environment, dist.get_backend()))
+    world = world_group(device_of_group(environment))
     share(world, "read its configuration and model", failure)
     assert settings is not None
     # Before the mesh, whose groups are made by all ranks or by none.
@@ -97,7 +103,7 @@ def initialize(
     resolved = settings.resolve(mesh.data_size, mesh.sizes)
     owned = list(_parameters_and_groups(model, model_parameters))
     materialise = materialiser(model, resolved.seed)
-    _move_buffers(model, mesh.device)
+    _place_buffers(model, mesh.device, resolved.precision.compute)
     _checkpoint_activations(model, resolved)
     user = _user_optimizer(optimizer, owned)
     sharded = shard(model, mesh, resolved, materialise)
@@ -111,8 +117,7 @@ def initialize(
 def make_mesh(settings: Settings, environment: Environment | None = None) -> Mesh:
     """The mesh that the configuration describes, over the ranks that are running."""
     environment = environment or init_distributed()
-    device = device_for(environment, dist.get_backend())
-    return Mesh(settings.resolve_mesh(environment.world_size), device)
+    return Mesh(settings.resolve_mesh(environment.world_size), device_of_group(environment))
 
 
 def shard(model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None) -> Sharded:
@@ -130,11 +135,71 @@ def shard(model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = N
     )
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
+def _check(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:
+    """Refuse what cannot be trained while everything is as it was."""
+    _check_free(model)
+    check_parameters(model)
+    if settings.row.parameter is Placement.SHARDED:
+        check_compiled(model, settings.units)
+    if lr_scheduler is not None and not _makes_scheduler(lr_scheduler):
+        _check_scheduler(lr_scheduler)
+
+
+def _check_free(model: nn.Module) -> None:
+    """Raise ValueError if some of the model belongs to an engine: two would move the same memory."""
+    held = [name for name, module in model.named_modules() if _is_driven(module)]
+    held += [name for name, parameter in model.named_parameters() if _is_held(parameter)]
+    if held:
+        raise ValueError(
+            f"{held[0] or 'the model'} already belongs to an engine; train with that one, or pass another model, which "
+            "may load the weights that the engine's gathered_state_dict() gives"
+        )
+
+
+def _is_held(parameter: nn.Parameter) -> bool:
+    """Whether it is an engine's that has not been destroyed, or was left sharded by one that has."""
+    owner = zero._OWNERS.get(parameter, lambda: None)()
+    return type(parameter).__module__ == guard.__name__ or (owner is not None and _is_driven(owner.module))
+
+
+def _is_driven(module: nn.Module) -> bool:
+    """Whether an engine that has not been destroyed listens to the module's forward."""
+    return any(getattr(hook, "__module__", "") == hooks.__name__ for hook in module._forward_pre_hooks.values())
+
+
+def _makes_scheduler(given: Any) -> bool:
+    """Whether it is a function, or a class, that makes one."""
+    return isinstance(given, type) or not hasattr(given, "step")
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    arguments = inspect.signature(scheduler.step).parameters.values()
+    needed = [a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    if needed:
+        raise ValueError(
+            f"{type(scheduler).__name__}.step needs {', '.join(needed)}, which the engine does not have; pass no "
+            "lr_scheduler, and call its step yourself"
+        )
+
+
+def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move buffers to the device; in a 16-bit run, give those of the model's state the parameters' dtype.
+
+    Not those of normalisations with running statistics, whose parameters keep theirs too, nor those that are not part
+    of the state: such as the frequencies of rotary embeddings, which 16 bits cannot tell apart.
+    """
+    # By ``id``, so that what is in two places stays one; with the old one, so that it keeps its ``id``.
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
+        kept = module._non_persistent_buffers_set
+        keeps_all = isinstance(module, nn.modules.batchnorm._BatchNorm)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+            if buffer is None:
+                continue
+            if id(buffer) not in placed:
+                narrow = not (keeps_all or name in kept) and buffer.is_floating_point()
+                placed[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if narrow else None)
+            module._buffers[name] = placed[id(buffer)][1]
 
 
 def _checkpoint_activations(model: nn.Module, settings: Resolved) -> None:
@@ -197,12 +262,20 @@ def _build_optimizer(
     exchange = FlatExchange(sharded.flats, sharded.row, sharded.mesh)
     chosen = settings.optimizer
     matrices = hidden_matrices(sharded.model) if chosen.type.lower() == "muon" else frozenset()
-    return factory.build(chosen.type, dict(chosen.params), groups, exchange, is_sharded, allow, matrices)
+    params = _with_defaults(chosen.type, chosen.params)
+    return factory.build(chosen.type, params, groups, exchange, is_sharded, allow, matrices)
+
+
+def _with_defaults(type: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's arguments with the defaults of DeepSpeed's class where they are not torch's."""
+    return ({"weight_decay": 0.0} if type.lower() in ("adam", "adamw") else {}) | dict(params)
 
 
 def _build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:
-    if given is not None and not hasattr(given, "step"):
-        return given(optimizer)
+    if given is not None and _makes_scheduler(given):
+        made = given(optimizer)
+        _check_scheduler(made)
+        return made
     if given is not None or settings.scheduler is None:
         return given
     if optimizer is None:
@@ -215,7 +288,7 @@ def _build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None
 def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> DataLoader[Any] | None:
     if data is None:
         return None
-    from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+    from torch.utils.data import DataLoader, IterableDataset
 
     batch = settings.train_micro_batch_size_per_gpu
     drop = settings.dataloader_drop_last
@@ -224,7 +297,14 @@ def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> DataL
             "training_data is an IterableDataset, which initialize cannot divide among the ranks; make the loader "
             "yourself and give each rank share engine.data_rank of engine.data_size"
         )
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, mesh.data_size, mesh.data_rank, shuffle=True, seed=settings.seed, drop_last=drop
-    )
+    sampler = _Sampler(data, mesh.data_size, mesh.data_rank, shuffle=True, seed=settings.seed, drop_last=drop)
     return DataLoader(data, batch, sampler=sampler, collate_fn=collate_fn, drop_last=drop)
+
+
+class _Sampler(DistributedSampler[Any]):
+    """Counts its passes, so that each has an order of its own without a call of ``set_epoch``."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = super().__iter__()
+        self.epoch += 1
+        return order

@@ -40,7 +40,7 @@ def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[st
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(["there is no such file; give the path of a JSON file, or a dict"], str(path)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -56,12 +56,16 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _syntax_problem(text: str, error: json.JSONDecodeError) -> str:
-    line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+    line = text.split("\n")[error.lineno - 1].strip()
     hint = ""
-    if line.startswith(("//", "#", "/*")):
+    if not text[error.pos :].strip():
+        hint = "; the text ends too early: a bracket is not closed"
+    elif text[error.pos :].startswith(("//", "#", "/*")) or line.startswith(("//", "#", "/*")):
         hint = "; JSON has no comments, take this one out"
     elif "double quotes" in error.msg:
         hint = "; keys are in double quotes, and the last one has no comma after it"
+    elif text[error.pos :].startswith(("True", "False", "None")):
+        hint = "; JSON writes true, false and null"
     return f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {show(line)}{hint}"
 
 

@@ -31,9 +31,14 @@ def check_optimizer(name: str) -> str:
 
 
 def check_scheduler(name: str) -> str:
-    """``name`` itself. Raises ValueError, with a suggestion, if there is no such schedule."""
+    """``name`` itself. Raises ValueError, with what to do, if there is no such schedule or it needs a metric."""
     from torch.optim import lr_scheduler
 
+    if name.lower() == "reducelronplateau":
+        raise ValueError(
+            "needs a metric in every step, which the engine does not have; leave the scheduler out, make one over the "
+            "optimizer that initialize returns, and call its step(metric) yourself"
+        )
     return _check(name, SCHEDULERS, _classes(lr_scheduler, lr_scheduler.LRScheduler), "torch.optim.lr_scheduler")
 
 

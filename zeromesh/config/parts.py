@@ -42,6 +42,7 @@ class Bf16(Section):
     """bf16 parameters with an fp32 master."""
 
     enabled: bool = Field(False, description="Compute in bf16.")
+    auto_cast: bool = Field(True, description="Cast floating-point inputs of the model to bf16 (DeepSpeed does not).")
     immediate_grad_update: bool = Field(False, description="Add gradients to the fp32 ones as they are produced.")
     check_grad_overflow: bool = Field(True, description="Skip updates with gradients that are not finite.")
     bf16_master_weights_and_grads: bool = Field(False, description="Keep the master and gradients in bf16.")
@@ -63,7 +64,9 @@ class DataTypes(Section):
         None, description="Dtype in which gradients are summed and kept. Null: fp32 for 16-bit parameters."
     )
     param_dtype: Dtype | None = Field(None, description="Dtype of the model's parameters.")
-    buffer_dtype: Dtype | None = Field(None, description="Dtype of the model's buffers.")
+    buffer_dtype: Dtype | None = Field(
+        None, description="Dtype of the model's buffers. Null: that of the parameters for those in its state."
+    )
     keep_in_fp32_modules: Names | None = Field(None, description="Modules that stay in fp32.")
 
 
@@ -73,7 +76,11 @@ class Optimizer(Section):
     type: str = Field(
         description="adam, adamw, lamb, lion, adagrad, sgd or muon, in any letter case, or a class of torch.optim."
     )
-    params: Table = Field({}, description="Arguments of the optimizer, for example lr, betas, eps, weight_decay.")
+    params: Table = Field(
+        {},
+        description="Arguments of the optimizer, for example lr, betas, eps, weight_decay. What is left out has the "
+        "optimizer's default; the weight_decay of Adam and AdamW is then 0, as in DeepSpeed, not torch's 0.01.",
+    )
     legacy_fusion: bool = Field(False, description="Use the older fused fp16 optimizer.")
 
     _known_type = field_validator("type")(check_optimizer)

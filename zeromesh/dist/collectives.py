@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeromesh.dist.environment import backends
 from zeromesh.dist.watchdog import Watchdog
 
 
@@ -108,6 +109,9 @@ class Group:
         device: where the tensors live.
         traffic: where bytes and calls are counted.
         watchdog: told about waits.
+
+    Raises:
+        ValueError: the process group has no backend for the device.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class Group:
         self.purposes: dict[int, str] = {}
         self.size: int = 1 if process_group is None else process_group.size()
         self.rank: int = 0 if process_group is None else process_group.rank()
-        self._point_to_point = process_group is not None and dist.get_backend(process_group) == "gloo"
+        self._point_to_point = process_group is not None and backend_for(device, process_group) == "gloo"
         # gloo sends from host memory only: tensors of an accelerator pass through a host copy.
         self._through_host = self._point_to_point and device.type != "cpu"
 
@@ -248,6 +252,21 @@ class Group:
         _copy(shard, total)
         self.all_gather(full, shard, tag).wait()
         _copy(tensor, full[: tensor.numel()])
+
+
+def backend_for(device: torch.device, process_group: Any = None) -> str:
+    """Name of the backend that carries a device's tensors.
+
+    Raises:
+        ValueError: the process group, by default the whole one, has none.
+    """
+    known = backends(process_group)
+    if device.type not in known:
+        raise ValueError(
+            f"the process group has no backend for tensors on {device.type}, only for {', '.join(known)}; start it "
+            "with one, or let zeromesh start it"
+        )
+    return known[device.type]
 
 
 def _accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:

@@ -153,6 +153,19 @@ def device_for(environment: Environment, backend: str) -> torch.device:
     return torch.device(accelerator.type, environment.local_rank % devices)
 
 
+def backends(group: Any = None) -> dict[str, str]:
+    """The backend of a process group, by default of the whole one, for each type of device that it serves."""
+    # Not ``get_backend``: it gives what the group was started with, which may be a list, or "undefined" for none.
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
+def device_of_group(environment: Environment) -> torch.device:
+    """The device of this rank's tensors in the process group that has been started; see ``device_for``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    backend = None if accelerator is None else backends().get(accelerator.type)
+    return torch.device("cpu") if backend is None else device_for(environment, backend)
+
+
 def init_distributed(
     dist_backend: str | None = None, timeout: timedelta | None = None, environment: Environment | None = None
 ) -> Environment:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.dist import watchdog
-from zeromesh.dist.collectives import Group, Traffic
+from zeromesh.dist.collectives import Group, Traffic, backend_for
 
 AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
 """Axis names, outermost first. ``replicate`` is hybrid sharding: states are sharded over ``data``, copied over it."""
@@ -27,7 +27,8 @@ class Mesh:
         device: the device on which this rank's tensors live.
 
     Raises:
-        ValueError: unknown axis, or sizes whose product is not the world size.
+        ValueError: unknown axis, sizes whose product is not the world size, or a process group without a backend for
+            the device.
     """
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -45,7 +46,7 @@ class Mesh:
             )
         self.device = device
         self.traffic = Traffic()
-        watched = self.world_size > 1 and dist.get_backend() == "gloo"
+        watched = self.world_size > 1 and backend_for(device) == "gloo"
         store = dist.distributed_c10d._get_default_store() if watched else None
         patience = watchdog.PATIENCE
         self._watchdog = watchdog.Watchdog(store, self.rank, self.world_size, patience) if watched else None

@@ -2,47 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import nn
 
 from zeromesh.dist.mesh import Mesh
 
+DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
+"""In an order that is the same on all ranks."""
+MOST_DIMENSIONS = 64
+
+Form = tuple[torch.dtype, torch.Size] | None
+"""What a buffer looks like; None where there is none."""
+
 
 class Buffers:
-    """Notices which buffers changed and gives every rank the first rank's values, as DistributedDataParallel does."""
+    """Notices which buffers changed and gives every rank the first rank's values, as DistributedDataParallel does.
+
+    Which places for buffers a model has is settled here. What is in them may become another tensor, or None.
+    """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model = model
         self._mesh = mesh
-        self._shared: list[tuple[int, int]] = []
-        self.share([True] * len(self.state()))
+        self._places = [_Place(module, name) for module in model.modules() for name in _persistent(module)]
+        self._known = {(id(place.module), place.name) for place in self._places}
+        for place in self._places:
+            if place.buffer is not None:
+                _own_memory(place.buffer)
+        self._shared: list[_Seen] = []
+        count = len(self._places)
+        self.share([True] * count + [False] * count)
 
     def state(self) -> list[torch.Tensor]:
         """The buffers that ``state_dict`` holds, in order of registration."""
         return [
             buffer
             for module in self._model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
+            for name in _persistent(module)
+            if (buffer := module._buffers[name]) is not None
         ]
 
     def changed(self) -> list[bool]:
-        """For each of ``state``, whether it may have changed on this rank since it was shared."""
-        return [now != then for now, then in zip(self._versions(), self._shared, strict=True)]
+        """What may have happened on this rank since the buffers were shared, for ``share``; its length stays.
+
+        For each place, whether the values in it may be others; then for each, whether its dtype or shape are others.
+
+        Raises:
+            RuntimeError: a buffer was registered after ``initialize``.
+        """
+        self._check_places()
+        seen = list(zip(self._look(), self._shared, strict=True))
+        return [not now.same(then) for now, then in seen] + [now.form != then.form for now, then in seen]
 
     def share(self, changed: Sequence[bool]) -> None:
-        """Give every rank the first rank's values of these; all ranks pass the same."""
-        for buffer, flag in zip(self.state(), changed, strict=True):
-            if flag:
-                self._mesh.group("world").broadcast(buffer)
-        self._shared = self._versions()
+        """Give every rank the first rank's values of these; all ranks pass the same, of the form of ``changed()``."""
+        count = len(self._places)
+        world = self._mesh.group("world")
+        if world.size > 1:
+            for place, other_values, other_form in zip(self._places, changed[:count], changed[count:], strict=True):
+                if other_form:
+                    self._share_form(place)
+                if other_values and place.buffer is not None:
+                    self._share_values(place.buffer)
+        self._shared = self._look()
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """For each of ``state``, what is another once it may have changed."""
-        # A module's buffers go together: torch's batch normalisation counts batches in one, but its kernels do not
-        # always mark the averages as changed.
-        modules = [list(module.buffers(recurse=False)) for module in self._model.modules()]
-        totals = {id(buffer): sum(b._version for b in buffers) for buffers in modules for buffer in buffers}
-        return [(id(buffer), totals[id(buffer)]) for buffer in self.state()]
+    def _share_form(self, place: _Place) -> None:
+        """Give every rank a buffer like the first rank's, if it has another one or none."""
+        row = torch.zeros(3 + MOST_DIMENSIONS, dtype=torch.int64, device=self._mesh.device)
+        if (form := place.form) is not None:
+            row[:3] = torch.tensor([1, DTYPES.index(form[0]), len(form[1])])
+            row[3 : 3 + len(form[1])] = torch.tensor(form[1])
+        self._mesh.group("world").broadcast(row)
+        present, dtype, dimensions, *sizes = row.tolist()
+        wanted = (DTYPES[dtype], torch.Size(sizes[:dimensions])) if present else None
+        if wanted is None:
+            place.module._buffers[place.name] = None
+        elif wanted != place.form:
+            place.module._buffers[place.name] = torch.empty(wanted[1], dtype=wanted[0], device=self._mesh.device)
+
+    def _share_values(self, buffer: torch.Tensor) -> None:
+        _own_memory(buffer)
+        # As bytes, because the backends do not know every dtype; contiguous, because they take nothing else.
+        whole = buffer.detach().clone(memory_format=torch.contiguous_format)
+        self._mesh.group("world").broadcast(whole.view(-1).view(torch.uint8))
+        if self._mesh.rank != 0:
+            # Through ``data``, which leaves the version as it is: what the ranks may do next is the same on all.
+            with torch.inference_mode(buffer.is_inference()):
+                buffer.data.copy_(whole)
+
+    def _look(self) -> list[_Seen]:
+        return [_Seen.of(place) for place in self._places]
+
+    def _check_places(self) -> None:
+        for module in self._model.modules():
+            for name in _persistent(module):
+                if (id(module), name) not in self._known:
+                    raise RuntimeError(
+                        f"buffer {name} of a {type(module).__name__} was registered after initialize; register it when "
+                        "the model is built (None will do), or with persistent=False if the ranks need not share it"
+                    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module keeps one of its buffers."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        return self.module._buffers.get(self.name)
+
+    @property
+    def form(self) -> Form:
+        buffer = self.buffer
+        return None if buffer is None else (buffer.dtype, buffer.shape)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A place at some time.
+
+    Attributes:
+        buffer: which tensor it was. Its ``id`` would not do: that may be another one's once it is gone.
+        versions: of all the module's buffers. They go together: torch's batch normalisation counts batches in one, but
+            its kernels do not always mark the averages as changed. None for a tensor made in inference mode.
+        form: dtype and shape.
+    """
+
+    buffer: ref[torch.Tensor] | None
+    versions: tuple[int | None, ...]
+    form: Form
+
+    @classmethod
+    def of(cls, place: _Place) -> _Seen:
+        versions = tuple(_version(buffer) for buffer in place.module._buffers.values() if buffer is not None)
+        return cls(None if place.buffer is None else ref(place.buffer), versions, place.form)
+
+    def same(self, other: _Seen) -> bool:
+        """Whether it surely was the same tensor with the same values, or none both times."""
+        if (self.versions, self.form) != (other.versions, other.form) or None in self.versions:
+            return False
+        return self.form is None or self._tensor is other._tensor
+
+    @property
+    def _tensor(self) -> torch.Tensor | None:
+        return self.buffer() if self.buffer is not None else None
+
+
+def _persistent(module: nn.Module) -> Iterator[str]:
+    return (name for name in module._buffers if name not in module._non_persistent_buffers_set)
+
+
+def _version(buffer: torch.Tensor) -> int | None:
+    return None if buffer.is_inference() else buffer._version
+
+
+def _own_memory(buffer: torch.Tensor) -> None:
+    """Give an expanded tensor memory for each of its elements; otherwise nothing could be written to it."""
+    if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
+        buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)

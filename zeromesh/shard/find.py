@@ -21,6 +21,8 @@ Together, because they stay in memory with the root: each of a model's blocks ma
 LARGEST_SHARE = 4
 """A unit that holds more than one in so many of the model's elements is cut further where it has blocks inside."""
 
+_PASS_PLAIN = "pass the plain one, and call engine.compile(), which compiles the forward of each unit"
+
 
 def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
     """The units of ``model`` but the root, in order of registration; none encloses another unless ``targets`` say so.
@@ -145,12 +147,14 @@ def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, 
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Check that the parameters can be laid out flat.
+    """Check that the parameters can be laid out flat, and the model listened to.
 
     Raises:
         ValueError: no trainable parameter, parameters on several devices, or ones that are sparse, lazy, or share
-            memory with another.
+            memory with another; sparse buffers; a model that is compiled as a whole.
     """
+    if model._compiled_call_impl is not None or "_orig_mod" in model._modules:
+        raise ValueError(f"the model is compiled as a whole; {_PASS_PLAIN}")
     devices: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         if not is_deferred(parameter):
@@ -159,6 +163,7 @@ def check_parameters(model: nn.Module) -> None:
             raise ValueError(f"parameter {name} has layout {parameter.layout}; only dense parameters can be sharded")
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name} is lazy and has no shape yet; run one batch through the model first")
+    _check_buffers(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         count = len(list(model.parameters()))
         raise ValueError(
@@ -171,6 +176,42 @@ def check_parameters(model: nn.Module) -> None:
             f"the model's parameters are on several devices ({listed}); move the model to one device first"
         )
     _check_memory(model)
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            if persistent and buffer.layout is not torch.strided:
+                raise ValueError(
+                    f"buffer {name} has layout {buffer.layout}, and only dense ones can be kept the same on all ranks; "
+                    "register it with persistent=False, or as a dense tensor"
+                )
+
+
+def check_compiled(model: nn.Module, targets: Sequence[str] = ()) -> None:
+    """Check that no unit is fetched inside of what is compiled, as it must be where its parameters are sharded.
+
+    Modules that are compiled inside a unit are fine, and so are units whose forward is compiled.
+
+    Raises:
+        ValueError: a compiled module that is a unit with its hooks, or that has units inside.
+    """
+    names = [name for name, _ in find_units(model, targets)]
+    for path, module in model.named_modules():
+        # The wrapper that torch.compile gives and a compiled forward leave the hooks of the module itself outside.
+        whole = module._compiled_call_impl is not None and path in names
+        inside = [name for name in names if name.startswith(f"{path}.") or not path]
+        if (whole or inside) and _compiled(module):
+            raise ValueError(
+                f"{path or 'the model'} is compiled and holds the unit {(inside or [path])[0]}; {_PASS_PLAIN}"
+            )
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile`` returned, its ``compile`` was called, or its forward was replaced so."""
+    forward = module.__dict__.get("forward")
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def _check_memory(model: nn.Module) -> None:
