@@ -52,14 +52,14 @@ def decay(type: str, params: dict[str, Any]) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("type", "params", "expected"),
     [
-        ("AdamW", {}, ("AdamW", 0.0)),
-        ("adamw", {"weight_decay": "auto"}, ("AdamW", 0.0)),
+        ("AdamW", {}, ("AdamW", 0.01)),
+        ("adamw", {"weight_decay": "auto"}, ("AdamW", 0.01)),
         ("AdamW", {"weight_decay": 0.1}, ("AdamW", 0.1)),
         ("Adam", {}, ("AdamW", 0.0)),
         ("Adam", {"adam_w_mode": False}, ("Adam", 0.0)),
     ],
 )
-def test_adam_decays_no_weights_unless_asked_as_in_deepspeed(
+def test_weights_decay_as_in_torch_unless_the_configuration_says_how(
     type: str, params: dict[str, Any], expected: tuple[str, float]
 ) -> None:
     assert run_ranks(decay, 1, type, params) == [expected]

@@ -262,13 +262,7 @@ def _build_optimizer(
     exchange = FlatExchange(sharded.flats, sharded.row, sharded.mesh)
     chosen = settings.optimizer
     matrices = hidden_matrices(sharded.model) if chosen.type.lower() == "muon" else frozenset()
-    params = _with_defaults(chosen.type, chosen.params)
-    return factory.build(chosen.type, params, groups, exchange, is_sharded, allow, matrices)
-
-
-def _with_defaults(type: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's arguments with the defaults of DeepSpeed's class where they are not torch's."""
-    return ({"weight_decay": 0.0} if type.lower() in ("adam", "adamw") else {}) | dict(params)
+    return factory.build(chosen.type, dict(chosen.params), groups, exchange, is_sharded, allow, matrices)
 
 
 def _build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:

@@ -79,7 +79,7 @@ class Optimizer(Section):
     params: Table = Field(
         {},
         description="Arguments of the optimizer, for example lr, betas, eps, weight_decay. What is left out has the "
-        "optimizer's default; the weight_decay of Adam and AdamW is then 0, as in DeepSpeed, not torch's 0.01.",
+        "default of torch's optimizer of that name: for AdamW a weight_decay of 0.01, where DeepSpeed has 0.",
     )
     legacy_fusion: bool = Field(False, description="Use the older fused fp16 optimizer.")
 

@@ -23,13 +23,13 @@ class Buffers:
     """Notices which buffers changed and gives every rank the first rank's values, as DistributedDataParallel does.
 
     Which places for buffers a model has is settled here. What is in them may become another tensor, or None.
+    Buffers that are registered later stay each rank's own.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model = model
         self._mesh = mesh
         self._places = [_Place(module, name) for module in model.modules() for name in _persistent(module)]
-        self._known = {(id(place.module), place.name) for place in self._places}
         for place in self._places:
             if place.buffer is not None:
                 _own_memory(place.buffer)
@@ -50,11 +50,7 @@ class Buffers:
         """What may have happened on this rank since the buffers were shared, for ``share``; its length stays.
 
         For each place, whether the values in it may be others; then for each, whether its dtype or shape are others.
-
-        Raises:
-            RuntimeError: a buffer was registered after ``initialize``.
         """
-        self._check_places()
         seen = list(zip(self._look(), self._shared, strict=True))
         return [not now.same(then) for now, then in seen] + [now.form != then.form for now, then in seen]
 
@@ -96,15 +92,6 @@ class Buffers:
 
     def _look(self) -> list[_Seen]:
         return [_Seen.of(place) for place in self._places]
-
-    def _check_places(self) -> None:
-        for module in self._model.modules():
-            for name in _persistent(module):
-                if (id(module), name) not in self._known:
-                    raise RuntimeError(
-                        f"buffer {name} of a {type(module).__name__} was registered after initialize; register it when "
-                        "the model is built (None will do), or with persistent=False if the ranks need not share it"
-                    )
 
 
 @dataclass(frozen=True)
