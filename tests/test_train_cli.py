@@ -21,6 +21,7 @@ from zeromesh.cli.changes import require_unchanged
 from zeromesh.cli.check import check
 from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.main import app
+from zeromesh.cli.screen import shown_log
 from zeromesh.cli.train import train
 from zeromesh.config.settings import Settings
 from zeromesh.data.prepare import prepare
@@ -351,6 +352,17 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(
     assert not logging.getLogger("zeromesh").handlers
 
 
+def test_the_log_is_shown_in_short_lines_while_a_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("zeromesh.somewhere")
+    with shown_log(), shown_log():
+        log.info("first\n%s", "x" * 1000)
+        log.warning("mind")
+        log.debug("detail")
+    log.info("after")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["first", "x" * 197 + "...", "warning: mind"]
+
+
 def test_a_folder_with_weights_but_no_checkpoint_is_not_said_to_be_resumable(
     finished: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -362,21 +374,27 @@ def test_a_folder_with_weights_but_no_checkpoint_is_not_said_to_be_resumable(
         assert "start the run without --resume" not in result.output
 
 
-def test_ctrl_c_says_what_was_kept_and_how_to_go_on(
-    finished: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (FloatingPointError, 1)])
+def test_a_run_that_is_stopped_or_fails_says_what_was_kept_and_how_to_go_on(
+    finished: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    code: int,
 ) -> None:
     def stop(*arguments: Any) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr("zeromesh.cli.train.launch", stop)
     result = call("train", config(corpus, tmp_path))
-    assert result.exit_code == 130
+    assert result.exit_code == code
     assert "has no checkpoint yet, and the same command starts from the beginning" in result.stderr
     assert "run.save_every = 3" in result.stderr
     shutil.rmtree(tmp_path / "run")
     interrupted(finished, tmp_path / "run")
     result = call("train", config(corpus, tmp_path), "--resume")
-    assert result.exit_code == 130
+    assert result.exit_code == code
     assert "checkpoint global_step3; the same command with --resume goes on from there" in result.stderr
 
 

@@ -13,6 +13,9 @@ from rich.console import Console
 
 from zeromesh.dist.environment import Environment, is_launched
 
+LONGEST_LINE = 200
+"""Characters of a line of the log; the rest is left out."""
+
 
 def is_first() -> bool:
     """Whether this process is the one that speaks: the only one so far, or rank 0 of a launcher's."""
@@ -56,7 +59,9 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-            print(prefix + self.format(record), file=sys.stderr, flush=True)
+            for line in (prefix + self.format(record)).splitlines():
+                short = line if len(line) <= LONGEST_LINE else line[: LONGEST_LINE - 3] + "..."
+                print(short, file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
 

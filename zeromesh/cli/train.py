@@ -53,7 +53,10 @@ def train(config: Path, overrides: Sequence[str], resume: bool) -> None:
 
 def _prepare(job: Job, console: Console) -> None:
     if job.folder.holds_a_beginning:
-        console.print(f"{job.folder.path} holds a run that ended before its first checkpoint; it is started again")
+        console.print(
+            f"{job.folder.path} holds a run that ended before its first checkpoint; it is started again, "
+            "and its metrics are overwritten"
+        )
     console.print("reading the text")
     console.print(_text_line(prepare_text(job, may_write=not job.run.resume)))
 
