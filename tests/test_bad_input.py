@@ -535,11 +535,12 @@ def train_over_infinity(row: int, options: dict[str, Any]) -> tuple[list[str], s
 @pytest.mark.parametrize("options", [{}, {"bf16": {"enabled": True}}], ids=["float64", "bf16"])
 def test_an_infinite_gradient_is_skipped_and_ten_in_a_row_stop_all(row: int, options: dict[str, Any]) -> None:
     ranks = run_ranks(train_over_infinity, 2, row, options, timeout=LIMIT)
+    assert len(ranks[0][0]) == 1
     for first, last in ranks:
-        assert len(first) == 1
-        assert "update 3 skipped: the gradient's norm is inf" in first[0]
+        assert all("update 3 skipped: the gradient's norm is inf" in line for line in first)
         assert "not finite in 10 updates in a row, the last is 14" in last
-    assert any("temperature" in first[0] and "temperature" in last for first, last in ranks), "the parameter is named"
+    named = [bool(first) and "temperature" in first[0] and "temperature" in last for first, last in ranks]
+    assert any(named), "the parameter is named, by the ranks that have it"
 
 
 # Checkpoints.

@@ -13,7 +13,6 @@ import torch
 
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.explain import look_up
-from zeromesh.config.printing import differences
 from zeromesh.config.settings import Settings, entries
 from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, WITHOUT_EFFECT
 from zeromesh.model.placement import ROWS
@@ -564,13 +563,10 @@ def test_settings_are_taken_as_they_are() -> None:
     assert Settings.load(resolved) is resolved
 
 
-def test_a_fingerprint_depends_on_values_alone_and_differences_name_the_key() -> None:
+def test_a_fingerprint_depends_on_values_alone() -> None:
     first = Settings.load({"seed": 1, "fp16": {"enabled": False}}).fingerprint()
     assert first == Settings.load({"fp16": {"enabled": False}, "seed": 1.0}).fingerprint()
-    second = Settings.load({"seed": 2, "optimizer": {"type": "sgd"}}).fingerprint()
-    assert differences(first, first) == []
-    assert "seed: 1 here, 2 there" in differences(first, second)
-    assert 'optimizer.type: not set here, "sgd" there' in differences(first, second)
+    assert first != Settings.load({"seed": 2}).fingerprint()
 
 
 def schedule(step: int) -> float:

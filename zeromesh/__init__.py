@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zeromesh.engine import Engine
     from zeromesh.optim.groups import no_decay_groups
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 _HOMES = {
     "initialize": "zeromesh.build",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
 
 Config = str | Path | Mapping[str, Any]
+
+_log = logging.getLogger("zeromesh")
 
 
 def initialize(
@@ -86,6 +90,7 @@ def initialize(
     given = given if given is not None else getattr(args, "deepspeed_config", None)
     if given is None:
         raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
+    _show_log()
     settings, failure = attempt(lambda: Settings.load(given))
     if failure is None:
         assert settings is not None
@@ -111,7 +116,22 @@ def initialize(
     scheduler = _build_scheduler(resolved, lr_scheduler, built)
     engine = Engine(sharded, resolved, built, scheduler, loss_fn)
     zero.register(engine)
+    if mesh.rank == 0:
+        text = resolved.model_dump_json(exclude_defaults=True)
+        _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
     return engine, built, _loader(training_data, collate_fn, resolved, mesh), scheduler
+
+
+def _show_log() -> None:
+    """Where nobody has said what becomes of the log, write it to standard error; on the first rank from INFO on."""
+    logger = logging.getLogger("zeromesh")
+    if logger.handlers or logging.root.handlers or logger.level != logging.NOTSET:
+        return
+    first = (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)) == 0
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("zeromesh: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if first else logging.WARNING)
 
 
 def make_mesh(settings: Settings, environment: Environment | None = None) -> Mesh:

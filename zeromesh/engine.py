@@ -87,7 +87,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on this rank's share of a micro-batch.
 
-        Floating-point inputs are cast to the dtype of a 16-bit run (``fp16.auto_cast: false`` leaves them alone).
+        Floating-point inputs are cast to the dtype of a 16-bit run (``auto_cast: false`` leaves them alone).
         """
         dtype = self.config.precision.compute
         if dtype is not None and self.config.precision.cast_inputs:

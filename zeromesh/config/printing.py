@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from zeromesh.config.tables import WITHOUT_EFFECT
-
-
-def differences(mine: str, theirs: str) -> list[str]:
-    """What differs between two fingerprints, as ``key: value here, value there``."""
-    first, second = _flat(json.loads(mine), ""), _flat(json.loads(theirs), "")
-    paths = dict.fromkeys([*first, *second])
-    return [
-        f"{path}: {first.get(path, 'not set')} here, {second.get(path, 'not set')} there"
-        for path in paths
-        if first.get(path) != second.get(path)
-    ]
 
 
 def jsonable(value: Any) -> Any:
@@ -45,11 +33,3 @@ def without_idle(section: dict[str, Any], given: dict[str, Any], prefix: str = "
         else:
             kept[key] = value
     return kept
-
-
-def _flat(value: Any, path: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        return {path: json.dumps(value)}
-    return {
-        leaf: text for key, item in value.items() for leaf, text in _flat(item, f"{path}.{key}".lstrip(".")).items()
-    }

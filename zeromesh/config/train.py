@@ -64,7 +64,11 @@ class TextData(Section):
         0.02, lt=1, description="Share of the training text that is held out where validation is null."
     )
     suffixes: Names = Field((), description="Ends of the names of files to use in folders. Empty: all text files.")
-    vocabulary_size: Int = Field(4096, ge=257, description="Entries of the tokenizer that is trained.")
+    vocabulary_size: Int = Field(
+        4096,
+        ge=257,
+        description="Entries of the tokenizer that is trained; the default is less where the text is too short for it.",
+    )
     tokenizer: str | None = Field(
         None, description="File of a ready tokenizer (tokenizers' JSON). Null: one is trained on the training text."
     )

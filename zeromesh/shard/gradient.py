@@ -176,6 +176,7 @@ class Reducer:
     def begin(self, last: bool) -> None:
         """A backward begins; ``last`` if an update follows it."""
         self.begun, self._last = True, last
+        self._waiting = self._waiting and not last  # at its end all are reduced
         if self._completed and self._mesh.replicate.rank > 0:
             for gradient in self.gradients:
                 if gradient.home is not None:
@@ -322,9 +323,9 @@ class Reducer:
             return
         self._last = self._completed = True
         self.finish()
-        if self._waiting:
-            # All of them, as ranks may differ in which gradients arrived since the last reduction.
-            self.reduce(self.gradients)
+        # After backwards without a reduction all of them, as ranks may differ in which gradients arrived. Else those of
+        # weights that were used outside of their unit's forward, after the unit was reduced.
+        self.reduce([gradient for gradient in self.gradients if self._waiting or gradient.full is not None])
         self._waiting = False
         self.finish()
         if self._mesh.replicate.size > 1:
