@@ -10,26 +10,25 @@ OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "adagrad", "sgd", "muon")
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "WSD")
 """Schedules of ours, in any letter case."""
 
+_FUSED = {
+    "fusedadam": "adam or adamw",
+    "cpuadam": "adam or adamw",
+    "deepspeedcpuadam": "adam or adamw",
+    "fusedlamb": "lamb",
+    "fusedlion": "lion",
+    "cpulion": "lion",
+    "deepspeedcpulion": "lion",
+    "cpuadagrad": "adagrad",
+    "deepspeedcpuadagrad": "adagrad",
+}
+
 GONE_OPTIMIZERS: dict[str, str] = {
+    **{name: f"use {plain}; torch's fused update is taken where there is one" for name, plain in _FUSED.items()},
     "onebitadam": "use adam; gradients travel in 16 bits under fp16 or bf16",
     "zerooneadam": "use adam; gradients travel in 16 bits under fp16 or bf16",
     "onebitlamb": "use lamb; gradients travel in 16 bits under fp16 or bf16",
     "muadam": "use adam, and pass parameter groups with muP's learning rates to initialize",
     "muadamw": "use adamw, and pass parameter groups with muP's learning rates to initialize",
-    **{
-        name: f"use {plain}; torch's fused update is taken where there is one"
-        for name, plain in (
-            ("fusedadam", "Adam or AdamW"),
-            ("cpuadam", "Adam or AdamW"),
-            ("deepspeedcpuadam", "Adam or AdamW"),
-            ("fusedlamb", "Lamb"),
-            ("fusedlion", "Lion"),
-            ("deepspeedcpulion", "Lion"),
-            ("cpulion", "Lion"),
-            ("deepspeedcpuadagrad", "Adagrad"),
-            ("cpuadagrad", "Adagrad"),
-        )  # fmt: skip
-    },
     "musgd": "use sgd, and pass parameter groups with muP's learning rates to initialize",
 }
 """Optimizers of DeepSpeed that are not here, in lower case, and what to use instead."""
