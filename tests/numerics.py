@@ -426,10 +426,8 @@ def _rounded(case: Case, norms: tuple[float, ...], cut: tuple[tuple[str, int, in
         if isfinite(norm):
             assert abs(norms[step] - norm) <= 1e-6 * norm, f"update {step}: norm {norms[step]}, but {norm} expected"
             clip = min(1.0, CLIP / (norms[step] + 1e-6)) if case.clip else 1.0
-            for total in sums.values():
-                if total is not None:
-                    total.mul_(factor * clip)
-            apply(views, optimizers, {name: None if t is None else t.to(case.master) for name, t in sums.items()})
+            means = {name: None if t is None else t.to(case.master).mul_(factor * clip) for name, t in sums.items()}
+            apply(views, optimizers, means)
             for one in optimizers:
                 for group in one.param_groups:
                     group["lr"] *= GAMMA

@@ -84,12 +84,13 @@ class Loop:
             self._save(progress)
 
     def show_score(self, progress: Progress, score: Score) -> None:
-        """Write a validation to the log and to the screen."""
+        """Write a validation to the log and to the screen; those between steps are of a part of the text only."""
         if self.metrics is not None:
             self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
+        text = "all held-out text" if progress.step == self.job.run.steps else "a part of the held-out text"
         self.display.line(
             f"step {progress.step}/{self.job.run.steps}  validation loss {score.loss:.3f}  "
-            f"{score.bits_per_byte:.3f} bits per byte"
+            f"{score.bits_per_byte:.3f} bits per byte, on {text}"
         )
 
     def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak: float) -> float:
