@@ -121,3 +121,21 @@ def test_a_group_that_was_started_with_another_name_trains_as_with_gloo(
     expected = run_ranks(other_groups, 4, "gloo", mesh)[0]
     for found, value in zip(run_ranks(other_groups, 4, backend, mesh)[0], expected, strict=True):
         assert torch.equal(found, value)
+
+
+class Look(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x
+        return super().forward(x)
+
+
+def seen_by_the_model(dtype: torch.dtype) -> list[float]:
+    settings = config(fp16={"enabled": True}, scheduler={"type": "LambdaLR", "params": {"lr_lambda": float}})
+    engine = zeromesh.initialize(Look(4, 4), config=settings)[0]
+    engine(torch.tensor([[-1e9, 1e9, float("-inf"), 2.0]], dtype=dtype))
+    return engine.module.seen.tolist()[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_that_are_finite_stay_finite_in_fp16(dtype: torch.dtype) -> None:
+    assert run_ranks(seen_by_the_model, 2, dtype)[1] == [-65504.0, 65504.0, float("-inf"), 2.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,25 @@ def halve_sixteen_bits(row: int) -> list[Tensors]:
 def test_masters_take_what_is_written_to_their_sixteen_bit_parameters(row: int) -> None:
     for before, after in [run_ranks(halve_sixteen_bits, RANKS, row)[0][i : i + 2] for i in (0, 2)]:
         assert all(torch.equal(after[name], value / 2) for name, value in before.items())
+
+
+def clamp_sixteen_bits(row: int) -> list[float]:
+    """Every update moves the weight by less than 16 bits can tell, and then it is clamped, which changes nothing."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.init.ones_(model.weight)
+    engine = start(row, model, bf16={"enabled": True})
+    for _ in range(8):
+        engine.backward(engine(torch.ones(1, WIDTH)).float().sum() * 1e-2)
+        engine.step()
+        with whole(engine), torch.no_grad():
+            engine.module.weight.clamp_(-2, 2)
+    return zeromesh.zero.safe_get_full_fp32_param(engine.module.weight).flatten().tolist()
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_writing_what_was_there_leaves_the_masters_last_bits(row: int) -> None:
+    for found in run_ranks(clamp_sixteen_bits, RANKS, row):
+        assert found == pytest.approx([1 - 8 * RATE * 1e-2] * WIDTH**2, abs=1e-5)
 
 
 class Momentum(Net):
@@ -273,6 +293,52 @@ def states(row: int, bf16: bool) -> dict[str, Any]:
 def test_whole_states_are_taken_and_loaded_and_leave_nothing_behind(row: int, bf16: bool) -> None:
     for found in run_ranks(states, RANKS, row, bf16):
         assert found.pop("result") == "<All keys matched successfully>"
+        assert found == dict.fromkeys(found, True)
+
+
+class Adapted(Net):
+    """Its blocks and one weight of the root are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+        self.scale = nn.Parameter(torch.full((1,), 3.0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+    def first(self) -> torch.Tensor:
+        return self.blocks[0].weight.t()
+
+
+def frozen_states(folder: str) -> dict[str, bool]:
+    engine = start(3, build(Adapted))
+    engine.save_checkpoint(folder, "before")
+    start_state = engine.gathered_state_dict()
+    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
+        kept = engine.module.state_dict()
+    view = engine.first()
+    again = view.clone()
+    assert engine.get_parameter("head.bias") is engine.module.head.bias
+    for value in kept.values():
+        value.zero_()  # they are the caller's own by now
+    train(engine, 0)
+    state = engine.gathered_state_dict()
+    frozen = [name for name in state if name.startswith("blocks") or name == "scale"]
+    found = {"frozen values stay": all(torch.equal(state[name], start_state[name]) for name in frozen)}
+    found["views of results stay"] = torch.equal(view, again)
+    with zeromesh.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0), torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.fill_(7.0)
+    engine(inputs(1, engine.data_rank))
+    engine.load_checkpoint(folder, "before")
+    state = engine.gathered_state_dict()
+    found["all is loaded"] = all(torch.equal(state[name], value) for name, value in start_state.items())
+    return found
+
+
+def test_frozen_parameters_are_neither_lost_with_a_view_nor_kept_from_being_loaded(tmp_path: Path) -> None:
+    for found in run_ranks(frozen_states, RANKS, str(tmp_path)):
         assert found == dict.fromkeys(found, True)
 
 

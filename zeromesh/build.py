@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
+from zeromesh.config.printing import jsonable
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.mesh import Mesh
 from zeromesh.engine import Engine
@@ -117,7 +119,7 @@ def initialize(
     engine = Engine(sharded, resolved, built, scheduler, loss_fn)
     zero.register(engine)
     if mesh.rank == 0:
-        text = resolved.model_dump_json(exclude_defaults=True)
+        text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
         _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
     return engine, built, _loader(training_data, collate_fn, resolved, mesh), scheduler
 
@@ -172,7 +174,8 @@ def _check_free(model: nn.Module) -> None:
     if held:
         raise ValueError(
             f"{held[0] or 'the model'} already belongs to an engine; train with that one, or pass another model, which "
-            "may load the weights that the engine's gathered_state_dict() gives"
+            "may load the weights that the engine's gathered_state_dict() gives; where parameters are not sharded, the "
+            "model is free again after engine.destroy()"
         )
 
 

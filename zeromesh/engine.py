@@ -124,7 +124,9 @@ class Engine:
         self._finite.append(torch.isfinite(loss.detach()).all())
         if scale_wrt_gas and self._accumulation > 1:
             loss = loss / self._accumulation
-        scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
+        scaled = loss
+        if self.loss_scaler is not None:
+            scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scaler.scale
         try:
             last = self._syncs and self.is_gradient_accumulation_boundary()
             with self.sharded.events.backward(scaled, last):
@@ -202,9 +204,13 @@ class Engine:
         self.global_steps += 1
         if self._must_skip(agreement):
             return
-        self.sharded.take_changes()
-        self.sharded.set_gradients(factor * self._clip(self._norm))
-        self.optimizer.step()
+        try:
+            self.sharded.take_changes()
+            self.sharded.set_gradients(factor * self._clip(self._norm))
+            self.optimizer.step()
+        except BaseException:
+            self.sharded.forget_gradients()
+            raise
         self.sharded.updated()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -436,13 +442,14 @@ class Engine:
             load_module_strict: False leaves parameters that the checkpoint lacks as they are.
         """
         self.sharded.take_changes()
+        self.sharded.rest()
         states = load_optimizer_states, load_lr_scheduler_states
         loaded = saving.load(self, Path(load_dir), tag, *states, strict=load_module_strict)
         self.zero_grad()
         return loaded
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As the model's own; where parameters are sharded the tensors are whole copies. All ranks call it."""
+        """As the model's own; parameters that are sharded are in it as whole copies. All ranks call it."""
         if not self.sharded.sharded:
             found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
             return found
@@ -456,27 +463,24 @@ class Engine:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """As the model's own, and the masters take the values too. All ranks call it with the same values."""
-        with self.sharded.events.gathered(self.sharded.units):
+        sharded = self.sharded
+        with sharded.events.gathered(sharded.units):
             result = self.module.load_state_dict(state_dict, strict)
-            for flat in self.sharded.flats:
-                for index in range(len(flat.parameters)):
-                    self.sharded.take_value(flat, index, rank=0)
-        for flat in self.sharded.flats:
-            for segment in flat.layout.segments:
-                value = state_dict.get(segment.name)
-                if value is not None and flat.master is not flat.home:
-                    flat.put(segment, value.to(self.device).reshape(-1))  # not rounded to 16 bits
+            for flat in sharded.flats:
+                for index, segment in enumerate(flat.layout.segments):
+                    sharded.take_value(flat, index, rank=0)
+                    value, now = state_dict.get(segment.name), flat.parameters[index].detach()
+                    if value is not None and flat.master is not flat.home and torch.equal(value.to(now), now):
+                        flat.put(segment, value.to(self.device).reshape(-1))  # not rounded to 16 bits
         self.sharded.publish()
         return result
 
     def gathered_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
-        self.sharded.take_changes()
         return saving.gathered_state_dict(self.sharded)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
         """Write the whole model in the dtype it computes in, as one safetensors file. All ranks call it."""
-        self.sharded.take_changes()
         return saving.save_model(self.sharded, Path(save_dir), save_filename)
 
     def destroy(self) -> None:
@@ -504,6 +508,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
             return value
         if dtype is torch.float16:  # the -1e9 of a mask must not become infinite
             limit = torch.finfo(dtype).max
+            value = (
+                value.float() if value.dtype is torch.bfloat16 else value
+            )  # which has not this limit among its numbers
             value = torch.where(value.isinf(), value, value.clamp(-limit, limit))
         return value.to(dtype)
     return _map(value, cast)

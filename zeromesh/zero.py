@@ -168,8 +168,8 @@ def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | No
 
 
 def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
-    _, _, flat, index = _find(parameter)
-    flat.take_changes()
+    engine, _, flat, index = _find(parameter)
+    engine.sharded.take_changes()
     segment = flat.layout.segments[index]
     if value.shape != segment.shape:
         raise ValueError(f"{segment.name} has shape {tuple(segment.shape)}, the value given {tuple(value.shape)}")

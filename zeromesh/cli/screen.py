@@ -39,10 +39,10 @@ def write(text: str) -> None:
 def shown_log() -> Iterator[None]:
     """Show the log from INFO on as lines on standard error, on the first rank and unless it is shown already."""
     logger = logging.getLogger("zeromesh")
-    if logger.handlers or not is_first():
+    if logger.handlers:
         yield
         return
-    handler, level = _Lines(), logger.level
+    handler, level = _Lines() if is_first() else logging.NullHandler(), logger.level
     logger.addHandler(handler)
     if level == logging.NOTSET:
         logger.setLevel(logging.INFO)

@@ -276,10 +276,6 @@ class Settings(Section):
         """
         return json.dumps(self._plain(), indent=2)
 
-    def fingerprint(self) -> str:
-        """A JSON string that is equal for equal settings: every rank of a run must have the same."""
-        return json.dumps(self._plain(), sort_keys=True, separators=(",", ":"))
-
     def _plain(self) -> dict[str, Any]:
         return without_idle(jsonable(self.model_dump()), jsonable(self.model_dump(exclude_unset=True)))
 

@@ -143,7 +143,8 @@ def _split_largest(documents: Sequence[Document], size: int) -> Split:
     start, stop = largest.start, largest.start + largest.size
     if stop - start < 2:
         return Split(train=tuple(documents), validation=())
-    cut = _cut(largest.path, start, min(max(stop - size, start + 1), stop - 1))
+    wanted = min(max(stop - size, start + 1), stop - 1)
+    cut = _cut(largest.path, max(start, wanted - size), wanted)  # at most twice as much, whatever the lines are like
     if cut == stop:
         return Split(train=tuple(documents), validation=())
     kept = replace(largest, stop=cut)

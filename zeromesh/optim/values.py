@@ -54,6 +54,8 @@ def checked(path: str, value: Any, declared: inspect.Parameter, least: int | Non
             raise ValueError(f"{path} = {show(value)} must be true or false")
     elif isinstance(default, tuple) and all(map(_is_number, default)):
         _require_numbers(path, value, len(default))
+    elif "list" in kind and isinstance(value, list | tuple):
+        _require_numbers(path, value, len(value))
     elif _is_number(default) or kind.removesuffix(" | None") == "float":
         _require_number(path, value)
     elif isinstance(default, str) and not isinstance(value, str):

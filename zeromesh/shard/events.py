@@ -160,7 +160,9 @@ class Events:
     def give_views(self, value: object) -> None:
         """A method of the model has returned ``value``: views of parameters in it stay good."""
         if self._root.sharded and not self.inside:
-            for unit in {self._unit_of.get(storage_of(tensor) or 0) for tensor in tensors_in(value)}:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = {self._unit_of.get(storage_of(tensor) or 0) for tensor in tensors_in(value)}
+            for unit in found:
                 if unit is not None:
                     self._let_go(unit)
 

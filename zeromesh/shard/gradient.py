@@ -195,8 +195,10 @@ class Reducer:
 
     def _widen(self) -> None:
         """Micro-batches turn out to be summed: from here on in the dtype that sums are kept in."""
-        self.finish()
         self._accumulates = True
+        if all(gradient.slot_dtype == self.policy.home_dtype(gradient.layout) for gradient in self.gradients):
+            return
+        self.finish()
         for gradient in self.gradients:
             before, narrow, slot = gradient.slot_dtype, gradient.full, gradient.slot
             self._choose_dtype(gradient)

@@ -7,7 +7,7 @@ under in-place operations. That a gradient reaches an output of a unit means tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -59,17 +59,24 @@ class Listener(Protocol):
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested tuples, lists, mappings and dataclasses."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, around: set[int]) -> Iterator[torch.Tensor]:
+    """``around``: the containers that this one is in, as one may hold itself."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, tuple | list):
+        items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+        items = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    if items and id(value) not in around:
+        for item in items:
+            yield from _tensors_in(item, around | {id(value)})
 
 
 def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:

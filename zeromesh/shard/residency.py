@@ -123,11 +123,7 @@ class Residency:
     def release(self, unit: Unit) -> None:
         """Evict the unit if nothing needs it now. Views of its parameters that somebody holds stay good."""
         if unit.slot is not None and unit not in {*self._active, *self._backward, *self._held, *self._kept}:
-            if unit.state is State.FETCHING:
-                unit.finish_fetch()
-            if unit.is_viewed:
-                unit.give_away()
-            self.evict(unit)
+            self.evict(unit, keep_views=True)
 
     def shrink(self) -> None:
         """Free the slots beyond the budget that nothing needs now."""
@@ -212,13 +208,13 @@ class Residency:
         except ValueError:
             return FAR
 
-    def evict(self, unit: Unit) -> None:
-        """Give up the unit's slot."""
+    def evict(self, unit: Unit, keep_views: bool = False) -> None:
+        """Give up the unit's slot; with ``keep_views``, its memory is left to those who hold views of it."""
         if unit.state is State.FETCHING:
             unit.finish_fetch()
         self._on_change(unit, False)
         pool = self._root_pool if unit is self._root else self._pool
-        pool.give(unit.evict())
+        pool.give(unit.evict(keep_views))
 
     def evict_all(self) -> None:
         """Give up every slot: the parameters are about to change, or nobody will need them for a while."""

@@ -221,9 +221,7 @@ class Sharded:
 
     def publish(self) -> None:
         """The masters have changed: write them home and send the new parameters on their way."""
-        self._finish_fetches()
-        if self.sharded:
-            self.residency.evict_all()
+        self.rest()
         for flat in self.flats:
             if flat.gradient is not None and flat.master is not flat.home:
                 flat.home.copy_(flat.master)
@@ -231,6 +229,12 @@ class Sharded:
             unit.version += 1
         if not self.sharded:
             self._renew()
+
+    def rest(self) -> None:
+        """Bring every unit home: what rests there is about to change."""
+        self._finish_fetches()
+        if self.sharded:
+            self.residency.evict_all()
 
     def _renew(self) -> None:
         """Start to gather what changed, in the order of use; each unit's forward waits for its own part."""

@@ -3,8 +3,9 @@
 Note on the names of a unit's tensors:
 
 - ``full``: the flat buffer of a layout, all parameters, as computed with. It is a view of the unit's own storage, to
-  which ``parameter.data`` is bound once and for all. Fetching puts memory into that storage and evicting takes it
-  out, so that views which autograd saved see the memory again when it is back.
+  which ``parameter.data`` is bound. Fetching puts memory into that storage and evicting takes it out, so that views
+  which autograd saved see the memory again when it is back. Only a storage that others hold views of when a gathering
+  ends is left to them, and the unit gets another.
 - ``home``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
 - ``master``: what the optimizer updates: an fp32 copy for 16-bit parameters, else ``home`` itself.
 """
@@ -115,7 +116,7 @@ class Flat:
         """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into home and master.
 
         In place only while the parameters are in memory. What is changed through ``parameter.data.mul_(...)`` and the
-        like torch does not count: it is kept where home and master lie in the same memory, and lost elsewhere.
+        like torch does not count: it is kept where master and home lie in the parameter's memory, and lost elsewhere.
 
         Raises:
             RuntimeError: a parameter got another shape, dtype or device, or is trainable now and was not.
@@ -130,7 +131,9 @@ class Flat:
                         "requires_grad before initialize, or freeze later what shall not be trained yet"
                     )
                 bound = parameter.is_set_to(view)
-                if bound and alias._version == version:
+                # A view that somebody kept shares the version count, and may be written to while there is nothing here.
+                there = view.untyped_storage().nbytes() > 0
+                if bound and (alias._version == version or not there):
                     continue
                 if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
                     raise RuntimeError(
@@ -141,7 +144,7 @@ class Flat:
                 changed = True
                 self.put(segment, parameter.detach().reshape(-1))
                 if not bound:
-                    if view.untyped_storage().nbytes() > 0:
+                    if there:
                         view.copy_(parameter)
                     parameter.data = view
         if changed:
@@ -172,7 +175,11 @@ def _put(value: torch.Tensor, segment: Segment, buffer: torch.Tensor, first: int
     """Copy the part of a parameter that lies in ``buffer``, which begins with the layout's element ``first``."""
     start, stop = max(segment.start, first), min(segment.stop, first + buffer.numel())
     if start < stop:
-        buffer[start - first : stop - first] = value[start - segment.start : stop - segment.start]
+        target, part = buffer[start - first : stop - first], value[start - segment.start : stop - segment.start]
+        if part.itemsize >= target.itemsize:
+            target.copy_(part)
+        else:  # what was not changed keeps the bits that the narrower dtype lacks
+            target.copy_(torch.where(target.to(part.dtype) == part, target, part.to(target.dtype)))
 
 
 class Unit:
@@ -256,32 +263,34 @@ class Unit:
         self._pending.clear()
         self.state = State.FETCHED
 
-    def take_changes(self) -> None:
-        """See ``Flat.take_changes``."""
-        for flat in self.flats:
-            flat.take_changes()
-
-    def give_away(self) -> None:
-        """Leave the memory to those who hold views of it, and take new memory into the slot, without values."""
-        assert self.state is State.FETCHED, (self, self.state)
-        assert self.slot is not None
-        self.take_changes()
-        self.storage = torch.UntypedStorage(self.slot.nbytes, device=self.storage.device)
+    def _bind(self, storage: torch.UntypedStorage) -> None:
+        """Let the parameters lie in another storage."""
+        self.storage = storage
         for flat, offset in zip(self.flats, self._offsets, strict=True):
-            flat.bind(self.storage, offset)
+            flat.bind(storage, offset)
             for parameter, view in zip(flat.parameters, flat.views, strict=True):
                 parameter.data = view
             flat.watch()
         self._references = self._count_references()
 
-    def evict(self) -> Slot:
-        """Give the slot up; the storage is empty from here on. Only where parameters are sharded."""
+    def take_changes(self) -> None:
+        """See ``Flat.take_changes``."""
+        for flat in self.flats:
+            flat.take_changes()
+
+    def evict(self, keep_views: bool = False) -> Slot:
+        """Give the slot up; the storage is empty from here on. Only where parameters are sharded.
+
+        With ``keep_views``, the memory is left to those who hold views of it, and new memory goes into the slot.
+        """
         assert self.state is State.FETCHED, (self, self.state)
         assert self.slot is not None
         self.take_changes()
         for flat in self.flats:
             if not flat.layout.trainable:  # momentum encoders and codebooks are written through ``.data``, too
                 flat.home.copy_(flat.full[flat.own])
+        if keep_views and self.is_viewed:
+            self._bind(torch.UntypedStorage(self.slot.nbytes, device=self.storage.device))
         detach(self.storage, self.slot)
         slot, self.slot, self.state = self.slot, None, State.HOME
         return slot
