@@ -63,11 +63,17 @@ def check(case: Case, runs: Sequence[Run]) -> dict[str, torch.Tensor]:
 
 
 def check_rounded(case: Case, runs: Sequence[Run], masters: dict[str, torch.Tensor]) -> None:
-    """Equal, bit for bit, to one process that rounds at the same points; and the parameters are the masters rounded."""
+    """Equal, bit for bit, to one process that rounds at the same points; and the parameters are the masters rounded.
+
+    Lamb divides by norms of whole parameters, whose last bits depend on how the sum is cut over the ranks. In float64
+    these are bits of the parameters.
+    """
     reference, expected = rounded(case, runs)
-    assert [run.losses for run in runs] == reference_losses(case, reference), f"{case}: losses differ"
-    different = [name for name in expected if not torch.equal(masters[name], expected[name])]
-    assert not different, f"{case}: masters differ in {different}"
+    limit = 1e-12 if (case.precision, case.optimizer) == ("float64", "lamb") else 0.0
+    for run, losses in zip(runs, reference_losses(case, reference), strict=True):
+        assert run.losses == pytest.approx(losses, rel=limit, abs=0), f"{case}: losses differ"
+    different = {name: (masters[name] - value).abs().max().item() for name, value in expected.items()}
+    assert max(different.values()) <= limit, f"{case}: masters differ in {different}"
     assert (runs[0].scales, runs[0].rates) == (reference.scales, reference.rates), case
     assert all(run.counts.items() <= reference.counts.items() for run in runs), case
     for name, master in masters.items():

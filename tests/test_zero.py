@@ -472,6 +472,8 @@ def building(how: str, precision: dict[str, Any], width: int = 512) -> tuple[flo
 @pytest.mark.parametrize("how", ["deferred", "meta"])
 def test_building_never_holds_more_than_a_unit_beyond_the_rank_share(how: str) -> None:
     unit, whole = 4.0, 4.0 * (BLOCKS + 1)
+    for options in ({}, {"bf16": {"enabled": True}}):
+        run_ranks(building, 2, how, options)  # what the libraries allocate once is there from here on
     for most, after in run_ranks(building, 2, how, {}):
         assert after == pytest.approx(whole / 2, abs=0.5)
         assert most <= whole / 2 + unit + 0.5
