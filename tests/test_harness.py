@@ -22,6 +22,7 @@ def total(value: float) -> tuple[torch.Tensor, int, dict[str, str]]:
 
 
 def raise_on(rank: int) -> None:
+    dist.barrier()  # so that all are here when one raises
     if dist.get_rank() == rank:
         raise ZeroDivisionError(f"rank {rank} cannot divide")
     dist.barrier()
