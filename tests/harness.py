@@ -83,11 +83,13 @@ class Worker:
 
     def stack(self) -> str:
         """The Python stacks of all its threads; it must have been asked for by SIGUSR1."""
-        for _ in range(20):
+        text = ""
+        for _ in range(40):
             time.sleep(0.05)
-            if "File" in (text := self.stacks.read_text(errors="replace")):
-                return text
-        return "no stack: the process does not answer signals"
+            text = self.stacks.read_text(errors="replace")
+            if text.endswith("in <module>\n"):  # the main thread's outermost frame is written last
+                break
+        return text or "no stack: the process does not answer signals"
 
     def kill(self) -> None:
         """End the process with all that it started."""

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import gc
 import sys
+import weakref
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -411,3 +412,30 @@ def test_one_rank_moves_nothing_and_the_process_is_measured_beside_the_report() 
     assert measured["peak"] >= measured["live"] > report["total"]
     assert measured["remainder"] == measured["peak"] - report["total"]
     assert set(report["parameter"]) == {"device"}
+
+
+def dropped(row: int, bf16: bool) -> list[bool]:
+    """Whether the engine, the model and its parameters are gone when nobody refers to them any more."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.BatchNorm1d(64))
+    settings = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": row}, "bf16": {"enabled": bf16}}
+    engine = zeromesh.initialize(model=model, config=settings)[0]
+    for _ in range(2):
+        loss = engine(torch.ones(4, 64, dtype=torch.bfloat16 if bf16 else torch.float32)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        loss = engine(torch.ones(4, 64, dtype=torch.bfloat16 if bf16 else torch.float32)).square().mean()
+        engine.backward(loss)
+        engine.zero_grad()
+    with zeromesh.zero.GatheredParameters(list(model.parameters())):
+        engine.gathered_state_dict()
+    things = [weakref.ref(thing) for thing in (engine, engine.sharded, model, *model.parameters())]
+    del engine, model, loss
+    gc.collect()
+    return [thing() is None for thing in things]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_an_engine_that_nobody_needs_gives_all_its_memory_back(row: int, bf16: bool) -> None:
+    for gone in run_ranks(dropped, 2, row, bf16):
+        assert all(gone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +123,7 @@ class Sharded:
                 if flat.gradient is None:
                     continue
                 for index, parameter in enumerate(flat.parameters):
-                    hook = partial(self.events.gradient_arrived, flat.gradient, index, self.names[id(parameter)])
+                    hook = partial(_tell, weakref.ref(self.events), flat.gradient, index, self.names[id(parameter)])
                     handles.append(parameter.register_post_accumulate_grad_hook(hook))
         return handles
 
@@ -311,6 +312,12 @@ class Sharded:
         for unit in self.units:
             if unit.state is State.FETCHING:
                 self.residency.need(unit)
+
+
+def _tell(events: weakref.ref[Events], gradient: Gradient, index: int, name: str, parameter: torch.Tensor) -> None:
+    """Weakly, because the garbage collector does not see what a parameter's hook refers to: all would stay for ever."""
+    if (alive := events()) is not None:
+        alive.gradient_arrived(gradient, index, name, parameter)
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:

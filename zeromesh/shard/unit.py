@@ -62,7 +62,6 @@ class Flat:
         self.gradient: Gradient | None = None
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
-        self.aliases: tuple[torch.Tensor, ...] = ()
         self.versions: list[int] = []
         self.home = torch.empty(0)
         self.master = torch.empty(0)
@@ -100,10 +99,9 @@ class Flat:
         self.views = tuple(self.full[s.start : s.stop].view(s.shape) for s in layout.segments)
 
     def watch(self) -> None:
-        """From here on notice what others do to the parameters. An alias shares its parameter's version count."""
+        """From here on notice what others do to the parameters."""
         with torch._C.DisableTorchFunctionSubclass():
-            self.aliases = tuple(parameter.detach() for parameter in self.parameters)
-        self.versions = [alias._version for alias in self.aliases]
+            self.versions = [parameter._version for parameter in self.parameters]
 
     def put(self, segment: Segment, value: torch.Tensor) -> None:
         """Take a parameter's whole value, 1-D, into home and master, and into ``full`` where that is where it rests."""
@@ -123,8 +121,8 @@ class Flat:
         """
         changed = False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            members = zip(self.parameters, self.views, self.aliases, self.versions, self.layout.segments, strict=True)
-            for parameter, view, alias, version, segment in members:
+            members = zip(self.parameters, self.views, self.versions, self.layout.segments, strict=True)
+            for parameter, view, version, segment in members:
                 if parameter.requires_grad and not self.layout.trainable:
                     raise RuntimeError(
                         f"parameter {segment.name} was frozen when initialize was called, and is trainable now; set "
@@ -133,7 +131,7 @@ class Flat:
                 bound = parameter.is_set_to(view)
                 # A view that somebody kept shares the version count, and may be written to while there is nothing here.
                 there = view.untyped_storage().nbytes() > 0
-                if bound and (alias._version == version or not there):
+                if bound and (parameter._version == version or not there):
                     continue
                 if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
                     raise RuntimeError(
