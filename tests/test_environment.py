@@ -66,6 +66,11 @@ def test_a_missing_variable_is_named(missing: str) -> None:
         Environment.detect({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
+def test_only_what_is_set_is_said_to_be_set() -> None:
+    with pytest.raises(ValueError, match="^RANK is not set, but MASTER_ADDR, MASTER_PORT are;"):
+        Environment.detect({"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

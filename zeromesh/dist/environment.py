@@ -88,7 +88,9 @@ class Environment:
         values = dict(env)
         if env.get("MASTER_ADDR") in LOOPBACK:
             same = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}
-            values = {"GROUP_RANK": "0"} | {name: env[of] for name, of in same.items() if of in env} | values
+            values = {name: env[of] for name, of in same.items() if of in env} | values
+            if "RANK" in env:
+                values.setdefault("GROUP_RANK", "0")
         return cls(
             rank=_integer(values, "RANK"),
             local_rank=_integer(values, "LOCAL_RANK"),
