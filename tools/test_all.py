@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -40,20 +41,23 @@ def page(report: Path, tested: str, began: float) -> str:
     seconds: dict[str, float] = defaultdict(float)
     failed = []
     for case in ElementTree.parse(report).iter("testcase"):
-        module = case.get("classname", "").removeprefix("tests.")
+        module = case.get("classname", "").removeprefix("tests.") or case.get("name", "")  # skipped as a whole
         counts[module][outcome(case)] += 1
         seconds[module] += float(case.get("time", 0))
         if outcome(case) == "failed":
             failed.append(f"- `{module}`: `{case.get('name')}`")
     total = {kind: sum(count[kind] for count in counts.values()) for kind in OUTCOMES}
     minutes = (time.time() - began) / 60
-    lines = [
-        "# The last run of the full matrices",
-        "",
+    summary = (
         f"`make test-all` on commit {tested}, {time.strftime('%Y-%m-%d', time.gmtime(began))}: "
         + ", ".join(f"{number} {kind}" for kind, number in total.items())
         + f", in {minutes:.0f} minutes on {os.cpu_count()} cores "
-        f"(Python {platform.python_version()}, torch {torch.__version__}). Written by `tools/test_all.py`.",
+        f"(Python {platform.python_version()}, torch {torch.__version__}). Written by `tools/test_all.py`."
+    )
+    lines = [
+        "# The last run of the full matrices",
+        "",
+        *textwrap.wrap(summary, 120, break_on_hyphens=False),
         "",
         *(["Failed:", "", *failed, ""] if failed else []),
         "| module | " + " | ".join(OUTCOMES) + " | seconds |",
