@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -277,9 +278,9 @@ class Logits(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         logits = self.linear(self.dropout(x))
         if labels is None:
-            return logits
+            return logits.square().mean() if self.form == "tensor" else logits
         loss = nn.functional.cross_entropy(logits, labels)
-        return {"loss": loss, "tuple": (loss, logits), "dict": {"logits": logits, "loss": loss}}[self.form]
+        return {"loss": loss, "tuple": (loss, logits), "dict": {"logits": logits, "loss": loss}}.get(self.form, loss)
 
 
 def pairs(rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -301,7 +302,17 @@ def train_whole_batches(form: str) -> dict[str, Any]:
 
     def data() -> Iterator[Any]:
         for x, y in pairs(engine.data_rank, 8):
-            yield {"x": x, "labels": y} if form == "dict" else ((x,), y) if form == "logits" else (x, y)
+            match form:
+                case "dict":
+                    yield {"x": x, "labels": y}
+                case "mapping":
+                    yield UserDict({"x": x, "labels": y})
+                case "logits":
+                    yield (x,), y
+                case "tensor":
+                    yield x
+                case _:
+                    yield x, y
 
     stream = data()
     losses = [engine.train_batch(stream) for _ in range(3)]
@@ -318,13 +329,13 @@ def train_whole_batches(form: str) -> dict[str, Any]:
     return {"losses": [loss.item() for loss in (*losses, evaluated)], "state": engine.gathered_state_dict()}
 
 
-@pytest.mark.parametrize("form", ["logits", "loss", "tuple", "dict"])
+@pytest.mark.parametrize("form", ["logits", "loss", "tuple", "dict", "mapping", "tensor"])
 def test_whole_batches_give_the_mean_loss_and_the_update_of_all_micro_batches(form: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = Logits("loss").double().eval()
+        model = Logits("tensor" if form == "tensor" else "loss").double().eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    both = [pairs(rank, 8) for rank in range(RANKS)]
+    both = [[pair[: 1 if form == "tensor" else 2] for pair in pairs(rank, 8)] for rank in range(RANKS)]
     losses = []
     for step in range(4):
         micro_batches = [both[rank][i] for i in (2 * step, 2 * step + 1) for rank in range(RANKS)]
@@ -340,5 +351,164 @@ def test_whole_batches_give_the_mean_loss_and_the_update_of_all_micro_batches(fo
     assert_close(found[0]["state"], model)
 
 
+class TakesMapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 4)
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return self.linear(inputs["x"])
+
+
+def dtypes_of_inputs() -> list[torch.dtype]:
+    engine, *_ = zeromesh.initialize(
+        model=TakesMapping(), config=config(0, optimizer=ADAMW, bf16={"enabled": True}), loss_fn=nn.CrossEntropyLoss()
+    )
+    seen = []
+    engine.module.linear.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    inputs = UserDict({"x": torch.ones(6, 5), "name": "not a tensor"})
+    engine.train_batch(iter([(inputs, torch.zeros(6, dtype=torch.int64))]))
+    assert inputs["x"].dtype is torch.float32, "what the user gave is left alone"
+    return seen
+
+
+def test_tensors_in_mappings_of_any_kind_are_cast() -> None:
+    assert run_ranks(dtypes_of_inputs, 1) == [[torch.bfloat16]]
+
+
+class Frozen(nn.Module):
+    """One of its normalisations is in evaluation mode for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ArithmeticError("bad batch")
+        return self.frozen(self.trained(x)).square().mean()
+
+
+def modes_after_evaluation() -> list[dict[str, bool]]:
+    engine, *_ = zeromesh.initialize(model=Frozen(), config=config(0, optimizer=ADAMW))
+    engine.module.frozen.eval()
+    found = []
+    for value in (1.0, float("nan")):
+        try:
+            engine.eval_batch(iter([torch.full((6, 5), value)]))
+        except ArithmeticError:
+            found.append({})
+        found.append({name: module.training for name, module in engine.module.named_modules()})
+        assert not engine.module.trained.num_batches_tracked
+    return found
+
+
+def test_evaluation_leaves_each_module_in_its_mode_even_if_it_fails() -> None:
+    modes = {"": True, "trained": True, "frozen": False}
+    assert run_ranks(modes_after_evaluation, 1) == [[modes, {}, modes]]
+
+
 def test_the_batches_here_are_parts_of_the_global_batch() -> None:
     assert rows_of(1, 2).stop == both_ranks(2).stop == BATCH
+
+
+# Compiling, and functions of functions.
+
+
+class Functional(nn.Module):
+    """Uses a transformation of ``torch.func`` in a block's forward, or one around the whole block."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Transformed(how) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.how == "vmap around":
+                x = torch.func.vmap(block)(x)
+            elif self.how == "grad around":
+                x = x + torch.func.grad(lambda y, block=block: block(y).square().sum())(x)
+            else:
+                x = block(x)
+        return (x * self.scale).square().mean()
+
+
+class Transformed(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def one(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.up(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        match self.how:
+            case "vmap":
+                return self.down(torch.func.vmap(self.one)(x))
+            case "grad":
+                return self.down(x) + torch.func.grad(lambda y: self.one(y).square().sum())(x)
+            case "grad of activations":
+                return self.down(torch.func.vmap(torch.func.grad(lambda y: (y**3).sum()))(self.one(x)))
+        return self.down(self.one(x))
+
+
+def build_functional(how: str) -> Functional:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return Functional(how).double()
+
+
+def rows(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def train_functional(how: str, row: int) -> dict[str, torch.Tensor]:
+    engine, *_ = zeromesh.initialize(model=build_functional(how), config=config(row, optimizer=ADAMW))
+    for step in range(3):
+        engine.backward(engine(rows(step, engine.data_rank)))
+        engine.step()
+    return engine.gathered_state_dict()
+
+
+# Where parameters are sharded, what autograd saves goes through hooks, with which torch refuses reverse mode here.
+FUNCTIONS = [(row, how) for how in ("vmap", "vmap around") for row in (0, 3)] + [
+    (2, how) for how in ("grad", "grad of activations", "grad around")
+]
+
+
+@pytest.mark.parametrize(("row", "how"), FUNCTIONS)
+def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) -> None:
+    model = build_functional(how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            (model(rows(step, rank)) / RANKS).backward()
+        optimizer.step()
+    assert_close(run_ranks(train_functional, RANKS, how, row)[0], model)
+
+
+def graphs_that_were_compiled() -> list[int]:
+    found = []
+    for more in ({}, {"compile_kwargs": {"disable": True}}, {"disable": True}, {"compile_kwargs": None}):
+        graphs: list[Any] = []
+
+        def remember(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        engine, *_ = zeromesh.initialize(model=build_functional(""), config=config(3, optimizer=ADAMW))
+        engine.compile(remember, **more)
+        engine.backward(engine(rows(0, engine.data_rank)))
+        engine.step()
+        found.append(len(graphs))
+    return found
+
+
+def test_compile_takes_a_backend_and_options_as_deepspeed_and_as_torch() -> None:
+    for plain, in_a_dict, by_name, none in run_ranks(graphs_that_were_compiled, 1):
+        assert plain == none > 0
+        assert in_a_dict == by_name == 0
