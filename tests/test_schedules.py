@@ -225,9 +225,59 @@ def test_torch_schedules_are_torch_own():
     assert not isinstance(schedule, Schedule)
 
 
+LISTS = [
+    ("OneCycleLR", {"max_lr": [0.1, 0.2], "total_steps": 8, "base_momentum": [0.8, 0.7], "max_momentum": [0.95, 0.9]}),
+    ("OneCycleLR", {"max_lr": 0.1, "total_steps": 8, "base_momentum": 0.8, "max_momentum": [0.95, 0.9]}),
+    ("CyclicLR", {"base_lr": [0.1, 0.2], "max_lr": [0.3, 0.5], "step_size_up": 3}),
+    ("MultiStepLR", {"milestones": [2, 5], "gamma": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), LISTS)
+def test_lists_among_the_parameters_of_torch_schedules_mean_what_they_mean_in_torch(
+    name: str, params: dict[str, Any]
+) -> None:
+    optimizers = [make_optimizer(0.1, 0.2) for _ in range(2)]
+    schedules = [
+        build(name, params, optimizers[0]),
+        getattr(torch.optim.lr_scheduler, name)(optimizers[1], **params),
+    ]
+    for _ in range(7):
+        ours, theirs = ([(g["lr"], g["betas"]) for g in optimizer.param_groups] for optimizer in optimizers)
+        assert ours == theirs
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+
+
+def test_groups_may_have_their_own_momenta() -> None:
+    optimizer = make_optimizer(0.1, 0.2)
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2}
+    schedule = build("OneCycle", params | {"cycle_min_mom": [0.8, 0.6], "cycle_max_mom": 0.9}, optimizer)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    assert [group["betas"][0] for group in optimizer.param_groups] == pytest.approx([0.8, 0.6])
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
+        (
+            "OneCycleLR",
+            {"max_lr": 0.1, "total_steps": 8, "base_momentum": [0.8, "0.7"]},
+            r'scheduler\.params\.base_momentum\[1\] = "0\.7" must be a number.*quotes',
+        ),
+        (
+            "OneCycleLR",
+            {"max_lr": [0.1, True], "total_steps": 8},
+            r"scheduler\.params\.max_lr\[1\] = true must be a number",
+        ),
+        (
+            "StepLR",
+            {"step_size": 2, "gamma": [0.1, 0.2]},
+            r"scheduler\.params\.gamma = \[0\.1, 0\.2\] must be a number",
+        ),
         ("WarmupRL", {}, 'did you mean "WarmupLR"'),
         ("WarmupLR", {"warmup_steps": 4}, 'warmup_steps.*did you mean "warmup_num_steps"'),
         ("WarmupLR", {"warmup_type": "exp"}, "warmup_type is 'exp'"),
