@@ -363,6 +363,21 @@ def test_the_log_is_shown_in_short_lines_while_a_command_runs(capsys: pytest.Cap
     assert lines == ["first", "x" * 197 + "...", "warning: mind"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_log_is_shown_on_the_first_rank_only(
+    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # where nobody listens, logging itself writes warnings
+    with shown_log():
+        logging.getLogger("zeromesh.somewhere").info("first")
+        logging.getLogger("zeromesh.somewhere").warning("mind")
+    assert capsys.readouterr().err.splitlines() == (["first", "warning: mind"] if rank == 0 else [])
+    assert not logging.getLogger("zeromesh").handlers
+
+
 def test_a_folder_with_weights_but_no_checkpoint_is_not_said_to_be_resumable(
     finished: Path, corpus: Path, tmp_path: Path
 ) -> None:
