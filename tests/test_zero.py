@@ -727,6 +727,63 @@ def test_whole_tensors_on_a_hybrid_mesh(row: int) -> None:
     check_access(row, 4, 2, {"replicate": 2, "data": 2})
 
 
+def write(parameter: nn.Parameter, value: float, how: str) -> None:
+    with torch.no_grad():
+        if how == "in place":
+            parameter.fill_(value)
+        else:
+            parameter.data = torch.full(parameter.shape, value, dtype=parameter.dtype)
+
+
+def write_both_ways(row: int, bf16: bool, how: str) -> list[Tensors]:
+    zero = zeromesh.zero
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {"stage": row},
+        "bf16": {"enabled": bf16},
+    }
+    model = make_sparsely().to(torch.float32 if bf16 else torch.float64)
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine.backward(engine(sample(0, 0, engine.data_rank), engine.data_rank))
+    engine.step()
+    named = dict(engine.module.named_parameters())
+    first, other, last, third = (named[name] for name in ("blocks.0.weight", "blocks.0.bias", "odd", "blocks.2.bias"))
+    for parameter in (first, other, third):
+        write(parameter, 0.25, how)
+    zero.safe_set_full_fp32_param(first, torch.full((7, 7), 1 / 3))
+    zero.safe_set_full_fp32_param(last, torch.full((7,), 1 / 3))
+    write(last, 0.5, how)
+    write(named["scale"], 0.75, how)
+    found = [{name: kept(value) for name, value in engine.state_dict().items()}]
+    zero.safe_set_full_optimizer_state(first, torch.full((7, 7), 2.0), "exp_avg")
+    engine.optimizer.param_groups[0]["lr"] = 0.0  # what was written is what is there after the updates
+    for number in (1, 2):
+        engine.backward(engine(sample(number, 0, engine.data_rank), engine.data_rank))
+        if number == 2:
+            write(third, 0.125, how)
+            zero.safe_set_full_grad(first, torch.ones(7, 7))
+        engine.step()
+        found.append({name: zero.safe_get_full_fp32_param(p) for name, p in named.items()})
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float64", "bf16"])
+@pytest.mark.parametrize(
+    ("row", "how"), [*((row, "in place") for row in (0, 1, 2)), *((row, "new data") for row in (0, 1, 2, 3))]
+)
+def test_of_what_is_written_in_several_ways_the_last_counts_and_none_is_lost(row: int, bf16: bool, how: str) -> None:
+    narrow = 2**-8 if bf16 else 1e-6
+    for found in run_ranks(write_both_ways, 2, row, bf16, how):
+        for number, (values, third) in enumerate(zip(found, (0.25, 0.25, 0.125), strict=True)):
+            # What was set is not rounded. A master keeps its last bits where its parameter was what is written already.
+            exact = 1e-6 if number > 0 else narrow
+            expected = {"blocks.0.weight": (1 / 3, exact), "blocks.0.bias": (0.25, narrow), "odd": (0.5, narrow)}
+            for name, (value, error) in {**expected, "scale": (0.75, narrow), "blocks.2.bias": (third, narrow)}.items():
+                got = values[name].flatten().tolist()
+                assert got == pytest.approx([value] * len(got), rel=error), (number, name)
+
+
 def misuse_states() -> None:
     engine = start(Blocks(), 1)
     weight = engine.module.head.bias
