@@ -407,38 +407,75 @@ def test_accumulation_begins_anew_after_what_interrupts_it(row: int, what: str) 
     assert_same(state, model.state_dict())
 
 
+def update_after_a_failed_one(row: int) -> Tensors:
+    engine = start(row)
+    failures = [Interruption()]
+
+    def fail(*rest: Any) -> None:
+        if failures:
+            raise failures.pop()
+
+    engine.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(Interruption):
+        train(engine, 9)
+    train(engine, 0)
+    return engine.gathered_state_dict()
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_gradients_of_an_update_that_the_optimizer_failed_are_not_in_the_next(row: int) -> None:
+    model = build()
+    train_plain(model, sgd(model), 0)
+    assert_same(run_ranks(update_after_a_failed_one, RANKS, row)[0], model.state_dict())
+
+
 # Sums that change their dtype, or differ between ranks, on the way.
 
 
-class Twice(nn.Module):
-    """Uses its blocks twice, with reentrant checkpoints, which add up gradients while others are being reduced."""
+class Repeating(nn.Module):
+    """Uses its blocks once or twice, with reentrant checkpoints: twice, gradients add up while others are reduced.
+
+    It ends with the block that is registered first, and whose reduction is still under way then.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.last = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False)])
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            for block in self.blocks:
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        last, *repeated, before = self.blocks
+        for _ in range(times):
+            for block in repeated:
                 x = checkpoint(block, x, use_reentrant=True)
-        return self.last[0](x)
+        return last(before(x))
 
 
-def gradients_of_twice(row: int) -> Tensors:
-    engine = start(row, build(Twice, torch.float32), bf16={"enabled": True})
-    engine.backward(engine(inputs(0, engine.data_rank).float().requires_grad_()).float().square().mean())
+def sample(number: int, rank: int) -> torch.Tensor:
+    """Its gradient is wanted, as else a reentrant checkpoint has none."""
+    return inputs(number, rank).float().requires_grad_()
+
+
+def gradients_of_repeating(row: int) -> Tensors:
+    engine = start(row, build(Repeating, torch.float32), bf16={"enabled": True})
+    engine.backward(engine(sample(0, engine.data_rank), 1).float().square().mean())
+    engine.step()  # all ranks agree on the order of use, and nothing was added up so far
+    engine.backward(engine(sample(1, engine.data_rank), 2).float().square().mean())
     return {name: zeromesh.zero.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
 
 
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_narrow_gradients_that_are_added_up_in_one_backward_are_right(row: int) -> None:
-    model = build(Twice, torch.float32)
-    for rank in range(RANKS):
-        (model(inputs(0, rank).float().requires_grad_()).square().mean() / RANKS).backward()
-    for found in run_ranks(gradients_of_twice, RANKS, row):
+    model = build(Repeating, torch.float32)
+    optimizer = sgd(model)
+    for times in (1, 2):
+        for rank in range(RANKS):
+            (model(sample(times - 1, rank), times).square().mean() / RANKS).backward()
+        if times == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in run_ranks(gradients_of_repeating, RANKS, row):
         for name, parameter in model.named_parameters():
-            assert float((found[name] - parameter.grad).norm() / parameter.grad.norm()) < 0.02
+            assert float((found[name] - parameter.grad).norm() / parameter.grad.norm()) < 0.02, name
 
 
 class Skipping(Net):
