@@ -19,6 +19,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from zeromesh.shard.slots import CAN_SWAP
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -322,8 +323,10 @@ OBJECTS = 800_000
 @linux
 @pytest.mark.parametrize("case", [*CASES, *HYBRID], ids=str)
 def test_the_live_heap_at_rest_is_what_is_reported(case: Case) -> None:
+    # Before torch 2.13 parameters' slots are allocated only while they are in use.
+    empty = 0 if CAN_SWAP or case.row < 3 else expected_memory(case)["slot"]
     for rank in results(case):
-        assert 0 <= rank.resting - rank.report["total"] <= OBJECTS
+        assert -empty <= rank.resting - rank.report["total"] <= OBJECTS
         assert rank.left <= OBJECTS / 2, "an engine that is gone leaves nothing"
 
 

@@ -382,7 +382,10 @@ class Engine:
         self.config = self.config.model_copy(update=sizes)
 
     def memory_report(self) -> dict[str, Any]:
-        """Bytes by state and tier, as allocated on this rank, with the measured use of the process beside them."""
+        """Bytes by state and tier, as allocated on this rank, with the measured use of the process beside them.
+
+        Before torch 2.13, slots for sharded parameters are counted although they are allocated only while in use.
+        """
         return report.memory(self.sharded, self.optimizer)
 
     def traffic_report(self, reset: bool = False) -> dict[str, dict[str, int]]:
