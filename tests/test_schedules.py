@@ -228,7 +228,7 @@ def test_torch_schedules_are_torch_own():
 LISTS = [
     ("OneCycleLR", {"max_lr": [0.1, 0.2], "total_steps": 8, "base_momentum": [0.8, 0.7], "max_momentum": [0.95, 0.9]}),
     ("OneCycleLR", {"max_lr": 0.1, "total_steps": 8, "base_momentum": 0.8, "max_momentum": [0.95, 0.9]}),
-    ("CyclicLR", {"base_lr": [0.1, 0.2], "max_lr": [0.3, 0.5], "step_size_up": 3}),
+    ("CyclicLR", {"base_lr": [0.1, 0.2], "max_lr": [0.3, 0.5], "step_size_up": 3, "base_momentum": [0.7, 0.6]}),
     ("MultiStepLR", {"milestones": [2, 5], "gamma": 0.5}),
 ]
 

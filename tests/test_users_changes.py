@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -117,6 +118,29 @@ def test_what_is_written_to_parameters_between_steps_is_trained_on(row: int, how
         train_plain(model, optimizer, number)
         halve(model, how)
         assert_same(found[number], model.state_dict())
+
+
+def write_while_parameters_are_on_their_way(row: int, folder: str) -> tuple[Tensors, list[Tensors]]:
+    engine = start(row)
+    late = engine.optimizer.register_step_post_hook(lambda *rest: time.sleep(0.3 * engine.data_rank))
+    train(engine, 0)  # the first rank is here long before the other sends it anything
+    late.remove()
+    named = dict(engine.module.named_parameters())
+    for parameter in named.values():
+        parameter.data = torch.full(parameter.shape, 0.25, dtype=parameter.dtype)
+    masters = {name: zeromesh.zero.safe_get_full_fp32_param(p) for name, p in named.items()}
+    engine.save_checkpoint(folder)
+    with torch.no_grad():
+        engine(inputs(1, 0))
+        computed = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return masters, computed
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_what_is_written_while_parameters_are_on_their_way_stays(row: int, tmp_path: Path) -> None:
+    for found in run_ranks(write_while_parameters_are_on_their_way, RANKS, row, str(tmp_path)):
+        for values in found:
+            assert_same(values, {name: torch.full_like(value, 0.25) for name, value in build().state_dict().items()})
 
 
 def halve_sixteen_bits(row: int) -> list[Tensors]:
@@ -427,6 +451,35 @@ def test_gradients_of_an_update_that_the_optimizer_failed_are_not_in_the_next(ro
     model = build()
     train_plain(model, sgd(model), 0)
     assert_same(run_ranks(update_after_a_failed_one, RANKS, row)[0], model.state_dict())
+
+
+def outputs_after_a_rank_failed(row: int) -> tuple[torch.Tensor, Tensors]:
+    engine = start(row)
+    train(engine, 0)
+
+    def fail(*rest: Any) -> None:
+        if engine.data_rank == 1:
+            raise Interruption
+
+    hook = engine.optimizer.register_step_post_hook(fail)
+    with pytest.raises(Interruption) if engine.data_rank == 1 else nullcontext():
+        train(engine, 1)
+    hook.remove()
+    with torch.no_grad():
+        found = engine(inputs(2, 0))
+    return found, engine.gathered_state_dict()
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_what_an_optimizer_changed_before_it_failed_on_one_rank_is_what_all_compute_with(row: int) -> None:
+    model = build()
+    optimizer = sgd(model)
+    for number in (0, 1):
+        train_plain(model, optimizer, number)
+    outcomes = run_ranks(outputs_after_a_rank_failed, RANKS, row)
+    assert_same(outcomes[0][1], model.state_dict())
+    for found, _ in outcomes:
+        torch.testing.assert_close(found, model(inputs(2, 0)), rtol=1e-12, atol=1e-12)
 
 
 # Sums that change their dtype, or differ between ranks, on the way.

@@ -207,11 +207,13 @@ class Engine:
         try:
             self.sharded.take_changes()
             self.sharded.set_gradients(factor * self._clip(self._norm))
-            self.optimizer.step()
         except BaseException:
             self.sharded.forget_gradients()
             raise
-        self.sharded.updated()
+        try:
+            self.optimizer.step()
+        finally:  # if it raises, some masters may have changed, and other ranks may have done it all
+            self.sharded.updated()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._print()

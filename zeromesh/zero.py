@@ -126,6 +126,7 @@ def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
 def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
     """A whole tensor of the parameter's shape from what each rank has of it; None for a frozen one."""
     engine, _, flat, index = _find(parameter)
+    engine.sharded.take_changes()
     return engine.sharded.assemble(flat, index, pick) if flat.layout.trainable else None
 
 

@@ -23,6 +23,10 @@ OTHER_NAMES: dict[str, str] = {
 """What other libraries call a parameter."""
 
 
+PER_GROUP = ("base_momentum", "max_momentum")
+"""Of these torch's CyclicLR takes a list, a value for each group, although it declares a number."""
+
+
 def unknown_parameter(section: str, key: str, owner: str, known: Iterable[str]) -> ValueError:
     """An error about a parameter that does not exist, with the one that was probably meant, and all of them."""
     choices = sorted(known)
@@ -54,7 +58,7 @@ def checked(path: str, value: Any, declared: inspect.Parameter, least: int | Non
             raise ValueError(f"{path} = {show(value)} must be true or false")
     elif isinstance(default, tuple) and all(map(_is_number, default)):
         _require_numbers(path, value, len(default))
-    elif "list" in kind and isinstance(value, list | tuple):
+    elif ("list" in kind or declared.name in PER_GROUP) and isinstance(value, list | tuple):
         _require_numbers(path, value, len(value))
     elif _is_number(default) or kind.removesuffix(" | None") == "float":
         _require_number(path, value)

@@ -135,6 +135,7 @@ class Sharded:
         Raises:
             RuntimeError: a parameter was replaced, or became something that it was not placed as.
         """
+        self._finish_fetches()  # what is on its way would land upon what was written
         for unit in self.units:
             unit.take_changes()
         gone = [parameter for there, name, parameter in self._places if there.get(name) is not parameter]
