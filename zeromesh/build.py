@@ -187,7 +187,7 @@ def _is_held(parameter: nn.Parameter) -> bool:
 
 def _is_driven(module: nn.Module) -> bool:
     """Whether an engine that has not been destroyed listens to the module's forward."""
-    return any(getattr(hook, "__module__", "") == hooks.__name__ for hook in module._forward_pre_hooks.values())
+    return any(isinstance(hook, hooks.Hook) for hook in module._forward_pre_hooks.values())
 
 
 def _makes_scheduler(given: Any) -> bool:

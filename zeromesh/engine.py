@@ -76,9 +76,7 @@ class Engine:
 
         def method(*args: Any, **kwargs: Any) -> Any:
             with self.sharded.events.computing(), self._autocast():
-                result = value(*args, **kwargs)
-            self.sharded.events.give_views(result)
-            return result
+                return value(*args, **kwargs)
 
         return method
 
@@ -92,7 +90,7 @@ class Engine:
         dtype = self.config.precision.compute
         if dtype is not None and self.config.precision.cast_inputs:
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
-        with self._autocast():
+        with self.sharded.events.unwinding(), self._autocast():
             return self.module(*args, **kwargs)
 
     forward = __call__

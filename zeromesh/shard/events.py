@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 
 from zeromesh.shard.gradient import Gradient, Reducer
-from zeromesh.shard.hooks import Call, SavedTensors, check_version, passes_of, storage_of, tensors_in
+from zeromesh.shard.hooks import Call, SavedTensors, check_version, passes_of
 from zeromesh.shard.order import Order, Pass, Walk
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.unit import Unit
@@ -39,8 +39,8 @@ class Events:
         self._residency = residency
         self._reducer = reducer
         self._shards = shards
-        self._unit_of = {unit.storage._cdata: unit for unit in units}
-        self._saved = SavedTensors(self._unit_of, self._unpack)
+        self._saved = SavedTensors(residency.unit_of, self._unpack)
+        self._entered: list[Unit] = []
         self._depth = 0
         self._gathering = 0
         self._walks: dict[Pass, Walk] = {}
@@ -55,6 +55,7 @@ class Events:
 
     def forward_begins(self, unit: Unit) -> None:
         """Hook: have the unit's parameters in memory, and take part in the fetches of units that were skipped."""
+        self._entered.append(unit)
         if unit is self._root:
             self.begin()
         elif self._computing_backward():
@@ -65,8 +66,12 @@ class Events:
             self.order.begin_inside(self._inside[unit])
         self._residency.enter(unit)
 
-    def forward_ends(self, unit: Unit, call: Call | None, views: bool) -> None:
-        """Hook: the unit's parameters may go, unless there are ``views`` of them in its output."""
+    def forward_ends(self, unit: Unit, call: Call | None) -> None:
+        """Hook: the unit's parameters may go."""
+        if unit not in self._entered:
+            return  # another hook raised before its forward began
+        while self._entered.pop() is not unit:
+            pass
         if unit is self._root:
             self.end()
         elif not self._computing_backward():
@@ -76,8 +81,16 @@ class Events:
         if call is not None:
             call.forward = self._latest if self._computing_backward() else self.order.current
         self._residency.leave(unit)
-        if views and unit is not self._root:
-            self._residency.touch(unit)
+
+    @contextmanager
+    def unwinding(self) -> Iterator[None]:
+        """Around what computes: end the forwards inside that an exception ended without a word, as Ctrl-C does."""
+        outside = len(self._entered)
+        try:
+            yield
+        finally:
+            while len(self._entered) > outside:
+                self.forward_ends(self._entered[-1], None)
 
     def _recomputing(self, unit: Unit) -> None:
         """A checkpoint computes the unit again, with reentrant autograd before the unit's backward begins."""
@@ -98,7 +111,7 @@ class Events:
         elif not self.order.forward:
             self._residency.plan(self.order.expected())
         self.order.begin_pass(recorded)
-        if recorded and self._root.sharded:
+        if recorded and self._root.sharded and not self._gathering:  # torch.func takes no graphs with hooks
             self._saved.enter()
 
     def end(self, forward: bool = True) -> None:
@@ -129,7 +142,8 @@ class Events:
         self.begin()
         self._residency.open(self._root)
         try:
-            yield
+            with self.unwinding():
+                yield
         finally:
             self.end(forward=False)
             self._residency.leave(self._root)
@@ -153,25 +167,9 @@ class Events:
             for unit in reversed(units):
                 self._residency.leave(unit)
                 if not self.inside:
-                    self._let_go(unit)  # so that a later write, which would be lost, is noticed
+                    self._residency.release(unit)  # so that a later write, which would be lost, is noticed
             if not self.inside:
                 self._residency.shrink()
-
-    def give_views(self, value: object) -> None:
-        """A method of the model has returned ``value``: views of parameters in it stay good."""
-        if self._root.sharded and not self.inside:
-            with torch._C.DisableTorchFunctionSubclass():
-                found = {self._unit_of.get(storage_of(tensor) or 0) for tensor in tensors_in(value)}
-            for unit in found:
-                if unit is not None:
-                    self._let_go(unit)
-
-    def _let_go(self, unit: Unit) -> None:
-        before = unit.storage._cdata
-        self._residency.release(unit)
-        if unit.storage._cdata != before:
-            self._unit_of.pop(before)
-            self._unit_of[unit.storage._cdata] = unit
 
     @staticmethod
     def _computing_backward() -> bool:
@@ -204,13 +202,16 @@ class Events:
     @contextmanager
     def backward(self, loss: torch.Tensor, last: bool) -> Iterator[None]:
         """Around the backward of a loss; ``last`` if an update follows. Units are reduced as they are done with."""
+        while self._entered:  # of a forward that was called on the model itself and interrupted
+            self.forward_ends(self._entered[-1], None)
         self._in_backward = True
         self._begin_walks(loss)
         self._begun = []
         self._reduced = set()
         self._reducer.begin(last)
         try:
-            yield
+            with self.unwinding():
+                yield
             self._end_backward()
         except BaseException:
             self._reducer.reset()
@@ -226,8 +227,6 @@ class Events:
     def backward_begins(self, call: Call) -> None:
         """Hook: the backward of one call of a unit begins."""
         check_version(call.unit, call.version)
-        if torch.is_grad_enabled():
-            self._hold()
         if not self._in_backward:
             self._listen_to_other()
         self._reach(call.unit, call.forward)
@@ -308,18 +307,14 @@ class Events:
         self._finish_walks()
         self._residency.leave_backward()
 
-    def _hold(self) -> None:
-        """Evict nothing before the update: with ``create_graph`` the backward's own graph holds views of parameters."""
-        for unit in self._units:
-            self._residency.keep(unit)
-
     def gradient_arrived(self, gradient: Gradient, index: int, name: str, parameter: torch.Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
         if not self._in_backward:
             parameter.grad = None
             raise RuntimeError(
                 f"the gradient of {name} arrived outside of the engine's backward; "
-                "call engine.backward(loss) instead of loss.backward()"
+                "call engine.backward(loss) instead of loss.backward(), and freeze a model through which another "
+                "engine's loss goes meanwhile (requires_grad_(False))"
             )
         value = parameter.grad
         assert value is not None

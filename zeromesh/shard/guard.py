@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -47,8 +48,10 @@ def away_class(unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str]
     Args:
         unit: whose parameters they are.
         names: fully qualified names by the parameters' ``id``.
-        touch: called with the unit and the name before an operation; brings the unit back or raises.
+        touch: a method, called with the unit and the name before an operation; brings the unit back or raises.
     """
+    # Weakly, as a graph refers to its leaves, and they to their class; see ``hooks``.
+    label, there, told = str(unit), ref(unit), WeakMethod(touch)
 
     class Away(nn.Parameter):
         @classmethod
@@ -58,12 +61,22 @@ def away_class(unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str]
             if func in HARMLESS:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
-            first = next((names[id(a)] for a in args if id(a) in names), f"a parameter of {unit}")
+            first = next((names[id(a)] for a in args if id(a) in names), f"a parameter of {label}")
             if func is torch.Tensor.__repr__:
                 with torch._C.DisableTorchFunctionSubclass():
                     return f"Parameter {first} of shape {tuple(args[0].shape)}, not in memory now"
-            touch(unit, first)
+            bring, its = told(), there()
+            if bring is None or its is None:
+                raise RuntimeError(f"parameter {first} is not in memory, and the engine that had it is gone")
+            bring(its, first)
             return func(*args, **(kwargs or {}))
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            if id(self) not in memo:
+                self.data  # noqa: B018  brings it back, and with it its own class, which is the copy's
+                assert type(self) is not Away
+                return type(self).__deepcopy__(self, memo)
+            return memo[id(self)]
 
     return Away
 

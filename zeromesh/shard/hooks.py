@@ -2,14 +2,16 @@
 
 Tensor hooks on outputs are the only hooks on the graph. Backward identity nodes and full backward hooks would break
 under in-place operations. That a gradient reaches an output of a unit means that every node created after it has run.
+
+A graph refers to the engine weakly: the garbage collector does not see through graphs, and a model may keep one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -32,10 +34,17 @@ class Call:
     """
 
     def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+        self._unit = ref(unit)
         self.version = unit.version
         self.forward = Pass()
         self.task = -1
+
+    @property
+    def unit(self) -> Unit:
+        """See the class."""
+        unit = self._unit()
+        assert unit is not None, "who asks is part of the engine that has the unit"
+        return unit
 
 
 class Listener(Protocol):
@@ -44,14 +53,8 @@ class Listener(Protocol):
     def forward_begins(self, unit: Unit) -> None:
         """The unit's forward is about to run."""
 
-    def forward_ends(self, unit: Unit, call: Call | None, views: bool) -> None:
-        """It has run, or raised.
-
-        Args:
-            unit: whose forward it was.
-            call: it, if a gradient of its outputs may come.
-            views: whether it returned some of its parameters, or views of them.
-        """
+    def forward_ends(self, unit: Unit, call: Call | None) -> None:
+        """It has run, or raised; ``call``: it, if a gradient of its outputs may come."""
 
     def backward_begins(self, call: Call) -> None:
         """The first gradient of an output of this call arrived."""
@@ -79,6 +82,28 @@ def _tensors_in(value: Any, around: set[int]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item, around | {id(value)})
 
 
+class Hook:
+    """A hook on a unit's module. Copies of the module, those in a file too, are ordinary modules and do not have it."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """As torch calls hooks."""
+        self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """What copies do where there was a hook."""
+
+
 def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
     """Register the hooks of one unit; ``calls`` holds those of its calls whose backward has not begun."""
 
@@ -98,11 +123,11 @@ def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
                     tensor.register_hook(hook)
                     if tensor.grad_fn is not None:
                         tensor.grad_fn.metadata[CALL] = call  # type: ignore[index]
-        listener.forward_ends(unit, call, any(storage_of(tensor) == unit.storage._cdata for tensor in outputs))
+        listener.forward_ends(unit, call)
 
     return [
-        unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        unit.module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        unit.module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
+        unit.module.register_forward_hook(Hook(after), with_kwargs=True, always_call=True),
     ]
 
 
@@ -134,15 +159,37 @@ def passes_of(loss: torch.Tensor, wanted: Collection[Pass]) -> set[Pass]:
 
 
 def _output_hook(call: Call, listener: Listener, calls: WeakSet[Call]) -> Callable[[torch.Tensor], None]:
+    told = ref(listener)
+
     def arrived(gradient: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if call.task == task:
+        task, alive = torch._C._current_graph_task_id(), told()
+        if call.task == task or alive is None:
             return  # another output of the same call
         call.task = task
         calls.discard(call)
-        listener.backward_begins(call)
+        alive.backward_begins(call)
 
     return arrived
+
+
+class _View(NamedTuple):
+    """A view of a unit's parameters, as long as it is not needed: where it lies in the unit's storage."""
+
+    unit: ref[Unit]
+    update: int
+    member: int
+    version: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Other(NamedTuple):
+    """Any other tensor; its version is -1 where there is none."""
+
+    version: int
+    value: torch.Tensor
 
 
 class SavedTensors:
@@ -159,42 +206,73 @@ class SavedTensors:
     def __init__(self, unit_of: Mapping[int, Unit], need: Callable[[Unit], None]) -> None:
         self._unit_of = unit_of
         self._need = need
-        self._contexts: list[Any] = []
+        self._context: Any = None
 
     @property
     def entered(self) -> bool:
         """Whether tensors are saved this way now."""
-        return bool(self._contexts)
+        return self._context is not None
 
     def enter(self) -> None:
-        """From here on tensors are saved this way."""
-        context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        context.__enter__()
-        self._contexts.append(context)
+        """From here on tensors are saved this way, unless somebody else's hooks have them, or there can be no hooks.
+
+        Then the graph may hold views, which keep their memory. Inside torch.func there can be no hooks.
+        """
+        autograd: Any = torch._C._autograd
+        if not autograd._saved_tensors_hooks_is_enabled() or autograd._top_saved_tensors_default_hooks(True):
+            return
+        me = ref(self)
+
+        def pack(tensor: torch.Tensor) -> _View | _Other:
+            alive = me()
+            assert alive is not None, "the model computes"
+            return alive._pack(tensor)
+
+        def unpack(packed: _View | _Other) -> torch.Tensor:
+            if isinstance(packed, _Other):
+                if packed.version >= 0:
+                    _check_in_place(packed.version, packed.value)
+                return packed.value
+            alive, unit = me(), packed.unit()
+            if alive is None or unit is None:
+                raise RuntimeError("the engine of this graph is gone, and with it the parameters that the graph needs")
+            return alive._unpack(packed, unit)
+
+        self._context = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        self._context.__enter__()
 
     def leave(self) -> None:
         """No longer."""
-        self._contexts.pop().__exit__(None, None, None)
+        self._context.__exit__(None, None, None)
+        self._context = None
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[Unit | None, int, int, torch.Tensor]:
+    def _pack(self, tensor: torch.Tensor) -> _View | _Other:
         storage = storage_of(tensor)
         if storage is None:
-            return None, 0, -1, tensor.detach()
+            return _Other(-1, tensor.detach())
         unit = self._unit_of.get(storage)
-        return unit, 0 if unit is None else unit.version, tensor._version, tensor.detach()
+        if unit is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg():
+            return _Other(tensor._version, tensor.detach())  # a view that is kept as it is keeps its memory
+        offset = int(tensor.storage_offset())
+        member = unit.member_at(offset * tensor.itemsize)
+        version = unit.members[member]._version
+        return _View(ref(unit), unit.version, member, version, tensor.dtype, offset, tensor.shape, tensor.stride())
 
-    def _unpack(self, packed: tuple[Unit | None, int, int, torch.Tensor]) -> torch.Tensor:
-        unit, update, version, tensor = packed
-        if unit is not None:
-            check_version(unit, update)
-        if version not in (-1, tensor._version):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
-            )
-        if unit is not None:
-            self._need(unit)
-        return tensor
+    def _unpack(self, view: _View, unit: Unit) -> torch.Tensor:
+        check_version(unit, view.update)
+        with torch._C.DisableTorchFunctionSubclass():
+            _check_in_place(view.version, unit.members[view.member])
+        self._need(unit)
+        empty = torch.empty(0, dtype=view.dtype, device=unit.storage.device)
+        return empty.set_(unit.storage, view.offset, view.shape, view.stride)
+
+
+def _check_in_place(saved: int, tensor: torch.Tensor) -> None:
+    if tensor._version != saved:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {saved}"
+        )
 
 
 def check_version(unit: Unit, version: int) -> None:

@@ -21,6 +21,9 @@ from zeromesh.shard.unit import State, Unit
 class Residency:
     """Brings units into slots and evicts them.
 
+    Attributes:
+        unit_of: the unit that a storage belongs to, by the storage's address.
+
     Args:
         root: always in memory while the model computes; it has a slot of its own.
         units: all others.
@@ -38,6 +41,7 @@ class Residency:
         mesh: Mesh,
         on_change: Callable[[Unit, bool], None],
     ) -> None:
+        self.unit_of = {unit.storage._cdata: unit for unit in (root, *units)}
         self._root = root
         self._units = {unit.index: unit for unit in units}
         self._pool = pool
@@ -47,7 +51,6 @@ class Residency:
         self._backward: set[Unit] = set()
         self._held: set[Unit] = set()
         self._node = -1
-        self._kept: set[Unit] = set()
         self._plan: list[int] = []
         self._position = 0
         self._on_change = on_change
@@ -116,14 +119,10 @@ class Residency:
         for unit in before:
             self._hide(unit)
 
-    def keep(self, unit: Unit) -> None:
-        """Do not evict the unit before the next update."""
-        self._kept.add(unit)
-
     def release(self, unit: Unit) -> None:
-        """Evict the unit if nothing needs it now. Views of its parameters that somebody holds stay good."""
-        if unit.slot is not None and unit not in {*self._active, *self._backward, *self._held, *self._kept}:
-            self.evict(unit, keep_views=True)
+        """Evict the unit if nothing needs it now."""
+        if unit.slot is not None and unit not in {*self._active, *self._backward, *self._held}:
+            self.evict(unit)
 
     def shrink(self) -> None:
         """Free the slots beyond the budget that nothing needs now."""
@@ -150,7 +149,7 @@ class Residency:
             self._on_change(unit, False)
 
     def _pinned(self) -> set[Unit]:
-        pinned = {self._root, *self._active, *self._backward, *self._held, *self._kept}
+        pinned = {self._root, *self._active, *self._backward, *self._held}
         return pinned | {ancestor for unit in self._active for ancestor in unit.ancestors}
 
     # Decisions.
@@ -208,17 +207,18 @@ class Residency:
         except ValueError:
             return FAR
 
-    def evict(self, unit: Unit, keep_views: bool = False) -> None:
-        """Give up the unit's slot; with ``keep_views``, its memory is left to those who hold views of it."""
+    def evict(self, unit: Unit) -> None:
+        """Give up the unit's slot. Views of its parameters that somebody holds stay good."""
         if unit.state is State.FETCHING:
             unit.finish_fetch()
         self._on_change(unit, False)
         pool = self._root_pool if unit is self._root else self._pool
-        pool.give(unit.evict(keep_views))
+        before = unit.storage._cdata
+        pool.give(unit.evict())
+        self.unit_of[unit.storage._cdata] = self.unit_of.pop(before)
 
     def evict_all(self) -> None:
         """Give up every slot: the parameters are about to change, or nobody will need them for a while."""
-        self._kept.clear()
         for unit in (self._root, *self._units.values()):
             if unit.slot is not None:
                 self.evict(unit)

@@ -242,7 +242,7 @@ class Sharded:
         """Start to gather what changed, in the order of use; each unit's forward waits for its own part."""
         for index in [self.root.index, *self._order.canonical]:
             unit = self.units[index]
-            if unit.state is State.FETCHED and any(flat.gradient for flat in unit.flats):
+            if unit.state is State.FETCHED and any(flat.gathers for flat in unit.flats):
                 unit.state = State.HOME
                 self._switch(unit, False)
                 unit.begin_fetch(self.mesh, None)

@@ -4,8 +4,8 @@ Note on the names of a unit's tensors:
 
 - ``full``: the flat buffer of a layout, all parameters, as computed with. It is a view of the unit's own storage, to
   which ``parameter.data`` is bound. Fetching puts memory into that storage and evicting takes it out, so that views
-  which autograd saved see the memory again when it is back. Only a storage that others hold views of when a gathering
-  ends is left to them, and the unit gets another.
+  which the unit itself holds see the memory again when it is back. A storage that others hold views of is left to them,
+  and the unit gets another; what autograd saves is no view, but tells where one lies.
 - ``home``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
 - ``master``: what the optimizer updates: an fp32 copy for 16-bit parameters, else ``home`` itself.
 """
@@ -13,6 +13,7 @@ Note on the names of a unit's tensors:
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -66,6 +67,11 @@ class Flat:
         self.home = torch.empty(0)
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether an update changes parts of ``full`` on other ranks."""
+        return self.layout.trainable and self.own.stop - self.own.start < self.layout.size
 
     def fill(self, row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
         """Take the parameters' values, those of the first rank, into ``home`` (or ``full``) and ``master``.
@@ -197,7 +203,9 @@ class Unit:
         self.parent = parent
         self.flats: tuple[Flat, ...] = ()
         self.nbytes = 0
+        self.members: list[nn.Parameter] = []
         self._offsets: list[int] = []
+        self._starts: list[int] = []
         self._references = 0
         self.storage = torch.UntypedStorage(0)
         self.state = State.HOME
@@ -221,6 +229,8 @@ class Unit:
         self.storage = torch.UntypedStorage(self.nbytes, device=mesh.device)
         for flat, offset in zip(flats, self._offsets, strict=True):
             flat.bind(self.storage, offset)
+            self.members += flat.parameters
+            self._starts += [offset + segment.start * flat.layout.dtype.itemsize for segment in flat.layout.segments]
         if self.sharded:
             self.storage.resize_(0)  # from here on parameters are fetched into slots
         for flat in flats:
@@ -231,9 +241,13 @@ class Unit:
     def _count_references(self) -> int:
         return int(torch._C._storage_Use_Count(self.storage._cdata))
 
+    def member_at(self, offset: int) -> int:
+        """Which of the members lies at this byte of the storage."""
+        return max(0, bisect_right(self._starts, offset) - 1)
+
     @property
     def is_viewed(self) -> bool:
-        """Whether there are views of the parameters beside the unit's own; those that autograd has saved count too."""
+        """Whether there are views of the parameters beside the unit's own."""
         return self._count_references() > self._references
 
     @property
@@ -248,9 +262,12 @@ class Unit:
             assert slot is not None
             self.slot = slot
             attach(self.storage, slot)
-        for flat in self.flats:
-            if self.sharded or (flat.layout.trainable and flat.own.stop - flat.own.start < flat.layout.size):
-                self._pending.append(mesh.shard.all_gather(flat.full, flat.home, flat.tag))
+        with torch._C._DisableFuncTorch():  # inside torch.func.jvp and the like, too, this is plain memory
+            self._pending += [
+                mesh.shard.all_gather(flat.full, flat.home, flat.tag)
+                for flat in self.flats
+                if self.sharded or flat.gathers
+            ]
         self.state = State.FETCHING
 
     def finish_fetch(self) -> None:
@@ -276,10 +293,10 @@ class Unit:
         for flat in self.flats:
             flat.take_changes()
 
-    def evict(self, keep_views: bool = False) -> Slot:
+    def evict(self) -> Slot:
         """Give the slot up; the storage is empty from here on. Only where parameters are sharded.
 
-        With ``keep_views``, the memory is left to those who hold views of it, and new memory goes into the slot.
+        If somebody holds views of the parameters, the memory is left to them, and new memory goes into the slot.
         """
         assert self.state is State.FETCHED, (self, self.state)
         assert self.slot is not None
@@ -287,7 +304,7 @@ class Unit:
         for flat in self.flats:
             if not flat.layout.trainable:  # momentum encoders and codebooks are written through ``.data``, too
                 flat.home.copy_(flat.full[flat.own])
-        if keep_views and self.is_viewed:
+        if self.is_viewed:
             self._bind(torch.UntypedStorage(self.slot.nbytes, device=self.storage.device))
         detach(self.storage, self.slot)
         slot, self.slot, self.state = self.slot, None, State.HOME
