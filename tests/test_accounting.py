@@ -417,9 +417,22 @@ def test_one_rank_moves_nothing_and_the_process_is_measured_beside_the_report() 
     assert set(report["parameter"]) == {"device"}
 
 
+class Keeper(nn.Module):
+    """Keeps a loss and an activation with their graphs, and, in a normalised weight, one with its leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.weight_norm(nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.inner(x)
+        self.loss = self.kept.square().mean()
+        return self.kept
+
+
 def dropped(row: int, bf16: bool) -> list[bool]:
     """Whether the engine, the model and its parameters are gone when nobody refers to them any more."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.BatchNorm1d(64))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.BatchNorm1d(64), Keeper())
     settings = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": row}, "bf16": {"enabled": bf16}}
     engine = zeromesh.initialize(model=model, config=settings)[0]
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -467,15 +468,18 @@ def rows(step: int, rank: int) -> torch.Tensor:
 
 def train_functional(how: str, row: int) -> dict[str, torch.Tensor]:
     engine, *_ = zeromesh.initialize(model=build_functional(how), config=config(row, optimizer=ADAMW))
+    gathered = row == 3 and how.startswith("grad")
     for step in range(3):
-        engine.backward(engine(rows(step, engine.data_rank)))
+        # torch.func takes no graphs with hooks, which those of sharded parameters have unless these are gathered.
+        with zeromesh.zero.GatheredParameters(list(engine.module.parameters())) if gathered else nullcontext():
+            loss = engine(rows(step, engine.data_rank))
+        engine.backward(loss)
         engine.step()
     return engine.gathered_state_dict()
 
 
-# Where parameters are sharded, what autograd saves goes through hooks, with which torch refuses reverse mode here.
 FUNCTIONS = [(row, how) for how in ("vmap", "vmap around") for row in (0, 3)] + [
-    (2, how) for how in ("grad", "grad of activations", "grad around")
+    (row, how) for how in ("grad", "grad of activations", "grad around") for row in (2, 3)
 ]
 
 
@@ -489,6 +493,23 @@ def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) 
             (model(rows(step, rank)) / RANKS).backward()
         optimizer.step()
     assert_close(run_ranks(train_functional, RANKS, how, row)[0], model)
+
+
+def forward_derivative(row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    engine, *_ = zeromesh.initialize(model=build_functional(""), config=config(row, optimizer=ADAMW))
+    x = rows(0, 0)
+    found = torch.func.jvp(engine, (x,), (torch.ones_like(x),))
+    engine.backward(engine(x))  # and nothing is left behind
+    engine.step()
+    return found[0].detach(), found[1].detach()
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_forward_derivatives_are_taken_through_the_engine(row: int) -> None:
+    x = rows(0, 0)
+    expected = torch.func.jvp(build_functional(""), (x,), (torch.ones_like(x),))
+    for found in run_ranks(forward_derivative, RANKS, row):
+        torch.testing.assert_close(found, tuple(map(torch.Tensor.detach, expected)))
 
 
 def graphs_that_were_compiled() -> list[int]:

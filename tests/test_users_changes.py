@@ -225,6 +225,114 @@ def test_frozen_parameters_that_a_forward_moves_keep_what_they_became(row: int) 
     assert_same(run_ranks(train_with_momentum, RANKS, row)[0], model.state_dict())
 
 
+# Copies of the model, and views of its parameters.
+
+
+def copies(row: int, folder: str) -> list[Tensors]:
+    engine = start(row)
+    train(engine, 0)
+    every = list(engine.module.parameters())
+    with zeromesh.zero.GatheredParameters(every) if row == 3 else nullcontext():
+        best = copy.deepcopy(engine.module)
+        if engine.data_rank == 1:
+            torch.save(engine.module, f"{folder}/model.pt")
+    found = []
+    if engine.data_rank == 1:  # on one rank alone: copies have nothing to do with the others
+        read = torch.load(f"{folder}/model.pt", weights_only=False)
+        for model in (best, read):
+            model(inputs(1, 0)).square().mean().backward()
+            sgd(model).step()
+            found.append(copy.deepcopy(model.state_dict()))
+            model.zero_grad()
+    train(engine, 1)
+    mean = start(row, best)  # another engine's
+    train(mean, 2)
+    return [*found, engine.gathered_state_dict(), mean.gathered_state_dict()]
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_copies_of_the_model_are_ordinary_models(row: int, tmp_path: Path) -> None:
+    model = build()
+    optimizer = sgd(model)
+    train_plain(model, optimizer, 0)
+    best = copy.deepcopy(model)
+    train_plain(model, optimizer, 1)
+    (first, mean), (second, third, *_) = run_ranks(copies, RANKS, row, str(tmp_path))
+    assert_same(first, model.state_dict())
+    before = copy.deepcopy(best)
+    best(inputs(1, 0)).square().mean().backward()
+    sgd(best).step()
+    assert_same(second, best.state_dict())
+    assert_same(third, best.state_dict())
+    train_plain(before, sgd(before), 2)  # the first rank's copy
+    assert_same(mean, before.state_dict())
+
+
+class Seen(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen, self.flat = self.weight.detach(), self.weight.view(-1)
+        return super().forward(x)
+
+
+class Deep(nn.Module):
+    """More blocks than there are slots; each keeps views of its weight, of which the model makes a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Seen(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x + sum(block.flat.square().mean() for block in self.blocks)
+
+
+def train_with_views(row: int) -> tuple[Tensors, list[torch.Tensor]]:
+    engine = start(row, build(Deep))
+    for number in range(3):
+        train(engine, number)
+    with torch.no_grad():
+        engine(inputs(3, 0))
+    return engine.gathered_state_dict(), [block.seen.clone() for block in engine.module.blocks]
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_views_of_parameters_that_a_model_keeps_are_good(row: int) -> None:
+    model = build(Deep)
+    for number in range(3):
+        train_plain(model, sgd(model), number)
+    outcomes = run_ranks(train_with_views, RANKS, row)
+    assert_same(outcomes[0][0], model.state_dict())
+    for _, views in outcomes:
+        for view, block in zip(views, model.blocks, strict=True):
+            torch.testing.assert_close(view, block.weight.detach(), rtol=1e-12, atol=1e-12)
+
+
+def packed_elsewhere(row: int) -> tuple[int, Tensors]:
+    engine = start(row, build(Deep))
+    count = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = engine(inputs(0, engine.data_rank)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return count, engine.gathered_state_dict()
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_saved_tensors_go_through_the_users_own_hooks(row: int) -> None:
+    model = build(Deep)
+    train_plain(model, sgd(model), 0)
+    found = run_ranks(packed_elsewhere, RANKS, row)
+    assert_same(found[0][1], model.state_dict())
+    assert found[0][0] > 12
+
+
 # Changes that cannot be taken.
 
 
@@ -240,7 +348,13 @@ def refusals(row: int) -> dict[str, str]:
     def unfreeze(model: nn.Module) -> None:
         model.head.weight.requires_grad_(True)
 
-    for change in (widen, replace, unfreeze):
+    def adapt(model: nn.Module) -> None:
+        model.head.adapter = nn.Linear(WIDTH, 2)
+
+    def group(model: nn.Module) -> None:
+        engine.optimizer.add_param_group({"params": [model.head.weight]})
+
+    for change in (widen, replace, unfreeze, adapt, group):
         model = build(dtype=torch.float32)
         model.head.weight.requires_grad_(change is not unfreeze)
         engine = start(row, model)
@@ -263,6 +377,8 @@ def test_changes_of_kind_are_refused_by_name(row: int) -> None:
         assert "head.weight has become torch.float64" in found["widen"]
         assert "head.weight is no longer in the model" in found["replace"]
         assert "head.weight was frozen when initialize was called" in found["unfreeze"]
+        assert "head.adapter.weight came into the model after initialize" in found["adapt"]
+        assert "group 1 of the optimizer holds parameter head.weight of the model" in found["group"]
 
 
 def train_from_old_gradients(row: int) -> float | None:
@@ -451,6 +567,58 @@ def test_gradients_of_an_update_that_the_optimizer_failed_are_not_in_the_next(ro
     model = build()
     train_plain(model, sgd(model), 0)
     assert_same(run_ranks(update_after_a_failed_one, RANKS, row)[0], model.state_dict())
+
+
+class WithMethod(Net):
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+class Interrupted(nn.Linear):
+    """Is interrupted, as by Ctrl-C, of which torch tells no hooks, when ``now`` is set."""
+
+    now = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.now:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def interrupt(row: int, how: str) -> tuple[Tensors, list[int], str]:
+    model = build(WithMethod)
+    model.blocks[1].__class__ = Interrupted
+    engine = start(row, model)
+    train(engine, 0)
+    steps = [len(engine.sharded.events.order.current.ended)]
+    model.blocks[1].now = True
+    compute = {"engine": engine, "model": model, "method": engine.method}[how]
+    with pytest.raises(KeyboardInterrupt):
+        compute(inputs(7, engine.data_rank))
+    model.blocks[1].now = False
+    for number in (1, 2):
+        train(engine, number)
+        steps.append(len(engine.sharded.events.order.current.ended))
+    message = ""
+    try:
+        model.head.weight.sum()
+    except RuntimeError as error:
+        message = str(error)
+    return engine.gathered_state_dict(), steps, message
+
+
+@pytest.mark.parametrize("how", ["engine", "model", "method"])
+@pytest.mark.parametrize("row", [0, 3])
+def test_an_interrupted_forward_leaves_no_traces(row: int, how: str) -> None:
+    model = build()
+    for number in range(3):
+        train_plain(model, sgd(model), number)
+    outcomes = run_ranks(interrupt, RANKS, row, how)
+    assert_same(outcomes[0][0], model.state_dict())
+    for _, steps, message in outcomes:
+        # What was called on the model itself is noticed in the next backward.
+        assert len({*steps[1 + (how == "model") :], steps[0]}) == 1
+        assert ("not in memory outside the model's forward" in message) == (row == 3)
 
 
 def outputs_after_a_rank_failed(row: int) -> tuple[torch.Tensor, Tensors]:

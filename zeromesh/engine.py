@@ -204,6 +204,7 @@ class Engine:
             return
         try:
             self.sharded.take_changes()
+            self._check_groups()
             self.sharded.set_gradients(factor * self._clip(self._norm))
         except BaseException:
             self.sharded.forget_gradients()
@@ -215,6 +216,17 @@ class Engine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._print()
+
+    def _check_groups(self) -> None:
+        """The optimizer updates pieces of parameters; those themselves, if somebody added them, it cannot."""
+        for number, group in enumerate(self.optimizer.param_groups if self.optimizer else []):
+            for parameter in group["params"]:
+                if (name := self.sharded.names.get(id(parameter))) is not None:
+                    raise RuntimeError(
+                        f"group {number} of the optimizer holds parameter {name} of the model, which it cannot update: "
+                        "it has pieces of parameters since initialize; give all groups to initialize, and freeze "
+                        "afterwards what shall be trained later (requires_grad_(False))"
+                    )
 
     def _first_bad_loss(self) -> float:
         """1 + the number of the first micro-batch whose loss is not finite; 0 if all are."""

@@ -85,7 +85,6 @@ class Sharded:
         self.root, rest = self.units[0], self.units[1:]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
-        self._places = [(*_place_of(model, self.names[id(p)]), p) for flat in self.flats for p in flat.parameters]
         policy = GradientPolicy.of(
             row, wire=precision.communicate, accumulate=precision.accumulate, slots=slots.gradient, predivide=predivide
         )
@@ -133,20 +132,25 @@ class Sharded:
         """Take what others wrote to the parameters since the last time; see ``Flat.take_changes``.
 
         Raises:
-            RuntimeError: a parameter was replaced, or became something that it was not placed as.
+            RuntimeError: a parameter was replaced or added, or became something that it was not placed as.
         """
         self._finish_fetches()  # what is on its way would land upon what was written
         for unit in self.units:
             unit.take_changes()
-        gone = [parameter for there, name, parameter in self._places if there.get(name) is not parameter]
+        present = {id(parameter): parameter for parameter in self.model.parameters()}
+        gone = [name for index, name in self.names.items() if index not in present]
+        new = {index for index, p in present.items() if index not in self.names and p.requires_grad}
         if gone:
-            left = {id(parameter) for parameter in self.model.parameters()}
-            for parameter in gone:
-                if id(parameter) not in left:
-                    raise RuntimeError(
-                        f"parameter {self.names[id(parameter)]} is no longer in the model: something put another in "
-                        "its place, which would not be trained; change the model before initialize"
-                    )
+            raise RuntimeError(
+                f"parameter {gone[0]} is no longer in the model: something put another in its place, which would not "
+                "be trained; change the model before initialize"
+            )
+        if new:
+            name = next(name for name, parameter in self.model.named_parameters() if id(parameter) in new)
+            raise RuntimeError(
+                f"parameter {name} came into the model after initialize, and would not be trained; change the model "
+                "before initialize, or freeze the parameter"
+            )
 
     @property
     def pieces(self) -> dict[int, Piece | None]:
@@ -319,12 +323,6 @@ def _tell(events: weakref.ref[Events], gradient: Gradient, index: int, name: str
     """Weakly, because the garbage collector does not see what a parameter's hook refers to: all would stay for ever."""
     if (alive := events()) is not None:
         alive.gradient_arrived(gradient, index, name, parameter)
-
-
-def _place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The registry in which a parameter stands, and its name there."""
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path)._parameters, leaf
 
 
 def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
