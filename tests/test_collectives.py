@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness import run_ranks
 from zeromesh.dist.mesh import AXES, Mesh
@@ -272,6 +275,36 @@ def test_sums_over_both_axes_of_a_hybrid_mesh_are_the_whole_sum_and_are_counted_
             ("reduce_scatter", "replicate"): half,
             ("all_gather", "replicate"): half,
         }
+
+
+def descriptors_after_each_of_many(sizes: list[dict[str, int]]) -> list[int]:
+    found = []
+    for one in sizes:
+        mesh = Mesh(one, CPU)
+        assert mesh.shard.exchange(torch.tensor([mesh.rank])).numel() == 2
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_meshes_of_equal_sizes_share_their_groups() -> None:
+    two = [{"replicate": 2, "data": 2}, {"data": 2, "tensor": 2}]
+    for found in run_ranks(descriptors_after_each_of_many, 4, two * 3):
+        assert found[2:] == found[1:2] * 4, found
+
+
+def over_the_life_of_two_default_groups() -> list[Result]:
+    before, found = dist.group.WORLD, [arrange({"replicate": 2, "data": 2})]
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    assert before is not dist.group.WORLD, "the old one is still held"
+    return [*found, arrange({"replicate": 2, "data": 2})]
+
+
+def test_groups_of_a_default_group_that_was_destroyed_are_not_used_again() -> None:
+    for first, second in run_ranks(over_the_life_of_two_default_groups, 4):
+        assert first == second
 
 
 def refuse(sizes: dict[str, int], message: str) -> None:

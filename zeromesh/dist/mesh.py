@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from zeromesh.dist import watchdog
 from zeromesh.dist.collectives import Group, Traffic, backend_for
+
+_Shape = tuple[int, ...]
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape], list[dist.ProcessGroup]]] = WeakKeyDictionary()
+"""By default group, device type and sizes: this rank's group along each axis. Threads and sockets of a group stay until
+the default group is destroyed, and all others with it; a process may make many engines before that."""
 
 AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
 """Axis names, outermost first. ``replicate`` is hybrid sharding: states are sharded over ``data``, copied over it."""
@@ -60,12 +66,10 @@ class Mesh:
             return groups
         if len(axes) == 1:
             return groups | {axes[0]: Group(axes[0], dist.group.WORLD, self.device, self.traffic, self._watchdog)}
-        # Imported here: a run along one axis, the usual one, need not pay for it.
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(self.device.type, tuple(self.sizes[a] for a in axes), mesh_dim_names=tuple(axes))
+        members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes))
         return groups | {
-            axis: Group(axis, mesh.get_group(axis), self.device, self.traffic, self._watchdog) for axis in axes
+            axis: Group(axis, member, self.device, self.traffic, self._watchdog)
+            for axis, member in zip(axes, members, strict=True)
         }
 
     def group(self, axis: str) -> Group:
@@ -91,3 +95,16 @@ class Mesh:
     def data_rank(self) -> int:
         """Which share of the global batch this rank feeds."""
         return self.replicate.rank * self.sizes["data"] + self.shard.rank
+
+
+def _groups_of(device_type: str, shape: _Shape) -> list[dist.ProcessGroup]:
+    """This rank's group along each of several axes; made by all ranks together when they are first asked for."""
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, {})
+    if (device_type, shape) not in made:
+        # Imported here: a run along one axis, the usual one, need not pay for it.
+        from torch.distributed.device_mesh import init_device_mesh
+
+        made[device_type, shape] = init_device_mesh(device_type, shape).get_all_groups()
+    return made[device_type, shape]
