@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Iterator
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -375,6 +377,108 @@ def dtypes_of_inputs() -> list[torch.dtype]:
 
 def test_tensors_in_mappings_of_any_kind_are_cast() -> None:
     assert run_ranks(dtypes_of_inputs, 1) == [[torch.bfloat16]]
+
+
+class Taken(nn.Module):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.given: Any = None
+
+    def forward(self, given: Any) -> torch.Tensor:
+        self.given = given
+        return self.linear.weight.sum()
+
+
+class ByPosition(OrderedDict[str, Any]):
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else list(self.values())[key]
+
+
+class Listed(list[Any]):
+    pass
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    a: Any
+    b: Any = "b"
+
+    def __post_init__(self) -> None:
+        assert self.b == "b", "a copy is not made anew"
+
+
+CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "dict": lambda item: {"a": item},
+    "a mapping of its own": lambda item: ByPosition(a=item),
+    "UserDict": lambda item: UserDict(a=item),
+    "list": lambda item: [item],
+    "a list of its own": lambda item: Listed([item]),
+    "tuple": lambda item: (item,),
+    "NamedTuple": lambda item: Pair(item, "b"),
+    "dataclass": lambda item: Record(item),
+}
+
+
+def first(container: Any) -> Any:
+    if isinstance(container, Record):
+        return container.a
+    return container["a"] if isinstance(container, dict | UserDict) else container[0]
+
+
+def containers_in_a_forward() -> None:
+    engine = zeromesh.initialize(Taken(), config=config(0, optimizer=ADAMW, bf16={"enabled": True}))[0]
+
+    def taken(given: Any) -> Any:
+        engine(given)
+        return engine.module.given
+
+    narrow, wide = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    for kind, make in CONTAINERS.items():
+        for kept in (make([]), make(narrow), make([make(1), make(None)])):
+            assert taken(kept) is kept, f"{kind}: nothing in it changes"
+        given = make([wide, wide.long()])
+        found = taken(given)
+        assert type(found) is type(given), kind
+        assert [tensor.dtype for tensor in first(found)] == [torch.bfloat16, torch.int64], kind
+        assert first(given)[0] is wide, f"{kind}: what the user gave is left alone"
+    assert taken(ByPosition(a=wide))[0].dtype is torch.bfloat16
+    assert taken(MappingProxyType({"a": wide}))["a"].dtype is torch.bfloat16
+    around: list[Any] = [wide]
+    around.append(around)
+    assert taken(around)[0].dtype is torch.bfloat16
+
+
+def test_containers_among_the_inputs_stay_what_they_are() -> None:
+    run_ranks(containers_in_a_forward, 1)
+
+
+def model_output_in_a_forward(row: int) -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    engine = zeromesh.initialize(Taken(), config=config(row, optimizer=ADAMW, bf16={"enabled": True}))[0]
+    given = BaseModelOutput(last_hidden_state=torch.ones(2), hidden_states=(torch.ones(3),))
+    engine(given=given)
+    found = engine.module.given
+    assert type(found) is BaseModelOutput
+    assert found[0] is found.last_hidden_state is found["last_hidden_state"]
+    assert {found[0].dtype, found.hidden_states[0].dtype} == {torch.bfloat16}
+    assert found.attentions is None
+    assert given[0].dtype is torch.float32
+    engine(given=found)
+    assert engine.module.given is found
+
+
+def test_outputs_of_hugging_face_models_among_the_inputs_stay_what_they_are() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(model_output_in_a_forward, 1, 3, timeout=60)
 
 
 class Frozen(nn.Module):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import isfinite
@@ -85,11 +87,12 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on this rank's share of a micro-batch.
 
-        Floating-point inputs are cast to the dtype of a 16-bit run (``auto_cast: false`` leaves them alone).
+        Floating-point inputs, in containers too, are cast to the dtype of a 16-bit run (``auto_cast: false`` leaves
+        them alone). A container with one becomes a copy of its kind; others are passed on as they are.
         """
         dtype = self.config.precision.compute
         if dtype is not None and self.config.precision.cast_inputs:
-            args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+            args, kwargs = _map((args, kwargs), partial(_cast, dtype=dtype))
         with self.sharded.events.unwinding(), self._autocast():
             return self.module(*args, **kwargs)
 
@@ -313,7 +316,7 @@ class Engine:
         return self._mean(losses)
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        batch = _to_device(batch, self.device)
+        batch = _map(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
         if self._loss_fn is not None:
             inputs, labels = batch
             output = self(*inputs) if isinstance(inputs, tuple | list) else self(inputs)
@@ -516,33 +519,46 @@ def _check_loss(loss: Any, graph: bool = True) -> torch.Tensor:
     return loss
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    cast = partial(_cast, dtype=dtype)
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not tensor.is_floating_point() or tensor.dtype == dtype:
+        return tensor
+    if dtype is torch.float16:  # the -1e9 of a mask must not become infinite
+        limit = torch.finfo(dtype).max
+        if tensor.dtype is torch.bfloat16:  # which has not this limit among its numbers
+            tensor = tensor.float()
+        tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
+    return tensor.to(dtype)
+
+
+def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor], around: frozenset[int] = frozenset()) -> Any:
+    """Replace the tensors in nested mappings, lists, tuples and dataclasses by ``function`` of them.
+
+    What holds none that changes stays the same object, so that a forward may fill it; else a copy of it is returned.
+    ``around`` are the containers that this one is in, as one may hold itself.
+    """
     if isinstance(value, torch.Tensor):
-        if not value.is_floating_point() or value.dtype == dtype:
-            return value
-        if dtype is torch.float16:  # the -1e9 of a mask must not become infinite
-            limit = torch.finfo(dtype).max
-            value = (
-                value.float() if value.dtype is torch.bfloat16 else value
-            )  # which has not this limit among its numbers
-            value = torch.where(value.isinf(), value, value.clamp(-limit, limit))
-        return value.to(dtype)
-    return _map(value, cast)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    return _map(value, partial(_to_device, device=device))
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    """``function`` of the items of mappings, which become dicts, lists and tuples; anything else as it is."""
+        return function(value)
+    items: dict[Any, Any] = {}
     if isinstance(value, Mapping):
-        return {key: function(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(function(item) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(function(item) for item in value))
-    return value
+        items = dict(value.items())
+    elif isinstance(value, list) or type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = dict(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if not items or id(value) in around:
+        return value
+    mapped = {key: _map(item, function, around | {id(value)}) for key, item in items.items()}
+    changed = {key: item for key, item in mapped.items() if item is not items[key]}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*mapped.values()) if hasattr(value, "_fields") else tuple(mapped.values())
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return mapped
+    copied = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, MutableMapping | list):
+            copied[key] = item
+        else:
+            object.__setattr__(copied, key, item)  # it may be frozen
+    return copied
