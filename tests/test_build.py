@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import IterableDataset
 
 import zeromesh
 from harness import run_ranks
@@ -139,3 +143,143 @@ def seen_by_the_model(dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_that_are_finite_stay_finite_in_fp16(dtype: torch.dtype) -> None:
     assert run_ranks(seen_by_the_model, 2, dtype)[1] == [-65504.0, 65504.0, float("-inf"), 2.0]
+
+
+# What fails leaves the model as it was.
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(int, 1)
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(3)])
+
+
+def fails() -> Any:
+    raise ArithmeticError("of the user")
+
+
+def mistakes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """What the message says, what is wrong in the configuration, and among the arguments."""
+    other, used = nn.Linear(3, 4), torch.optim.SGD(model.parameters(), lr=0.1)
+    used.state[model[0][0].weight]["step"] = 2
+    groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters()}]
+    return [
+        ('did you mean "lr"', {"optimizer": {"type": "SGD", "params": {"learning_rate": 0.1}}}, {}),
+        ("learning rate: -1", {"optimizer": {"type": "SGD", "params": {"lr": -1.0}}}, {}),
+        ("not the model's", {}, {"model_parameters": other.parameters()}),
+        ("not the model's", {}, {"optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}),
+        ("LBFGS cannot be used", {}, {"optimizer": torch.optim.LBFGS(model.parameters())}),
+        ("has been stepped", {}, {"optimizer": used}),
+        ("returned a list", {}, {"optimizer": list}),
+        ("of the user", {}, {"optimizer": lambda parameters: fails()}),
+        ("warmup_steps", {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}, {"optimizer": optimizer}),
+        (
+            "3 values for 2 parameter groups",
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2, 3]}}},
+            {"model_parameters": groups},
+        ),
+        ("of the user", {}, {"lr_scheduler": lambda optimizer: fails()}),
+        ("of the user", {}, {"lr_scheduler": lambda optimizer: fails(), "optimizer": optimizer}),
+        ("step needs metrics", {}, {"lr_scheduler": lr_scheduler.ReduceLROnPlateau, "optimizer": optimizer}),
+        ("IterableDataset", {}, {"training_data": Endless(), "optimizer": optimizer}),
+        ("has no len", {}, {"training_data": iter([])}),
+        ("'Bloc' matches no module", {"units": ["Bloc"]}, {"optimizer": optimizer}),
+        ("'Bloc' matches no module", {"activation_checkpointing": {"enabled": True, "targets": ["Bloc"]}}, {}),
+    ]
+
+
+def described(model: nn.Module) -> list[Any]:
+    tensors = [*model.parameters(), *model.buffers()]
+    return [
+        *[(type(tensor), tensor.dtype, tensor.data_ptr(), tensor.sum().item()) for tensor in tensors],
+        *[
+            (module._forward_pre_hooks, module._forward_hooks, module.__dict__.get("forward"))
+            for module in model.modules()
+        ],
+    ]
+
+
+def trained(model: nn.Module, settings: dict[str, Any], optimizer: Any) -> dict[str, torch.Tensor]:
+    engine = zeromesh.initialize(model, optimizer, config=settings)[0]
+    for step in range(3):
+        engine.backward(engine(torch.eye(6) + engine.data_rank + step).square().mean())
+        engine.step()
+    return engine.gathered_state_dict()
+
+
+def trained_after_mistakes(row: int, users: bool, mesh: dict[str, int]) -> None:
+    more = {"bf16": {"enabled": True}, "activation_checkpointing": {"enabled": True}, "mesh": mesh}
+    settings = config(zero_optimization={"stage": row}, **more)
+    model, same = normed(), normed()
+    optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.1, initial_accumulator_value=0.1) for m in (model, same)]
+    before = described(model)
+    for text, wrong, arguments in mistakes(model, optimizers[0]):
+        with pytest.raises((ValueError, TypeError, ArithmeticError), match=text) as caught:
+            zeromesh.initialize(model, config={**settings, **wrong}, **arguments)
+        assert not hasattr(caught.value, "__notes__"), text
+        assert described(model) == before, text
+    if dist.get_rank() == 1:  # the others hear of it
+        with pytest.raises(ValueError, match="IterableDataset"):
+            zeromesh.initialize(model, config=settings, training_data=Endless())
+    else:
+        with pytest.raises(RuntimeError, match="rank 1 could not prepare"):
+            zeromesh.initialize(model, config=settings, training_data=[1])
+    assert described(model) == before
+    found, expected = (
+        trained(m, settings, o if users else None) for m, o in zip((model, same), optimizers, strict=True)
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("row", "users"), [(0, False), (1, True), (3, False), (3, True)])
+def test_after_any_mistake_the_same_model_can_be_initialized(row: int, users: bool) -> None:
+    run_ranks(trained_after_mistakes, 2, row, users, {}, timeout=60)
+
+
+def test_after_any_mistake_the_same_model_can_be_initialized_on_two_axes() -> None:
+    run_ranks(trained_after_mistakes, 4, 3, False, {"replicate": 2, "data": 2}, timeout=60)
+
+
+def failed_late(row: int) -> None:
+    model, calls = normed(), []
+
+    def second_fails(optimizer: torch.optim.Optimizer) -> Any:
+        calls.append(optimizer)
+        return lr_scheduler.ConstantLR(optimizer) if len(calls) == 1 else fails()
+
+    settings = config(zero_optimization={"stage": row}, activation_checkpointing={"enabled": True})
+    with pytest.raises(ArithmeticError) as caught:
+        zeromesh.initialize(model, config=settings, lr_scheduler=second_fails)
+    assert "had begun to change the model: build it anew" in caught.value.__notes__[0]
+    assert [type(optimizer) for optimizer in calls] == [torch.optim.SGD] * 2
+    assert not any(module._forward_pre_hooks or "forward" in module.__dict__ for module in model.modules())
+    if row == 3:
+        with pytest.raises(ValueError, match="already belongs to an engine"):
+            zeromesh.initialize(model, config=settings)
+    else:
+        found, expected = trained(model, settings, None), trained(normed(), settings, None)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("row", [0, 2, 3])
+def test_what_fails_when_the_model_has_changed_says_so_and_takes_the_hooks_off(row: int) -> None:
+    run_ranks(failed_late, 2, row)
+
+
+def said_once() -> list[str]:
+    said: list[str] = []
+    logging.getLogger("zeromesh").setLevel(logging.INFO)
+    logging.getLogger("zeromesh").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    settings = config(optimizer={"type": "Adam", "params": {"torch_adam": True}})
+    zeromesh.initialize(nn.Linear(2, 2), config=settings)
+    return [text for text in said if "no further effect" in text]
+
+
+def test_what_is_tried_first_is_said_once() -> None:
+    assert run_ranks(said_once, 1) == [["optimizer.params.torch_adam of Adam has no further effect"]]

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ from zeromesh.config.printing import jsonable
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.mesh import Mesh
 from zeromesh.engine import Engine
+from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.shard import guard, hooks
 from zeromesh.shard.exchange import FlatExchange
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
 
     from zeromesh.config.settings import Resolved, Settings
+    from zeromesh.model.piece import PieceExchange
 
 Config = str | Path | Mapping[str, Any]
 
@@ -68,7 +72,8 @@ def initialize(
         training_data: a data set, for which a loader is made that gives each rank its share. Every pass over it has
             another order, which follows from the seed and the number of the pass; ``loader.sampler.set_epoch`` sets
             the number.
-        lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one.
+        lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one, which is first tried on a
+            stand-in for the configuration's optimizer.
         collate_fn: for the loader.
         config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
         mesh: the ranks; made from the configuration by default.
@@ -82,7 +87,8 @@ def initialize(
 
     Raises:
         ConfigError: a ValueError that lists everything wrong with the configuration.
-        ValueError: the model cannot be trained this way, or the ranks have different configurations or models.
+        ValueError: the model cannot be trained this way, or the ranks have different configurations or models. Unless a
+            note of the error says otherwise, the model is as it was, and may be tried again.
     """
     from zeromesh.config.settings import Settings
 
@@ -108,20 +114,47 @@ def initialize(
     require_agreement(world, "the model", describe(model))
     mesh = mesh or make_mesh(settings, environment)
     resolved = settings.resolve(mesh.data_size, mesh.sizes)
-    owned = list(_parameters_and_groups(model, model_parameters))
-    materialise = materialiser(model, resolved.seed)
-    _place_buffers(model, mesh.device, resolved.precision.compute)
+
+    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, DataLoader[Any] | None]:
+        """What can be made, or tried, while the model is as it was."""
+        loader = _loader(training_data, collate_fn, resolved, mesh)
+        owned = list(_parameters_and_groups(model, model_parameters))
+        user = _user_optimizer(optimizer, owned)
+        if user is None:
+            with _silent("zeromesh.optim"):  # it will speak when they are made in earnest
+                scheduler = _build_scheduler(resolved, lr_scheduler, _stand_in(model, mesh, resolved, owned))
+        else:
+            _check_user_optimizer(user, model, mesh, resolved)
+            scheduler = _build_scheduler(resolved, lr_scheduler, user)
+        return owned, user, scheduler, loader
+
+    prepared, failure = attempt(prepare)
+    share(world, "prepare its optimizer, schedule and data", failure)
+    assert prepared is not None
+    owned, built, scheduler, loader = prepared
+    sharded = None
+    try:
+        materialise = materialiser(model, resolved.seed)
+        _place_buffers(model, mesh.device, resolved.precision.compute)
+        sharded = shard(model, mesh, resolved, materialise)
+        if built is not None:
+            _adopt(built, sharded, resolved)
+        elif resolved.optimizer is not None:
+            exchange = FlatExchange(sharded.flats, sharded.row, mesh)
+            built = _build_optimizer(model, mesh, resolved, owned, sharded.pieces, exchange)
+            scheduler = _build_scheduler(resolved, lr_scheduler, built)
+    except BaseException as error:
+        if sharded is not None:
+            sharded.close()
+        error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
+        raise
     _checkpoint_activations(model, resolved)
-    user = _user_optimizer(optimizer, owned)
-    sharded = shard(model, mesh, resolved, materialise)
-    built = _build_optimizer(sharded, resolved, user, owned)
-    scheduler = _build_scheduler(resolved, lr_scheduler, built)
     engine = Engine(sharded, resolved, built, scheduler, loss_fn)
     zero.register(engine)
     if mesh.rank == 0:
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
         _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
-    return engine, built, _loader(training_data, collate_fn, resolved, mesh), scheduler
+    return engine, built, loader, scheduler
 
 
 def _show_log() -> None:
@@ -161,6 +194,9 @@ def _check(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:
     """Refuse what cannot be trained while everything is as it was."""
     _check_free(model)
     check_parameters(model)
+    find_units(model, settings.units)
+    if settings.activation_checkpointing.enabled:
+        find_units(model, settings.activation_checkpointing.targets)
     if settings.row.parameter is Placement.SHARDED:
         check_compiled(model, settings.units)
     if lr_scheduler is not None and not _makes_scheduler(lr_scheduler):
@@ -263,18 +299,17 @@ def _user_optimizer(given: Any, owned: Sequence[dict[str, Any]]) -> Optimizer | 
 
 
 def _build_optimizer(
-    sharded: Sharded, settings: Resolved, user: Optimizer | None, owned: Sequence[dict[str, Any]]
+    model: nn.Module,
+    mesh: Mesh,
+    settings: Resolved,
+    owned: Sequence[dict[str, Any]],
+    pieces: Mapping[int, Piece | None],
+    exchange: PieceExchange,
 ) -> Optimizer | None:
+    """The configuration's. ``pieces`` are by ``id`` of the parameter."""
     from zeromesh.optim import factory
     from zeromesh.optim.groups import hidden_matrices
 
-    is_sharded = sharded.row.optimizer is Placement.SHARDED and sharded.mesh.shard.size > 1
-    allow = settings.zero_allow_untested_optimizer
-    pieces = sharded.pieces
-    if user is not None:
-        by_parameter = {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
-        factory.adopt(user, by_parameter, is_sharded, allow)
-        return user
     if settings.optimizer is None:
         return None
     groups = []
@@ -282,10 +317,54 @@ def _build_optimizer(
         mine = [pieces.get(id(parameter)) for parameter in group["params"]]
         options = {key: value for key, value in group.items() if key not in ("params", "name", "param_names")}
         groups.append(factory.Group(tuple(piece for piece in mine if piece is not None), options))
-    exchange = FlatExchange(sharded.flats, sharded.row, sharded.mesh)
-    chosen = settings.optimizer
-    matrices = hidden_matrices(sharded.model) if chosen.type.lower() == "muon" else frozenset()
-    return factory.build(chosen.type, dict(chosen.params), groups, exchange, is_sharded, allow, matrices)
+    chosen, allow = settings.optimizer, settings.zero_allow_untested_optimizer
+    matrices = hidden_matrices(model) if chosen.type.lower() == "muon" else frozenset()
+    return factory.build(chosen.type, dict(chosen.params), groups, exchange, _is_cut(mesh, settings), allow, matrices)
+
+
+def _stand_in(model: nn.Module, mesh: Mesh, settings: Resolved, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
+    """The configuration's optimizer over pieces without memory: it raises what the real one would."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    pieces: dict[int, Piece | None] = {}
+    for name, like in trained:
+        empty = nn.Parameter(torch.empty(like.numel(), dtype=like.dtype, device="meta"))
+        pieces[id(like)] = Piece(name, tuple(like.shape), 0, like.numel(), empty)
+    exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained]])
+    return _build_optimizer(model, mesh, settings, owned, pieces, exchange)
+
+
+def _check_user_optimizer(user: Optimizer, model: nn.Module, mesh: Mesh, settings: Resolved) -> None:
+    """Raise what ``factory.adopt`` would."""
+    from zeromesh.optim import factory
+
+    factory._check_class(type(user), _is_cut(mesh, settings), settings.zero_allow_untested_optimizer)
+    factory._check_fresh(user)
+    factory._check_members(user, {parameter: None for parameter in model.parameters() if parameter.requires_grad})
+
+
+def _adopt(user: Optimizer, sharded: Sharded, settings: Resolved) -> None:
+    from zeromesh.optim import factory
+
+    pieces = sharded.pieces
+    by_parameter = {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
+    factory.adopt(user, by_parameter, _is_cut(sharded.mesh, settings), settings.zero_allow_untested_optimizer)
+
+
+def _is_cut(mesh: Mesh, settings: Resolved) -> bool:
+    """Whether an optimizer's pieces may be less than whole parameters."""
+    return settings.row.optimizer is Placement.SHARDED and mesh.shard.size > 1
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """In this context a logger, and those below it, say nothing."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:
