@@ -72,8 +72,7 @@ def initialize(
         training_data: a data set, for which a loader is made that gives each rank its share. Every pass over it has
             another order, which follows from the seed and the number of the pass; ``loader.sampler.set_epoch`` sets
             the number.
-        lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one, which is first tried on a
-            stand-in for the configuration's optimizer.
+        lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one.
         collate_fn: for the loader.
         config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
         mesh: the ranks; made from the configuration by default.
@@ -120,13 +119,14 @@ def initialize(
         loader = _loader(training_data, collate_fn, resolved, mesh)
         owned = list(_parameters_and_groups(model, model_parameters))
         user = _user_optimizer(optimizer, owned)
-        if user is None:
-            with _silent("zeromesh.optim"):  # it will speak when they are made in earnest
-                scheduler = _build_scheduler(resolved, lr_scheduler, _stand_in(model, mesh, resolved, owned))
-        else:
+        if user is not None:
             _check_user_optimizer(user, model, mesh, resolved)
-            scheduler = _build_scheduler(resolved, lr_scheduler, user)
-        return owned, user, scheduler, loader
+            return owned, user, _build_scheduler(resolved, lr_scheduler, user), loader
+        with _silent("zeromesh.optim"):  # it will speak when they are made in earnest
+            stand_in = _stand_in(model, mesh, resolved, owned)
+            if lr_scheduler is None:
+                _build_scheduler(resolved, None, stand_in)
+        return owned, None, lr_scheduler, loader
 
     prepared, failure = attempt(prepare)
     share(world, "prepare its optimizer, schedule and data", failure)
@@ -139,7 +139,7 @@ def initialize(
         sharded = shard(model, mesh, resolved, materialise)
         if built is not None:
             _adopt(built, sharded, resolved)
-        elif resolved.optimizer is not None:
+        else:
             exchange = FlatExchange(sharded.flats, sharded.row, mesh)
             built = _build_optimizer(model, mesh, resolved, owned, sharded.pieces, exchange)
             scheduler = _build_scheduler(resolved, lr_scheduler, built)
