@@ -120,7 +120,7 @@ def initialize(
         owned = list(_parameters_and_groups(model, model_parameters))
         user = _user_optimizer(optimizer, owned)
         if user is not None:
-            _check_user_optimizer(user, model, mesh, resolved)
+            _check_users_optimizer(user, model, mesh, resolved)
             return owned, user, _build_scheduler(resolved, lr_scheduler, user), loader
         with _silent("zeromesh.optim"):  # it will speak when they are made in earnest
             stand_in = _stand_in(model, mesh, resolved, owned)
@@ -333,13 +333,11 @@ def _stand_in(model: nn.Module, mesh: Mesh, settings: Resolved, owned: Sequence[
     return _build_optimizer(model, mesh, settings, owned, pieces, exchange)
 
 
-def _check_user_optimizer(user: Optimizer, model: nn.Module, mesh: Mesh, settings: Resolved) -> None:
-    """Raise what ``factory.adopt`` would."""
+def _check_users_optimizer(user: Optimizer, model: nn.Module, mesh: Mesh, settings: Resolved) -> None:
     from zeromesh.optim import factory
 
-    factory._check_class(type(user), _is_cut(mesh, settings), settings.zero_allow_untested_optimizer)
-    factory._check_fresh(user)
-    factory._check_members(user, {parameter: None for parameter in model.parameters() if parameter.requires_grad})
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    factory.check_users(user, trained, _is_cut(mesh, settings), settings.zero_allow_untested_optimizer)
 
 
 def _adopt(user: Optimizer, sharded: Sharded, settings: Resolved) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,9 +176,7 @@ def adopt(
         ValueError: if the optimizer would be wrong on pieces, has been stepped, or holds foreign parameters.
     """
     cls = type(optimizer)
-    _check_class(cls, sharded, allow_untested)
-    _check_fresh(optimizer)
-    _check_members(optimizer, pieces_by_parameter)
+    check_users(optimizer, pieces_by_parameter, sharded, allow_untested)
     if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
         _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
     for group in optimizer.param_groups:
@@ -237,6 +235,15 @@ def _group_dict(group: Group) -> dict[str, Any]:
     return {"params": [piece.parameter for piece in group.pieces], **options}
 
 
+def check_users(
+    optimizer: Optimizer, parameters: Container[nn.Parameter], sharded: bool, allow_untested: bool = False
+) -> None:
+    """Raise what ``adopt`` raises, of a model with these trainable ``parameters``."""
+    _check_class(type(optimizer), sharded, allow_untested)
+    _check_fresh(optimizer)
+    _check_members(optimizer, parameters)
+
+
 def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> None:
     if cls in _NEVER:
         raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
@@ -257,14 +264,14 @@ def _check_fresh(optimizer: Optimizer) -> None:
         )
 
 
-def _check_members(optimizer: Optimizer, pieces_by_parameter: Mapping[nn.Parameter, Piece | None]) -> None:
+def _check_members(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
     foreign = [
         f"group {number}, parameter {place}"
         + (f" ({group['param_names'][place]})" if "param_names" in group else "")
         + f" of shape {tuple(parameter.shape)}"
         for number, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
-        if parameter.requires_grad and parameter not in pieces_by_parameter
+        if parameter.requires_grad and parameter not in parameters
     ]
     if foreign:
         raise ValueError(
