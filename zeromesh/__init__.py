@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zeromesh.dist.mesh import Mesh
     from zeromesh.engine import Engine
     from zeromesh.optim.groups import no_decay_groups
+    from zeromesh.pretrained import from_pretrained, load_pretrained
 
 __version__ = "0.1.0.dev0"
 
@@ -28,14 +29,16 @@ _HOMES = {
     "init_distributed": "zeromesh.dist.environment",
     "Mesh": "zeromesh.dist.mesh",
     "Engine": "zeromesh.engine",
+    "from_pretrained": "zeromesh.pretrained",
+    "load_pretrained": "zeromesh.pretrained",
     "no_decay_groups": "zeromesh.optim.groups",
     "zero": "",
     "checkpointing": "",
 }
 
 __all__ = [
-    "Engine", "Environment", "Mesh", "Settings", "checkpointing", "init_distributed", "initialize", "make_mesh",
-    "no_decay_groups", "shard", "zero",
+    "Engine", "Environment", "Mesh", "Settings", "checkpointing", "from_pretrained", "init_distributed",
+    "initialize", "load_pretrained", "make_mesh", "no_decay_groups", "shard", "zero",
 ]  # fmt: skip
 
 

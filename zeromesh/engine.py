@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from zeromesh import report, saving
+from zeromesh import export, report, saving
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.sharded import Agreement, Sharded
 
@@ -497,9 +497,25 @@ class Engine:
         """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
         return saving.gathered_state_dict(self.sharded)
 
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """Write the whole model in the dtype it computes in, as one safetensors file. All ranks call it."""
-        return saving.save_model(self.sharded, Path(save_dir), save_filename)
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "model.safetensors", merge_adapters: bool = False
+    ) -> bool:
+        """Write the model, in the dtype it computes in, as a folder that ``from_pretrained`` opens. All ranks call it.
+
+        A model of transformers gets its configuration beside the weights; of one with PEFT's adapters, these are
+        written alone, as PEFT reads them. The first rank holds one unit and one file's tensors, at most 4 GB, at once.
+
+        Args:
+            save_dir: the folder.
+            save_filename: of the weights; where one file would be too large, they are numbered and there is an index.
+            merge_adapters: write the whole model with the adapters added to it.
+
+        Raises:
+            OSError: the first rank could not write; RuntimeError on the others.
+            ValueError: there are no adapters to merge.
+        """
+        export.save_model(self.sharded, Path(save_dir), save_filename, merge_adapters)
+        return True
 
     def destroy(self) -> None:
         """Drain what is under way and release the hooks."""

@@ -527,18 +527,3 @@ def gathered_state_dict(sharded: Sharded) -> dict[str, torch.Tensor]:
             found.setdefault(name, found[sharded.names[id(parameter)]])
         found |= {name: buffer.detach().cpu().clone() for name, buffer in _buffers(sharded)}
     return found
-
-
-def save_model(sharded: Sharded, folder: Path, filename: str) -> bool:
-    """Write the gathered state as one safetensors file; a shared parameter once, under its first name."""
-    state = gathered_state_dict(sharded)
-
-    def write() -> None:
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True, exist_ok=True)
-        unique = {id(tensor): (name, tensor) for name, tensor in reversed(state.items())}
-        save_file({name: tensor.contiguous() for name, tensor in unique.values()}, folder / filename, {"format": "pt"})
-
-    together(sharded.mesh.group("world"), "write the model", write if sharded.mesh.rank == 0 else lambda: None)
-    return True

@@ -6,13 +6,18 @@ construction would have drawn, since each random operation is also run once for 
 temporary of its own: so the weights are those of the ordinary construction, bit for bit, under every layout.
 
 A construction that looks at a value is given it: the tape so far is replayed for that tensor alone.
+
+Values may also come from a ``Source``, such as a file. Then what had been done to the tensor before is not run, and
+where nothing is done to it afterwards, a rank can read the part that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,6 +28,15 @@ LARGE = 1 << 13
 """Elements from which a tensor is deferred. Smaller ones are real, which is faster than to record them."""
 
 _MARK = "_zeromesh_tape"
+
+_NUMBERS: Iterator[int] = count()
+
+
+class Source(Protocol):
+    """Where the values of a tensor rest. As text it names the place."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the flattened tensor, 1-D, in the dtype in which they rest."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,9 @@ class _Operation:
     reads: frozenset[int]
     writes: frozenset[int]
     random: torch.Tensor | None
+    source: Source | None = None
+    """Where all values of what is written come from."""
+    number: int = field(default_factory=_NUMBERS.__next__)
 
 
 class Tape:
@@ -62,16 +79,31 @@ class Tape:
 
     def __init__(self) -> None:
         self.operations: list[_Operation] = []
-        self._alive: list[Any] = []
+        self._alive: list[torch.UntypedStorage] = []
 
     def record(self, operation: _Operation, tensors: Sequence[torch.Tensor]) -> None:
         """Add an operation; the storages of the deferred ``tensors`` keep their identity, and lead back to the tape."""
-        self.operations.append(operation)
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        for storage in storages:
-            if getattr(storage, _MARK, None) is None:
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            other = getattr(storage, _MARK, None)
+            if other is None:
                 setattr(storage, _MARK, self)
-        self._alive.append(storages)
+                self._alive.append(storage)
+            elif other is not self:
+                self._join(other)
+        self.operations.append(operation)
+
+    def _join(self, other: Tape) -> None:
+        """Take the operations of an earlier construction, whose tensors are used in this one."""
+        self.operations = sorted(self.operations + other.operations, key=lambda operation: operation.number)
+        self._alive += other._alive
+        for storage in other._alive:
+            setattr(storage, _MARK, self)
+
+    def source(self, tensor: torch.Tensor) -> Source | None:
+        """Where a deferred tensor's values come from, if nothing is done to them afterwards."""
+        view = _View.of(tensor)
+        last = next((operation for operation in reversed(self.operations) if view.storage in operation.writes), None)
+        return last.source if last is not None and last.outputs == (view,) else None
 
     def replay(self, tensor: torch.Tensor) -> torch.Tensor:
         """The real tensor in place of a deferred one; nothing else of the tape outlives the call."""
@@ -81,7 +113,7 @@ class Tape:
         for operation in reversed(self.operations):
             if operation.writes & wanted:
                 needed.append(operation)
-                wanted |= operation.reads
+                wanted = wanted - operation.writes if operation.source is not None else wanted | operation.reads
         storages: dict[int, torch.UntypedStorage] = {}
         before = torch.get_rng_state()
         with torch.no_grad():
@@ -204,6 +236,31 @@ def replayed(value: Any) -> Any:
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         tape: Tape = getattr(value.untyped_storage(), _MARK)
         return tape.replay(value)
+
+
+def read_from(tensor: torch.Tensor, source: Source) -> None:
+    """Let a tensor on the meta device have the values of a source, whatever it was to have before.
+
+    It is the whole of its storage, and in row-major order.
+    """
+    view = _View.of(tensor)
+    size = math.prod(view.size)
+    assert tensor.is_contiguous()
+    assert tensor.untyped_storage().nbytes() == size * view.dtype.itemsize
+
+    def read() -> torch.Tensor:
+        return torch.empty(view.size, dtype=view.dtype).copy_(source.read(0, size).view(view.size))
+
+    tape = getattr(tensor.untyped_storage(), _MARK, None) or Tape()
+    tape.record(_Operation(read, (), {}, (view,), frozenset(), frozenset({view.storage}), None, source), [tensor])
+
+
+def source_of(tensor: torch.Tensor) -> Source | None:
+    """Where a tensor's values are to be read from; None if they have to be computed, or are there."""
+    if not is_deferred(tensor):
+        return None
+    tape: Tape = getattr(tensor.untyped_storage(), _MARK)
+    return tape.source(tensor)
 
 
 def _read_only(value: Any) -> Any:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.shard.deferred import is_deferred, replayed
+from zeromesh.shard.deferred import Source, is_deferred, replayed, source_of
 
 
-def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter], None]:
+def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter], Source | None]:
     """A function that makes a parameter of the model real, in place: the object stays the same.
 
-    Parameters made under ``Recording`` are replayed. Others on the meta device are initialised by their modules'
+    Where its values rest in a source, this is returned, and the parameter has no elements yet. Parameters made under
+    ``Recording`` are replayed. Others on the meta device are initialised by their modules'
     ``reset_parameters`` and by ``_init_weights`` of a module around them (as Hugging Face models have it), each module
     seeded by its name.
 
@@ -29,14 +30,18 @@ def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter
         for prefix, module in model.named_modules():
             _materialise_buffers(model, prefix, module, seed)
 
-    def materialise(name: str, parameter: nn.Parameter) -> None:
-        if is_deferred(parameter):
+    def materialise(name: str, parameter: nn.Parameter) -> Source | None:
+        source = source_of(parameter)
+        if source is not None:
+            _replace(parameter, torch.empty(0, dtype=parameter.dtype))
+        elif is_deferred(parameter):
             _replace(parameter, replayed(parameter))
         elif parameter.device.type == "meta":
             path, _, last = name.rpartition(".")
             values = _initialised(model, path, seed)
             _require_value(model, name, values[last])
             _replace(parameter, values[last])
+        return source
 
     return materialise
 

@@ -23,14 +23,15 @@ from zeromesh.dist.collectives import Pending
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row
+from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment, round_up
 from zeromesh.shard.slots import Slot, attach, detach
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
-Materialise = Callable[[str, nn.Parameter], None]
-"""Given a parameter and its name, gives it its value if it has none yet."""
+Materialise = Callable[[str, nn.Parameter], Source | None]
+"""Given a parameter and its name, gives it its value if it has none yet, or returns where to read it from."""
 
 
 class State(enum.Enum):
@@ -77,7 +78,8 @@ class Flat:
         """Take the parameters' values, those of the first rank, into ``home`` (or ``full``) and ``master``.
 
         With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded. Where
-        parameters are sharded, only one at a time is whole.
+        parameters are sharded, only one at a time is whole; of those that are read from a source, only the part that
+        this rank keeps.
         """
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
         if sharded:
@@ -90,9 +92,14 @@ class Flat:
         for start, stop in () if sharded else layout.gaps:
             self.full[start:stop] = 0
         for parameter, segment, view in zip(self.parameters, layout.segments, self.views, strict=True):
-            value = _first_ranks_value(parameter, segment.name, mesh, materialise)
+            unmade = parameter.is_meta
+            source = materialise(segment.name, parameter) if materialise is not None else None
+            value = _first_ranks_value(parameter, mesh, unmade) if source is None else None
             parameter.data, parameter.grad = view, None
-            self.put(segment, value)
+            if value is not None:
+                self.put(segment, value)
+            elif source is not None:
+                self._read(segment, source, self.shard if sharded else slice(0, layout.size))
         self.watch()
         if layout.trainable:
             self.pieces = tuple(self._make_pieces())
@@ -109,12 +116,23 @@ class Flat:
         with torch._C.DisableTorchFunctionSubclass():
             self.versions = [parameter._version for parameter in self.parameters]
 
-    def put(self, segment: Segment, value: torch.Tensor) -> None:
-        """Take a parameter's whole value, 1-D, into home and master, and into ``full`` where that is where it rests."""
+    def put(self, segment: Segment, value: torch.Tensor, first: int = 0) -> None:
+        """Take a parameter's value, 1-D, into home and master, and into ``full`` where that is where it rests.
+
+        ``value`` begins with the parameter's element ``first``, and has all that this rank keeps.
+        """
         sharded = self.home.untyped_storage()._cdata != self.full.untyped_storage()._cdata
-        _put(value, segment, self.home if sharded else self.full, self.shard.start if sharded else 0)
+        start = segment.start + first
+        _put(value, start, self.home if sharded else self.full, self.shard.start if sharded else 0)
         if self.master is not self.home:
-            _put(value, segment, self.master, self.own.start)
+            _put(value, start, self.master, self.own.start)
+
+    def _read(self, segment: Segment, source: Source, kept: slice) -> None:
+        """Read the part of a parameter that lies in a range of the layout."""
+        start, stop = max(segment.start, kept.start), min(segment.stop, kept.stop)
+        if start < stop:
+            first = start - segment.start
+            self.put(segment, source.read(first, stop - segment.start).to(self.master.device), first)
 
     def take_changes(self) -> None:
         """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into home and master.
@@ -163,11 +181,8 @@ class Flat:
             yield index, local, piece
 
 
-def _first_ranks_value(parameter: nn.Parameter, name: str, mesh: Mesh, materialise: Materialise | None) -> torch.Tensor:
-    """1-D, on the mesh's device, in the parameter's own dtype."""
-    unmade = parameter.is_meta
-    if materialise is not None:
-        materialise(name, parameter)
+def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool) -> torch.Tensor:
+    """1-D, on the mesh's device, in the parameter's own dtype. What was ``unmade`` is of nobody else's memory."""
     value = parameter.detach().to(mesh.device).reshape(-1)
     if mesh.rank > 0 and not unmade:
         value = torch.empty_like(value)  # the memory of a user's own is not written to
@@ -175,11 +190,11 @@ def _first_ranks_value(parameter: nn.Parameter, name: str, mesh: Mesh, materiali
     return value
 
 
-def _put(value: torch.Tensor, segment: Segment, buffer: torch.Tensor, first: int) -> None:
-    """Copy the part of a parameter that lies in ``buffer``, which begins with the layout's element ``first``."""
-    start, stop = max(segment.start, first), min(segment.stop, first + buffer.numel())
+def _put(value: torch.Tensor, at: int, buffer: torch.Tensor, first: int) -> None:
+    """Copy what lies in ``buffer`` of a value; they begin with the layout's elements ``at`` and ``first``."""
+    start, stop = max(at, first), min(at + value.numel(), first + buffer.numel())
     if start < stop:
-        target, part = buffer[start - first : stop - first], value[start - segment.start : stop - segment.start]
+        target, part = buffer[start - first : stop - first], value[start - at : stop - at]
         if part.itemsize >= target.itemsize:
             target.copy_(part)
         else:  # what was not changed keeps the bits that the narrower dtype lacks

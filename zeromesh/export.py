@@ -1,0 +1,281 @@
+"""Writing models as folders that ``from_pretrained`` of transformers, or of PEFT, opens; nobody holds all of one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.agree import attempt, share
+from zeromesh.pretrained import SINGLE
+from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.unit import Flat, Unit
+
+LARGEST_FILE = 4 * 10**9
+"""Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit."""
+
+State = dict[str, torch.Tensor]
+
+
+class Files:
+    """Safetensors files in a folder, which appear under their names when all are complete.
+
+    Args:
+        folder: is made if it is not there.
+        name: of the file, if one is enough; else files are numbered, and ``NAME.index.json`` tells what is where.
+        largest: bytes of tensors in one file.
+    """
+
+    def __init__(self, folder: Path, name: str = SINGLE, largest: int = LARGEST_FILE) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._name, self._largest = folder, name, largest
+        self._state: State = {}
+        self._written: list[tuple[Path, list[str]]] = []
+        self._bytes = 0
+
+    def add(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors on the CPU; a file is written when there are enough."""
+        for name, tensor in state.items():
+            if self._state and _size(self._state) + tensor.nbytes > self._largest:
+                self._flush()
+            self._state[name] = tensor.contiguous()
+
+    def finish(self) -> None:
+        """Write what is left and give the files their names; files of an earlier, longer export go away."""
+        if self._state or not self._written:
+            self._flush()
+        total, stem = len(self._written), self._name.removesuffix(".safetensors")
+        index = self._folder / f"{self._name}.index.json"
+        places: dict[str, str] = {}
+        for number, (part, names) in enumerate(self._written, start=1):
+            final = self._name if total == 1 else f"{stem}-{number:05d}-of-{total:05d}.safetensors"
+            os.replace(part, self._folder / final)
+            places |= dict.fromkeys(names, final)
+        if total > 1:
+            text = json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": places}, indent=2)
+            _write_text(index, text)
+        else:
+            index.unlink(missing_ok=True)
+        for path in {self._folder / self._name, *self._folder.glob(f"{stem}-*-of-*.safetensors")}:
+            if path.name not in places.values():
+                path.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        for part, _ in self._written:
+            part.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        part = self._folder / f"{self._name}.{len(self._written):05d}.part"
+        self._written.append((part, list(self._state)))
+        save_file(self._state, part, {"format": "pt"})
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        self._bytes += _size(self._state)
+        self._state = {}
+
+
+def save_model(sharded: Sharded, folder: Path, filename: str, merge_adapters: bool = False) -> None:
+    """Write the model in the dtype it computes in, with what its library needs beside the weights; all ranks call it.
+
+    Of a model with PEFT's adapters these alone are written, in the precision of their masters, as ``PeftModel``
+    reads them; with ``merge_adapters``, the model that they are added to.
+
+    Raises:
+        OSError: the first rank could not write; every rank raises.
+        ValueError: the model has no adapters to merge.
+    """
+    model = sharded.model
+    adapted = is_adapted(model)
+    if merge_adapters and not adapted:
+        raise ValueError(f"merge_adapters: {type(model).__name__} has no adapters of PEFT; leave it out")
+    if adapted and not merge_adapters:
+        _save_adapters(sharded, folder)
+        return
+    first = sharded.mesh.rank == 0
+    files, failure = attempt(lambda: Files(folder, filename) if first else None)
+    for state in _unit_states(sharded):
+        if first and failure is None:
+            assert files is not None
+            failure = attempt(lambda: _add(files, plain_model(model), state))[1]  # noqa: B023
+    if first and failure is None:
+        failure = attempt(lambda: _finish(files, folder, plain_model(model)))[1]
+    if files is not None and failure is not None:
+        files.discard()
+    share(sharded.mesh.group("world"), "write the model", failure)
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether it is a model of PEFT."""
+    return any(cls.__module__.startswith("peft.") and cls.__name__ == "PeftModel" for cls in type(model).__mro__)
+
+
+def plain_model(model: Any) -> nn.Module:
+    """The model that adapters were added to; else the model itself."""
+    inner: nn.Module = model.get_base_model() if is_adapted(model) else model
+    return inner
+
+
+def _unit_states(sharded: Sharded) -> Iterator[State]:
+    """What the units add to the plain model's state, one after the other, on the CPU; on the first rank only.
+
+    A parameter that stands at several places is there once, under its first name.
+    """
+    model, first = sharded.model, sharded.mesh.rank == 0
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for unit in sharded.units:
+        members = {names[id(p)]: p for flat in unit.flats for p in flat.parameters}
+        with sharded.events.gathered(_with_adapters(sharded, unit, members)):
+            state = plain_state(model, members) if first else {}
+        yield state
+    kept = frozenset(model.state_dict(keep_vars=True))
+    yield plain_state(model, {name: buffer for name, buffer in model.named_buffers() if name in kept and first})
+
+
+def _with_adapters(sharded: Sharded, unit: Unit, names: Iterable[str]) -> list[Unit]:
+    """The unit, and those that hold the other parameters of its adapted layers."""
+    if not is_adapted(sharded.model):
+        return [unit]
+    owners = {id(p): owner for owner in sharded.units for flat in owner.flats for p in flat.parameters}
+    layers = filter(None, (_adapted_layer(sharded.model, name) for name in names))
+    found = {unit, *(owners[id(parameter)] for layer in layers for parameter in layer.parameters())}
+    return sorted(found, key=lambda unit: unit.index)
+
+
+def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> State:
+    """Copies of some of a model's tensors by their names, with adapters added to what they adapt."""
+    if not is_adapted(model):
+        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+    merged: State = {}
+    for name, tensor in state.items():
+        target, layer = _merged_name(model, name), _adapted_layer(model, name)
+        if target is None:
+            continue
+        merged[target] = _merged(layer, name, tensor) if layer is not None else tensor.detach().cpu().clone()
+    return merged
+
+
+def _merged_name(model: nn.Module, name: str) -> str | None:
+    """What a tensor of an adapted model is called in the plain one; None for what belongs to the adapters."""
+    inner = name.removeprefix("base_model.model.")
+    for wrapper in ("original_module", "modules_to_save"):
+        if f".{wrapper}." in f".{inner}":
+            before, _, after = inner.partition(f"{wrapper}.")
+            return before + after.partition(".")[2] if wrapper == "modules_to_save" else None
+    path = _adapted_path(model, name)
+    if path is None:
+        return inner
+    rest = name.removeprefix(f"{path}.")
+    if not rest.startswith("base_layer."):
+        return None
+    return f"{path}.{rest.removeprefix('base_layer.')}".removeprefix("base_model.model.")
+
+
+def _adapted_path(model: nn.Module, name: str) -> str | None:
+    """The path of the adapted layer that a tensor belongs to."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if hasattr(module, "base_layer") and hasattr(module, "merge"):
+            return ".".join(parts[:depth])
+    return None
+
+
+def _adapted_layer(model: nn.Module, name: str) -> Any:
+    path = _adapted_path(model, name)
+    return None if path is None or not name.startswith(f"{path}.base_layer.") else model.get_submodule(path)
+
+
+def _merged(layer: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the layer under the adapters with these added in fp32 at least, in its own dtype."""
+    wide = copy.deepcopy(layer).cpu()
+    wide.to(torch.promote_types(tensor.dtype, torch.float32))
+    wide.merge()
+    rest = name.partition("base_layer.")[2]
+    merged: torch.Tensor = wide.get_base_layer().get_parameter(rest)
+    return merged.detach().to(tensor.dtype).clone()
+
+
+def _add(files: Files, model: nn.Module, state: State) -> None:
+    if state and hasattr(model, "base_model_prefix"):
+        # Under the names, and in the parts, in which the model's checkpoints are published.
+        state = import_module("transformers.core_model_loading").revert_weight_conversion(model, state)
+    files.add(state)
+
+
+def _finish(files: Files | None, folder: Path, model: nn.Module) -> None:
+    assert files is not None
+    files.finish()
+    write_configuration(folder, model)
+
+
+def write_configuration(folder: Path, model: Any) -> None:
+    """Write what transformers needs beside the weights, if the model is one of its."""
+    if not hasattr(model, "base_model_prefix"):
+        return
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), config.dtype)
+    config.save_pretrained(folder)
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def _save_adapters(sharded: Sharded, folder: Path) -> None:
+    """The trained parameters as PEFT keeps them: PEFT chooses which of them, and what they are called."""
+    model: Any = sharded.model
+    wanted = _adapter_names(model)
+    state: State = {}
+    for unit in sharded.units:
+        for flat in unit.flats:
+            for index, segment in enumerate(flat.layout.segments):
+                if segment.name not in wanted:
+                    continue
+                value = _whole(sharded, unit, flat, index)
+                if sharded.mesh.rank == 0:
+                    state[segment.name] = value.cpu()
+    state |= {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers() if name in wanted}
+    save: Callable[[], None] = lambda: None  # noqa: E731
+    if sharded.mesh.rank == 0:
+        save = lambda: model.save_pretrained(str(folder), state_dict=state)  # noqa: E731
+    share(sharded.mesh.group("world"), "write the adapters", attempt(save)[1])
+
+
+def _whole(sharded: Sharded, unit: Unit, flat: Flat, index: int) -> torch.Tensor:
+    """A copy of a parameter's master, or of the parameter itself where it is frozen, as a resized embedding may be."""
+    if not flat.layout.trainable:
+        with sharded.events.gathered([unit]):
+            return flat.parameters[index].detach().clone()
+    value = sharded.assemble(flat, index, lambda _, __, piece: piece.parameter.detach())
+    assert value is not None
+    return value
+
+
+def _adapter_names(model: Any) -> set[str]:
+    """The names in the model of what PEFT saves: it is asked about a state whose values are the names' numbers."""
+    names = list(model.state_dict(keep_vars=True))
+    numbered = {name: torch.tensor(number) for number, name in enumerate(names)}
+    chosen: set[str] = set()
+    for adapter in model.peft_config:
+        found = import_module("peft").get_peft_model_state_dict(model, state_dict=numbered, adapter_name=adapter)
+        chosen |= {names[int(number)] for number in found.values()}
+    return chosen
+
+
+def _size(state: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def _write_text(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)

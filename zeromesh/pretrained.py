@@ -1,0 +1,370 @@
+"""Hugging Face checkpoints: read straight into each rank's share of a model that nobody holds whole.
+
+A checkpoint's tensors are not always the model's parameters: names have changed, and experts that are stored apart are
+computed with as one tensor. transformers has a table of these conversions, which is used here one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zeromesh.config.errors import nearest
+from zeromesh.shard.deferred import Recording, Source, read_from
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_log = logging.getLogger(__name__)
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+OPEN_FILES = 64
+MOST_NAMED = 8
+"""So many tensors of each kind are named where a checkpoint does not fit."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.file.name}"
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the flattened tensor; only the rows that they lie in are read."""
+        if not self.shape:
+            return self.whole().reshape(1)[start:stop]
+        width = math.prod(self.shape[1:])
+        first, last = start // max(width, 1), -(-stop // max(width, 1))
+        rows: torch.Tensor = _opened(self.file).get_slice(self.key)[first:last]
+        return rows.reshape(-1)[start - first * width : stop - first * width]
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in its shape."""
+        tensor: torch.Tensor = _opened(self.file).get_tensor(self.key)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A parameter that transformers makes of several tensors, or of a part of one.
+
+    Attributes:
+        name: of the parameter.
+        converter: a ``WeightConverter`` of transformers.
+        parts: the tensors by the pattern of the converter that their names fit.
+        model: whose configuration the conversion may ask.
+    """
+
+    name: str
+    converter: Any
+    parts: Mapping[str, tuple[FileTensor, ...]]
+    model: PreTrainedModel
+
+    def __str__(self) -> str:
+        files = [part for parts in self.parts.values() for part in parts]
+        return f"{files[0]} and {len(files) - 1} more" if len(files) > 1 else f"a part of {files[0]}"
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the flattened parameter; all that it is made of is read."""
+        return self.whole().reshape(-1)[start:stop]
+
+    def whole(self) -> torch.Tensor:
+        """The parameter in its shape."""
+        made = self._make()
+        if self.name not in made:
+            raise ValueError(f"transformers made {', '.join(sorted(made))} of {self}, but not {self.name}")
+        return made[self.name]
+
+    def _make(self) -> dict[str, torch.Tensor]:
+        converter = deepcopy(self.converter)
+        for pattern, parts in self.parts.items():
+            for part in parts:
+                converter.add_tensor(self.name, part.key, pattern, part.whole)
+        first = str(next(iter(converter.layer_targets)))
+        made = converter.convert(first, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What of a checkpoint did not fit.
+
+    Attributes:
+        missing: parameters of the model that it lacks, which keep the values that they have.
+        unexpected: its tensors that the model has no use for.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def from_pretrained(
+    folder: str | Path, model_class: Any = None, *, weights: bool = True, strict: bool = True,
+    dtype: torch.dtype = torch.float32, **config: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """A Hugging Face model from a local folder, not held by anybody: ``initialize`` reads each rank's share.
+
+    Args:
+        folder: with config.json and, for ``weights``, safetensors.
+        model_class: a class of transformers, also an automatic one; None is ``AutoModelForCausalLM``.
+        weights: False gives the initial values that the configuration describes.
+        strict: refuse a checkpoint that lacks a parameter; else that gets an initial value, as a new head does.
+        dtype: of the parameters. Where the run's own configuration switches 16 bits on, fp32 is right, since it is what
+            the masters are made of; no value of the checkpoint is rounded on its way into them.
+        config: values that replace those of config.json, or arguments of the model's class.
+
+    Raises:
+        ValueError: there is no such model in the folder, or its weights are not those of the model.
+    """
+    transformers = _transformers()
+    path = _local(folder)
+    try:
+        settings, arguments = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, return_unused_kwargs=True, **config
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"{str(path)!r} holds no configuration that transformers can read: {error}") from None
+    _require_plain(path, settings)
+    build = model_class or transformers.AutoModelForCausalLM
+    build = getattr(build, "from_config", None) or build._from_config
+    # Drawing initial values that are not needed takes longer than reading those of the checkpoint.
+    drawn = nullcontext() if not (weights and strict) else _transformers("initialization").no_init_weights()
+    with Recording(), drawn:
+        model: PreTrainedModel = build(settings, dtype=dtype, **arguments)
+    model.tie_weights()
+    if weights:
+        load_pretrained(model, path, strict=strict)
+    return model
+
+
+def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Loaded:
+    """Give a model the weights of a local Hugging Face checkpoint.
+
+    Of parameters that are on the meta device, or were made in ``zero.Init``, nothing is read here: ``initialize`` reads
+    the part that each rank keeps. Others are read now.
+
+    Args:
+        model: not yet given to ``initialize``.
+        folder: with ``model.safetensors``, or with several files and their index.
+        strict: refuse a checkpoint that lacks a parameter. Else those keep their values.
+
+    Raises:
+        ValueError: there are no safetensors, a file is damaged, a shape differs, or, with ``strict``, a tensor is
+            missing.
+    """
+    path = _local(folder)
+    files = list(checkpoint_tensors(path))
+    sources, unexpected = _sources(model, files)
+    targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+    _require_shapes(path, targets, sources)
+    missing = tuple(name for name, _ in model.named_parameters() if name not in sources)
+    if missing and strict:
+        raise ValueError(
+            f"{str(path)!r} lacks {_some(missing)} of {type(model).__name__}{_suggestion(missing, unexpected)}; use "
+            "the class that the checkpoint is of, or pass strict=False, which leaves them at their initial values"
+        )
+    if unexpected:
+        _log.info("%s: not used by the model: %s", path, _some(unexpected))
+    if missing:
+        _log.warning("%s lacks %s, which keep their initial values", path, _some(missing))
+    with torch.no_grad():
+        for name, target in targets.items():
+            if name in sources:
+                _give(target, sources[name])
+    return Loaded(missing, tuple(unexpected))
+
+
+def checkpoint_tensors(folder: Path) -> Iterator[FileTensor]:
+    """The tensors of the safetensors files in a folder.
+
+    Raises:
+        ValueError: there are none, or one is damaged or missing.
+    """
+    for file, keys in _files(folder).items():
+        opened = _opened(file)
+        present = set(opened.keys())
+        if lacking := sorted(keys - present):
+            raise ValueError(f"{str(file)!r} lacks {_some(lacking)}, which {INDEX} says it holds; copy the file again")
+        for key in sorted(keys or present):
+            yield FileTensor(file, key, tuple(opened.get_slice(key).get_shape()))
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """The files of a checkpoint, and the tensors that its index expects in each; none without an index."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{str(index)!r} is no index of safetensors: {error!r}; copy the file again") from None
+        files: dict[Path, set[str]] = {}
+        for key, name in places.items():
+            files.setdefault(folder / name, set()).add(key)
+        if absent := [file.name for file in files if not file.is_file()]:
+            keys = [key for key, name in places.items() if name in absent]
+            raise ValueError(f"{str(folder)!r} lacks {', '.join(absent)} with {_some(keys)}; copy it again")
+        return files
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: set()}
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    found = (
+        f"only {', '.join(pickles[:3])}, which are pickles and may run any code; convert them" if pickles else "none"
+    )
+    raise ValueError(
+        f"{str(folder)!r} holds no {SINGLE} and no {INDEX}: {found}; "
+        "model.save_pretrained(folder) of a recent transformers writes safetensors"
+    )
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{str(file)!r} is truncated or not a safetensors file ({error}); copy it again") from None
+
+
+def _sources(model: nn.Module, files: Iterable[FileTensor]) -> tuple[dict[str, Source], list[str]]:
+    """Where each parameter and buffer is read from, and the tensors that nothing is read from."""
+    names = dict(model.state_dict())
+    first = _first_names(model)
+    rename, known = _renaming(model, names)
+    converters = {
+        pattern: entry for entry in known if hasattr(entry, "operations") for pattern in entry.source_patterns
+    }
+    sources: dict[str, Source] = {}
+    parts: dict[str, tuple[Any, dict[str, list[FileTensor]]]] = {}
+    unexpected = []
+    for file in sorted(files, key=lambda file: _natural(file.key)):
+        name, pattern = rename(file.key)
+        if name not in names:
+            unexpected.append(file.key)
+        elif pattern is None:
+            sources.setdefault(first.get(name, name), file)
+        else:
+            _, collected = parts.setdefault(name, (converters[pattern], {}))
+            collected.setdefault(pattern, []).append(file)
+    for name, (converter, collected) in parts.items():
+        given = {pattern: tuple(found) for pattern, found in collected.items()}
+        # One tensor may become several parameters, which are named like the converter's targets.
+        for target in converter.target_patterns:
+            made = name.replace(converter.target_patterns[0], target)
+            if made in names:
+                sources[first.get(made, made)] = Converted(made, converter, given, model)  # type: ignore[arg-type]
+    if known:  # transformers turns those back that were of use when a model is saved
+        model._weight_conversions = [entry for entry in known if entry.was_used()]  # type: ignore[assignment]
+    return sources, unexpected
+
+
+def _renaming(model: nn.Module, names: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    """A function from a tensor's name to (parameter, pattern of a converter), and transformers' table behind it."""
+    if not hasattr(model, "base_model_prefix"):
+        return lambda key: (key, None), []
+    core = _transformers("core_model_loading")
+    known = _transformers("conversion_mapping").get_model_conversion_mapping(model)
+    converters = [entry for entry in known if isinstance(entry, core.WeightConverter)]
+    renamings = [entry for entry in known if isinstance(entry, core.WeightRenaming)]
+    prefix = partial(core.rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=names)
+
+    def rename(key: str) -> tuple[str, str | None]:
+        name, pattern = prefix(key, renamings, converters)
+        if name not in names and key in names:
+            name, pattern = key, None
+        return name, pattern
+
+    return rename, known
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter that has several."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    kept = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: Mapping[str, Source]) -> None:
+    wrong = []
+    for name, target in targets.items():
+        source = sources.get(name)
+        if isinstance(source, FileTensor) and source.shape != tuple(target.shape):
+            wrong.append(f"{name} is {tuple(source.shape)} there and {tuple(target.shape)} in the model")
+    if wrong:
+        raise ValueError(
+            f"{str(folder)!r} holds a model of other sizes: {_some(wrong)}; use the config.json that belongs to it"
+        )
+
+
+def _give(target: torch.Tensor, source: Source) -> None:
+    if target.device.type == "meta":
+        read_from(target, source)
+    else:
+        target.copy_(source.read(0, target.numel()).view(target.shape))
+
+
+def _local(folder: str | Path) -> Path:
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ValueError(
+            f"{str(folder)!r} is no folder; name a local one with config.json (download it beforehand, for instance "
+            "with huggingface_hub's snapshot_download)"
+        )
+    return path
+
+
+def _require_plain(folder: Path, config: PretrainedConfig) -> None:
+    method = getattr(config, "quantization_config", None)
+    if method is not None:
+        kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
+        raise ValueError(f"{str(folder)!r} is quantized ({kind}), which cannot be trained; use the original weights")
+
+
+def _transformers(module: str = "") -> Any:
+    """transformers, or a module of it."""
+    try:
+        return import_module(f"transformers.{module}" if module else "transformers")
+    except ImportError as error:
+        raise ValueError(
+            f"Hugging Face models need transformers, version 5 or newer ({error}); pip install 'zeromesh[hf]'"
+        ) from None
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layer 10 after layer 9: experts are stacked in this order."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = len(listed) - MOST_NAMED
+    return ", ".join(listed[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    pairs = [(name, nearest(name, list(unexpected))) for name in list(missing)[:3]]
+    found = [f"{other} for {name}" for name, other in pairs if other]
+    return f" (it has {', '.join(found)})" if found else ""
