@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from zeromesh.agree import attempt, share
-from zeromesh.pretrained import SINGLE
 from zeromesh.shard.sharded import Sharded
 from zeromesh.shard.unit import Flat, Unit
 
@@ -33,7 +32,7 @@ class Files:
         largest: bytes of tensors in one file.
     """
 
-    def __init__(self, folder: Path, name: str = SINGLE, largest: int = LARGEST_FILE) -> None:
+    def __init__(self, folder: Path, name: str, largest: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._name, self._largest = folder, name, largest
         self._state: State = {}
@@ -102,7 +101,7 @@ def save_model(sharded: Sharded, folder: Path, filename: str, merge_adapters: bo
         _save_adapters(sharded, folder)
         return
     first = sharded.mesh.rank == 0
-    files, failure = attempt(lambda: Files(folder, filename) if first else None)
+    files, failure = attempt(lambda: Files(folder, filename, LARGEST_FILE) if first else None)
     for state in _unit_states(sharded):
         if first and failure is None:
             assert files is not None
@@ -233,21 +232,22 @@ def write_configuration(folder: Path, model: Any) -> None:
 def _save_adapters(sharded: Sharded, folder: Path) -> None:
     """The trained parameters as PEFT keeps them: PEFT chooses which of them, and what they are called."""
     model: Any = sharded.model
-    wanted = _adapter_names(model)
-    state: State = {}
-    for unit in sharded.units:
-        for flat in unit.flats:
-            for index, segment in enumerate(flat.layout.segments):
-                if segment.name not in wanted:
-                    continue
-                value = _whole(sharded, unit, flat, index)
-                if sharded.mesh.rank == 0:
-                    state[segment.name] = value.cpu()
-    state |= {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers() if name in wanted}
-    save: Callable[[], None] = lambda: None  # noqa: E731
-    if sharded.mesh.rank == 0:
-        save = lambda: model.save_pretrained(str(folder), state_dict=state)  # noqa: E731
-    share(sharded.mesh.group("world"), "write the adapters", attempt(save)[1])
+    first = sharded.mesh.rank == 0
+    # PEFT looks into the modules that are trained whole instead of being adapted.
+    copies = {id(p) for m in model.modules() if hasattr(m, "adapter_state_dict") for p in m.parameters()}
+    units = [unit for unit in sharded.units if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
+    with sharded.events.gathered(units):
+        wanted = _adapter_names(model)
+        state: State = {}
+        for unit in sharded.units:
+            for flat in unit.flats:
+                for index, segment in enumerate(flat.layout.segments):
+                    if segment.name in wanted:
+                        value = _whole(sharded, unit, flat, index)
+                        state |= {segment.name: value.cpu()} if first else {}
+        state |= {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers() if name in wanted}
+        failure = attempt(lambda: model.save_pretrained(str(folder), state_dict=state) if first else None)[1]
+    share(sharded.mesh.group("world"), "write the adapters", failure)
 
 
 def _whole(sharded: Sharded, unit: Unit, flat: Flat, index: int) -> torch.Tensor:

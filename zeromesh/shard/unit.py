@@ -132,7 +132,10 @@ class Flat:
         start, stop = max(segment.start, kept.start), min(segment.stop, kept.stop)
         if start < stop:
             first = start - segment.start
-            self.put(segment, source.read(first, stop - segment.start).to(self.master.device), first)
+            value = source.read(first, stop - segment.start)
+            # Never narrower than what it goes to, where it would be compared with what is there.
+            wide = torch.promote_types(value.dtype, self.master.dtype)
+            self.put(segment, value.to(device=self.master.device, dtype=wide), first)
 
     def take_changes(self) -> None:
         """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into home and master.

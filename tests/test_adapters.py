@@ -1,0 +1,190 @@
+"""PEFT's adapters train under every row as in plain PEFT, and are written as PEFT writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from huggingface_models import MODELS, VOCABULARY
+from zeromesh.shard import deferred
+
+pytest.importorskip("peft")
+
+LIMIT = 120
+STEPS = 4
+ADAPTERS = "adapter_model.safetensors"
+
+KINDS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "all": {"target_modules": "all-linear", "use_rslora": True},
+    "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "embedding": {"target_modules": ["embed_tokens", "lm_head"]},
+    "head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def adapted(model: nn.Module, kind: str, dtype: torch.dtype) -> Any:
+    import peft
+
+    torch.manual_seed(7)
+    options = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **KINDS[kind])
+    return peft.get_peft_model(model, options).to(dtype)
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCABULARY, (4, 8), generator=generator) for _ in range(STEPS)]
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Not the model's own, which is computed in fp32."""
+    logits = model(input_ids=tokens).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@cache
+def plain(folder: Path, kind: str) -> tuple[list[float], Any]:
+    """Plain PEFT in one process."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = adapted(model, kind, torch.float64)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    losses = []
+    for tokens in batches():
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def train(folder: Path, output: Path, kind: str, row: int, dtype: torch.dtype, deferring: bool, bf16: bool) -> Any:
+    """Train on the ranks, and write adapters and the merged model. Returns the losses and the base weights after."""
+    import transformers
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers.utils.logging.disable_progress_bar()
+    with patch.object(deferred, "LARGE", 16):
+        model: Any = zeromesh.from_pretrained(folder, dtype=dtype) if deferring else (
+            transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+        )  # fmt: skip
+        with zeromesh.zero.Init(enabled=deferring):
+            model = adapted(model, kind, dtype)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": row},
+        "bf16": {"enabled": bf16},
+    }
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    losses = []
+    for tokens in batches():
+        loss = loss_of(engine, tokens.chunk(engine.data_size)[engine.data_rank])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.save_16bit_model(output / "adapters")
+    engine.save_16bit_model(output / "merged", merge_adapters=True)
+    state = engine.state_dict()
+    return losses, {name: value for name, value in state.items() if not names_adapter(name)}
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return {**values, "target_modules": sorted(values["target_modules"])}  # PEFT has them as a set
+
+
+def names_adapter(name: str) -> bool:
+    return "lora_" in name or "modules_to_save" in name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(3)
+    MODELS["llama"].build().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "deferring"),
+    [("attention", 3, True), ("attention", 0, False), ("all", 1, True), ("all", 2, False), ("dora", 3, False)]
+    + [("embedding", 3, True), ("head", 3, True)]
+    + [pytest.param(k, row, d, marks=pytest.mark.full) for k in KINDS for row in range(4) for d in (False, True)],
+)
+def test_adapters_are_those_of_plain_peft(
+    kind: str, row: int, deferring: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peft
+    import transformers
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    expected_losses, expected = plain(folder, kind)
+    ranks = run_ranks(train, 2, folder, tmp_path, kind, row, torch.float64, deferring, False, timeout=LIMIT)
+    losses = [sum(step) / 2 for step in zip(*(rank[0] for rank in ranks), strict=True)]
+    assert losses == pytest.approx(expected_losses, rel=1e-9)
+    # The adapters are PEFT's, in names, shapes and values; nothing is empty.
+    expected.save_pretrained(tmp_path / "plain")
+    found, wanted = load_file(tmp_path / "adapters" / ADAPTERS), load_file(tmp_path / "plain" / ADAPTERS)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].numel() > 0
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+    assert configuration(tmp_path / "adapters") == configuration(tmp_path / "plain")
+    # The base is what it was, bit for bit.
+    untouched = {name: value for name, value in expected.state_dict().items() if not names_adapter(name)}
+    for _, base in ranks:
+        assert base.keys() == untouched.keys()
+        assert [name for name, value in untouched.items() if not torch.equal(base[name], value)] == []
+    # What PEFT makes of the folder, and what is merged, compute the same.
+    tokens = batches()[0]
+    base = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
+    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    with torch.no_grad():
+        logits = expected(input_ids=tokens).logits
+        # Rotary tables, norms and PEFT's DoRA go through fp32.
+        torch.testing.assert_close(loaded(input_ids=tokens).logits, logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(merged(input_ids=tokens).logits, logits, rtol=1e-5, atol=1e-6)
+
+
+def test_in_16_bits_adapters_are_written_from_their_masters(folder: Path, tmp_path: Path) -> None:
+    _, base = run_ranks(train, 2, folder, tmp_path, "attention", 3, torch.float32, True, True, timeout=LIMIT)[0]
+    weights = load_file(folder / "model.safetensors")
+    found = load_file(tmp_path / "adapters" / ADAPTERS)
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values())
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(base[f"base_model.model.{name}"], weights[name].bfloat16())
+    assert {value.dtype for value in load_file(tmp_path / "merged" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_merging_needs_adapters(tmp_path: Path) -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = zeromesh.initialize(model=nn.Linear(2, 2), config=config)[0]
+    with pytest.raises(ValueError, match="Linear has no adapters of PEFT"):
+        engine.save_16bit_model(tmp_path, merge_adapters=True)
+
+
+def test_pefts_own_saving_of_sharded_adapters_says_what_is_wrong(folder: Path, tmp_path: Path) -> None:
+    model = adapted(zeromesh.from_pretrained(folder), "attention", torch.float32)
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
+    zeromesh.initialize(model=model, config=config)
+    with pytest.raises(RuntimeError, match="sharded over 1 ranks and not in memory"):
+        model.save_pretrained(tmp_path)

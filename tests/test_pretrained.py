@@ -1,0 +1,319 @@
+"""Hugging Face checkpoints are read into shards as they are, and what is written opens in transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from huggingface_models import MODELS
+from zeromesh import export
+from zeromesh.pretrained import INDEX, SINGLE, FileTensor
+from zeromesh.shard import deferred
+from zeromesh.shard.deferred import source_of
+
+LIMIT = 120
+FAST = ("gpt2", "llama", "mixtral", "bert", "t5", "resnet")
+"""Fused and separate projections, tied embeddings, experts that are stored apart, batch statistics."""
+
+
+def transformers() -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(3)
+    return MODELS[name].build()
+
+
+def config(row: int, **further: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": row},
+        **further,
+    }
+
+
+def start(model: nn.Module, row: int, **further: Any) -> Any:
+    return zeromesh.initialize(model=model, config=config(row, **further))[0]
+
+
+def read_and_write(name: str, folder: Path, output: Path, row: int, largest: int = 10**9) -> dict[str, Any]:
+    """Load a checkpoint, place it, write it; what the rank saw."""
+    cls = getattr(transformers(), MODELS[name].name)
+    read: list[int] = []
+    reading = FileTensor.read
+
+    def counted(self: FileTensor, start: int, stop: int) -> torch.Tensor:
+        read.append(stop - start)
+        return reading(self, start, stop)
+
+    with patch.object(deferred, "LARGE", 64), patch.object(FileTensor, "read", counted):
+        model = zeromesh.from_pretrained(folder, cls)
+        from_files = {name: p.numel() for name, p in model.named_parameters() if isinstance(source_of(p), FileTensor)}
+        read.clear()
+        engine = start(model, row)
+    with patch.object(export, "LARGEST_FILE", largest):
+        engine.save_16bit_model(output)
+    return {"state": engine.state_dict(), "read": sum(read), "from_files": sum(from_files.values())}
+
+
+def saved(name: str, folder: Path, **options: Any) -> Path:
+    build(name).save_pretrained(folder, **options)
+    return folder
+
+
+def keys(folder: Path) -> set[str]:
+    return {key for file in folder.glob("*.safetensors") for key in safe_open(str(file), "pt").keys()}  # noqa: SIM118
+
+
+def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [(name, 3) for name in FAST]
+    + [("llama", row) for row in (0, 1, 2)]
+    + [pytest.param(name, row, marks=pytest.mark.full) for name in MODELS for row in (0, 3)],
+)
+def test_a_checkpoint_comes_in_and_goes_out_bit_for_bit(name: str, row: int, tmp_path: Path) -> None:
+    cls = getattr(transformers(), MODELS[name].name)
+    folder = saved(name, tmp_path / "in")
+    expected = cls.from_pretrained(folder, dtype=torch.float32).state_dict()
+    results = run_ranks(read_and_write, 2, name, folder, tmp_path / "out", row, timeout=LIMIT)
+    for result in results:
+        require_equal(result["state"], expected)
+    # Nothing is read twice where parameters are sharded, and nothing is sent to the other ranks elsewhere.
+    read = sum(result["read"] for result in results)
+    assert read == results[0]["from_files"] * (1 if row == 3 else 2)
+    assert keys(tmp_path / "out") == keys(folder)
+    require_equal(cls.from_pretrained(tmp_path / "out").state_dict(), expected)
+
+
+def test_several_files_are_read_and_written_as_one(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "in", max_shard_size="30KB")
+    assert (folder / INDEX).is_file()
+    expected = build("llama").state_dict()
+    out = tmp_path / "out"
+    for largest, files in ((40_000, 2), (10**9, 1)):  # the second time over the first
+        for result in run_ranks(read_and_write, 2, "llama", folder, out, 3, largest, timeout=LIMIT):
+            require_equal(result["state"], expected)
+        found = list(out.glob("*.safetensors"))
+        assert len(found) >= files
+        assert (len(found) == 1) == (files == 1) == (not (out / INDEX).exists())
+        assert not list(out.glob("*.part"))
+        require_equal(transformers().LlamaForCausalLM.from_pretrained(out).state_dict(), expected)
+
+
+def test_an_exported_folder_gives_the_same_logits(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "in")
+    model = zeromesh.from_pretrained(folder)
+    engine = start(model, 3, bf16={"enabled": True})
+    tokens = torch.arange(16).view(2, 8)
+    for _ in range(2):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    engine.eval()
+    with torch.no_grad():
+        expected = engine(input_ids=tokens).logits
+    engine.save_16bit_model(tmp_path / "out")
+    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert again.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=tokens).logits, expected)
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Not the model's own, which is computed in fp32."""
+    logits = model(input_ids=tokens).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def trained(folder: Path, row: int) -> list[float]:
+    transformers()
+    engine = start(zeromesh.from_pretrained(folder, dtype=torch.float64), row)
+    tokens = torch.randint(0, 96, (4, 8), generator=torch.Generator().manual_seed(1))
+    mine = tokens.chunk(engine.data_size)[engine.data_rank]
+    losses = []
+    for _ in range(3):
+        loss = loss_of(engine, mine)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("row", [1, 3])
+def test_a_loaded_model_trains_as_in_plain_torch(row: int, tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path)
+    plain = transformers().LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    tokens = torch.randint(0, 96, (4, 8), generator=torch.Generator().manual_seed(1))
+    expected = []
+    for _ in range(3):
+        loss = loss_of(plain, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    losses = run_ranks(trained, 2, folder, row, timeout=LIMIT)
+    assert [sum(step) / 2 for step in zip(*losses, strict=True)] == pytest.approx(expected, rel=1e-9)
+
+
+def test_masters_are_made_of_what_the_file_holds(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path)
+    engine = start(zeromesh.from_pretrained(folder), 3, bf16={"enabled": True})
+    weights = load_file(folder / SINGLE)
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(zeromesh.zero.safe_get_full_fp32_param(parameter), weights[name])
+
+
+def test_what_is_done_to_a_loaded_model_before_it_is_placed_counts(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path)
+    weights = load_file(folder / SINGLE)["model.embed_tokens.weight"]
+    with patch.object(deferred, "LARGE", 64):
+        model = zeromesh.from_pretrained(folder)
+        with zeromesh.zero.Init(), torch.no_grad():  # another recording than that of the construction
+            model.resize_token_embeddings(100, mean_resizing=False)
+            model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    state = start(model, 3).state_dict()
+    assert state["model.embed_tokens.weight"].shape == (100, 32)
+    assert torch.equal(state["model.embed_tokens.weight"][:96], weights)
+    doubled = load_file(folder / SINGLE)["model.layers.0.mlp.up_proj.weight"] * 2
+    assert torch.equal(state["model.layers.0.mlp.up_proj.weight"], doubled)
+
+
+def test_weights_go_into_a_model_that_is_there_already(tmp_path: Path) -> None:
+    folder = saved("gpt2", tmp_path)
+    torch.manual_seed(9)
+    other = MODELS["gpt2"].build()
+    loaded = zeromesh.load_pretrained(other, folder)
+    assert loaded.missing == ()
+    require_equal(dict(other.state_dict()), dict(build("gpt2").state_dict()))
+
+
+def test_a_new_head_keeps_its_initial_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = saved("bert", tmp_path)
+    cls = transformers().BertForSequenceClassification
+    with pytest.raises(ValueError, match="lacks bert.pooler.dense.weight.*classifier.weight.*strict=False"):
+        zeromesh.from_pretrained(folder, cls)
+    with patch.object(deferred, "LARGE", 64):
+        model = zeromesh.from_pretrained(folder, cls, strict=False)
+    assert "classifier.weight" in caplog.text
+    state = start(model, 3).state_dict()
+    assert 0.01 < float(state["classifier.weight"].std()) < 0.04
+    assert torch.equal(state["bert.embeddings.word_embeddings.weight"], load_file(folder / SINGLE)[
+        "bert.embeddings.word_embeddings.weight"])  # fmt: skip
+
+
+def test_a_configuration_alone_gives_initial_values(tmp_path: Path) -> None:
+    build("llama").config.save_pretrained(tmp_path)
+    torch.manual_seed(4)
+    expected = transformers().AutoModelForCausalLM.from_config(build("llama").config, dtype=torch.float32)
+    with patch.object(deferred, "LARGE", 64):
+        torch.manual_seed(4)
+        expected = transformers().LlamaForCausalLM(expected.config)
+        torch.manual_seed(4)
+        model = zeromesh.from_pretrained(tmp_path, weights=False)
+    require_equal(start(model, 3).state_dict(), dict(expected.state_dict()))
+
+
+# What cannot be read.
+
+
+def truncated(folder: Path) -> None:
+    data = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(data[: len(data) // 2])
+
+
+def other_sizes(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "hidden_size": 64, "head_dim": 16}))
+
+
+def without_a_tensor(folder: Path) -> None:
+    state = load_file(folder / SINGLE)
+    state["model.normal.weight"] = state.pop("model.norm.weight")
+    save_file(state, folder / SINGLE, {"format": "pt"})
+
+
+def pickled(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+
+
+def without_a_file(folder: Path) -> None:
+    build("llama").save_pretrained(folder, max_shard_size="30KB")
+    sorted(folder.glob("model-*.safetensors"))[0].unlink()
+
+
+def with_a_wrong_index(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.scale": SINGLE}}))
+
+
+def with_a_cut_index(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": {"model.no')
+
+
+def quantized(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq"}}))
+
+
+def without_a_configuration(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def absent(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncated, "model.safetensors' is truncated or not a safetensors file"),
+        (other_sizes, r"model.embed_tokens.weight is \(96, 32\) there and \(96, 64\) in the model"),
+        (without_a_tensor, r"lacks model.norm.weight of LlamaForCausalLM \(it has model.normal.weight for model.norm"),
+        (pickled, "only pytorch_model.bin, which are pickles and may run any code; convert them"),
+        (without_a_file, "lacks model-00001-of-.* with .*; copy it again"),
+        (with_a_wrong_index, "lacks model.norm.scale, which model.safetensors.index.json says it holds"),
+        (with_a_cut_index, "is no index of safetensors"),
+        (quantized, r"is quantized \(gptq\), which cannot be trained"),
+        (without_a_configuration, "holds no configuration that transformers can read"),
+        (absent, "is no folder; name a local one"),
+    ],
+)
+def test_what_cannot_be_read_is_named(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "in")
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        zeromesh.from_pretrained(folder)
+
+
+def test_ranges_of_a_tensor_are_read_alone(tmp_path: Path) -> None:
+    tensors = {"cube": torch.randn(5, 3, 2), "row": torch.randn(7), "one": torch.tensor(2.5), "none": torch.ones(0, 3)}
+    save_file(tensors, tmp_path / SINGLE)
+    for key, tensor in tensors.items():
+        found = FileTensor(tmp_path / SINGLE, key, tuple(tensor.shape))
+        size = math.prod(tensor.shape)
+        for start in range(size + 1):
+            for stop in range(start, size + 1):
+                assert torch.equal(found.read(start, stop), tensor.reshape(-1)[start:stop])
