@@ -113,6 +113,18 @@ def save_model(sharded: Sharded, folder: Path, filename: str, merge_adapters: bo
     share(sharded.mesh.group("world"), "write the model", failure)
 
 
+def write_model(model: nn.Module, states: Iterable[State], folder: Path, filename: str) -> None:
+    """Write a plain model whose state comes in parts, by one process."""
+    files = Files(folder, filename, LARGEST_FILE)
+    try:
+        for state in states:
+            _add(files, model, state)
+        _finish(files, folder, model)
+    except BaseException:
+        files.discard()
+        raise
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Whether it is a model of PEFT."""
     return any(cls.__module__.startswith("peft.") and cls.__name__ == "PeftModel" for cls in type(model).__mro__)
@@ -237,7 +249,7 @@ def _save_adapters(sharded: Sharded, folder: Path) -> None:
     copies = {id(p) for m in model.modules() if hasattr(m, "adapter_state_dict") for p in m.parameters()}
     units = [unit for unit in sharded.units if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
     with sharded.events.gathered(units):
-        wanted = _adapter_names(model)
+        wanted = adapter_names(model)
         state: State = {}
         for unit in sharded.units:
             for flat in unit.flats:
@@ -260,7 +272,7 @@ def _whole(sharded: Sharded, unit: Unit, flat: Flat, index: int) -> torch.Tensor
     return value
 
 
-def _adapter_names(model: Any) -> set[str]:
+def adapter_names(model: Any) -> set[str]:
     """The names in the model of what PEFT saves: it is asked about a state whose values are the names' numbers."""
     names = list(model.state_dict(keep_vars=True))
     numbered = {name: torch.tensor(number) for number, name in enumerate(names)}

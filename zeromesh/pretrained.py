@@ -134,8 +134,20 @@ def from_pretrained(
     Raises:
         ValueError: there is no such model in the folder, or its weights are not those of the model.
     """
-    transformers = _transformers()
     path = _local(folder)
+    # Drawing initial values that are not needed takes longer than reading those of the checkpoint.
+    model = build(path, model_class, dtype, draws=not (weights and strict), **config)
+    if weights:
+        load_pretrained(model, path, strict=strict)
+    return model
+
+
+def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **config: Any) -> PreTrainedModel:
+    """The model that a folder's config.json describes, deferred; see ``from_pretrained``.
+
+    Unless it ``draws`` its initial values, those of its parameters are not defined.
+    """
+    transformers = _transformers()
     try:
         settings, arguments = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, return_unused_kwargs=True, **config
@@ -143,15 +155,11 @@ def from_pretrained(
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{str(path)!r} holds no configuration that transformers can read: {error}") from None
     _require_plain(path, settings)
-    build = model_class or transformers.AutoModelForCausalLM
-    build = getattr(build, "from_config", None) or build._from_config
-    # Drawing initial values that are not needed takes longer than reading those of the checkpoint.
-    drawn = nullcontext() if not (weights and strict) else _transformers("initialization").no_init_weights()
-    with Recording(), drawn:
-        model: PreTrainedModel = build(settings, dtype=dtype, **arguments)
+    make = model_class or transformers.AutoModelForCausalLM
+    make = getattr(make, "from_config", None) or make._from_config
+    with Recording(), nullcontext() if draws else _transformers("initialization").no_init_weights():
+        model: PreTrainedModel = make(settings, dtype=dtype, **arguments)
     model.tie_weights()
-    if weights:
-        load_pretrained(model, path, strict=strict)
     return model
 
 

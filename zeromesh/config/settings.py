@@ -43,7 +43,7 @@ from zeromesh.config.section import (
     Section,
     as_dtype,
 )
-from zeromesh.config.train import ModelShape, Run, TextData
+from zeromesh.config.train import HuggingFace, Lora, ModelShape, Run, TextData
 from zeromesh.config.unused import (
     Autotuning,
     Comet,
@@ -129,6 +129,8 @@ class Settings(Section):
     managed_gradient_accumulation: bool = Field(True, description="The engine counts micro-batches.")
     checkpoint: Checkpoint = Field(Checkpoint(), description="How checkpoints are written and loaded.")
     model: ModelShape | None = Field(None, description="The language model of zeromesh train.")
+    huggingface: HuggingFace | None = Field(None, description="A model of transformers for zeromesh train.")
+    lora: Lora | None = Field(None, description="Adapters that zeromesh train adds to a model of transformers.")
     data: TextData | None = Field(None, description="The text of zeromesh train.")
     run: Run | None = Field(None, description="Length and output of zeromesh train.")
     pipeline: Pipeline | None = Field(None, description="The model cut into stages.")
@@ -281,7 +283,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
-        problems = [*_precision_problems(self), *_shard_group_problems(self)]
+        problems = [*_precision_problems(self), *_shard_group_problems(self), *_model_problems(self)]
         if problems:
             raise ConfigError(problems)
         return self
@@ -330,6 +332,14 @@ def _precision_problems(settings: Settings) -> list[str]:
     if len(on) < 2:
         return []
     return [f"{' and '.join(on)} are true, but only one of them can be; set the others to false"]
+
+
+def _model_problems(settings: Settings) -> list[str]:
+    if settings.model is not None and settings.huggingface is not None:
+        return ["model and huggingface both describe the model to train; keep one of them"]
+    if settings.lora is not None and settings.huggingface is None:
+        return ["lora needs a model of transformers; name its folder with huggingface.path"]
+    return []
 
 
 def _shard_group_problems(settings: Settings) -> list[str]:

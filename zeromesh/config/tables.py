@@ -17,6 +17,8 @@ OURS: tuple[str, ...] = (
     "activation_checkpointing.targets",
     "bf16.auto_cast",
     "model",
+    "huggingface",
+    "lora",
     "data",
     "run",
 )

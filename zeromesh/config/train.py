@@ -50,6 +50,37 @@ class ModelShape(Section):
         return self
 
 
+class HuggingFace(Section):
+    """A causal language model of transformers to train, in place of one of model's."""
+
+    path: str = Field(
+        description="Local folder with config.json, and with safetensors where the model is to be trained further."
+    )
+    weights: bool | None = Field(
+        None, description="Start from the folder's weights. Null: if it has any. False: from initial values."
+    )
+    sequence_length: PositiveInt = Field(description="Tokens per sample; at most what the model has positions for.")
+    attention: str | None = Field(
+        None, description="transformers' name of how attention is computed, such as eager or sdpa. Null: its choice."
+    )
+
+
+class Lora(Section):
+    """Low-rank adapters of PEFT: they alone are trained. Its names and its defaults."""
+
+    r: PositiveInt = Field(8, description="Rank of the adapters.")
+    lora_alpha: PositiveInt = Field(8, description="Adapters are multiplied by lora_alpha / r.")
+    lora_dropout: CountFloat = Field(0.0, lt=1, description="Probability that an input of an adapter is dropped.")
+    target_modules: Names | None = Field(
+        None,
+        description="Modules with adapters: ends of their names, or all-linear. Null: what PEFT has for the model.",
+    )
+    modules_to_save: Names | None = Field(None, description="Modules that are trained whole, and saved with adapters.")
+    bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained.")
+    use_rslora: bool = Field(False, description="Multiply by lora_alpha / sqrt(r) instead.")
+    use_dora: bool = Field(False, description="Adapt magnitudes and directions of the weights apart (DoRA).")
+
+
 class TextData(Section):
     """The text to train on."""
 

@@ -1,0 +1,222 @@
+"""What ``zeromesh train`` trains: a built-in decoder, or a model of transformers, which may have adapters."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import zeromesh
+from zeromesh.architectures.decoder import Decoder
+from zeromesh.config.settings import Settings
+from zeromesh.config.train import HuggingFace, Lora, ModelShape
+from zeromesh.data.loader import Batch
+from zeromesh.engine import Engine
+
+PROBE = 4
+"""Tokens of each of the two documents with which a model is tried."""
+
+
+class LanguageModel(Protocol):
+    """A model that predicts the next token."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sample."""
+
+    @property
+    def name(self) -> str:
+        """Its architecture."""
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Where the tokenizer is that it was made for; None if there is none."""
+
+    def build(self) -> nn.Module:
+        """The model, as the engine takes it; nobody holds it whole."""
+
+    def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
+        """Shape ``(rows, length, vocabulary)``."""
+
+
+def language_model(settings: Settings) -> LanguageModel:
+    """The one that the settings describe.
+
+    Raises:
+        ValueError: they describe none.
+    """
+    if settings.huggingface is not None:
+        return Transformer(settings.huggingface, settings.lora)
+    if settings.model is not None:
+        return BuiltIn(settings.model)
+    raise ValueError("zeromesh train needs a section 'model', or 'huggingface' with the folder of a model")
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A ``Decoder``."""
+
+    shape: ModelShape
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sample."""
+        return self.shape.sequence_length
+
+    @property
+    def name(self) -> str:
+        """Its architecture."""
+        return self.shape.architecture
+
+    @property
+    def tokenizer(self) -> str | None:
+        """None: one is trained."""
+        return None
+
+    def build(self) -> nn.Module:
+        """The model with the weights that the seed gives."""
+        with zeromesh.zero.Init():
+            return Decoder(self.shape)
+
+    def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
+        """Shape ``(rows, length, vocabulary)``."""
+        found: torch.Tensor = engine(batch.tokens, positions=batch.positions, documents=batch.documents)
+        return found
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A causal model of transformers."""
+
+    source: HuggingFace
+    lora: Lora | None = None
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sample."""
+        return self.source.sequence_length
+
+    @property
+    def name(self) -> str:
+        """The class of transformers."""
+        return _architecture(self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return Path(self.source.path).expanduser()
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The folder, if it has one."""
+        names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+        return self.source.path if any((self.folder / name).is_file() for name in names) else None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the folder's weights are to be used."""
+        if self.source.weights is not None:
+            return self.source.weights
+        # Pickles count: that they are not read is better said than shown by a model that starts from nothing.
+        return any(any(self.folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin"))
+
+    def build(self) -> nn.Module:
+        """The model.
+
+        Raises:
+            ValueError: it cannot be built, is not causal, has not enough positions, or cannot have the adapters.
+        """
+        options = {} if self.source.attention is None else {"attn_implementation": self.source.attention}
+        model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **options)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if longest is not None and self.sequence_length > longest:
+            raise ValueError(
+                f"huggingface.sequence_length = {self.sequence_length} is longer than the {longest} positions of the "
+                f"model in {self.source.path!r}; set it to {longest} or less"
+            )
+        return model if self.lora is None else _with_adapters(model, self.lora)
+
+    def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
+        """Shape ``(rows, length, vocabulary)``."""
+        positions = {} if batch.positions is None else {"position_ids": batch.positions}
+        found: torch.Tensor = engine(input_ids=batch.tokens, use_cache=False, **positions).logits
+        return found
+
+
+def _architecture(folder: Path) -> str:
+    import json
+
+    try:
+        named = json.loads((folder / "config.json").read_text()).get("architectures") or [folder.name]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"huggingface.path = {str(folder)!r} has no readable config.json: {error}") from None
+    return str(named[0])
+
+
+def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(f"lora needs PEFT ({error}); pip install 'zeromesh[hf]'") from None
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in lora.model_dump().items()}
+    if given["target_modules"] == ["all-linear"]:
+        given["target_modules"] = "all-linear"
+    try:
+        with zeromesh.zero.Init():
+            adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **given))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"lora.target_modules: {error}") from None
+    return adapted
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Entries of a built model's vocabulary."""
+    if isinstance(model, Decoder):
+        return model.sizes.vocabulary
+    config: Any = model.config
+    return int(config.get_text_config().vocab_size)
+
+
+@torch.no_grad()
+def require_document_attention(engine: Engine, language: LanguageModel, entries: int) -> None:
+    """Try whether attention stays within documents: what is in the first must not matter in the second.
+
+    All ranks call it. Rotary or learned positions alone do not show it, and not every model looks at them.
+
+    Args:
+        engine: of the model.
+        language: how it is called.
+        entries: of its vocabulary.
+
+    Raises:
+        ValueError: the second document saw the first.
+    """
+    if isinstance(language, Transformer) and "position_ids" not in inspect.signature(_plain(engine).forward).parameters:
+        raise ValueError(_leaks(language))
+    second = torch.arange(PROBE) % entries
+    rows = [torch.cat([torch.full((PROBE,), token), second]) for token in (0, entries - 1)]
+    tokens = torch.stack(rows)
+    documents = torch.tensor([0] * PROBE + [1] * PROBE).expand_as(tokens)
+    positions = torch.arange(PROBE).repeat(2).expand_as(tokens)
+    engine.eval()
+    logits = language.logits(engine, Batch(tokens, tokens, positions, documents).to(engine.device))[:, PROBE:].float()
+    engine.train()
+    if not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4):
+        raise ValueError(_leaks(language))
+
+
+def _plain(engine: Engine) -> nn.Module:
+    from zeromesh.export import plain_model
+
+    return plain_model(engine.module)
+
+
+def _leaks(language: LanguageModel) -> str:
+    return (
+        f"data.document_attention: {language.name} attends across documents whatever positions it is given; set it to "
+        'false, and data.packing to "pad" where records must not see each other'
+    )
