@@ -2,39 +2,24 @@ from __future__ import annotations
 
 import gzip
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-import zeromesh.data.prepare as prepare_module
-import zeromesh.data.tokens as tokens_module
+import zeromesh.data.encode as encode_module
+import zeromesh.data.making as making_module
+import zeromesh.data.portions as portions_module
 from zeromesh.config.train import TextData
 from zeromesh.data.corpus import Document, find_documents, is_text, parts, read_document, split_documents
-from zeromesh.data.loader import (
-    Permutation,
-    Share,
-    Windows,
-    evaluation_batches,
-    training_batches,
-    window_of,
-)
+from zeromesh.data.making import Known, sample_texts
 from zeromesh.data.prepare import Changed, prepare
-from zeromesh.data.prepare import _sample as sample
+from zeromesh.data.prepared import TokenSet
 from zeromesh.data.python_lines import count_lines
-from zeromesh.data.tokens import (
-    END_OF_TEXT,
-    Piece,
-    byte_lengths,
-    load_tokenizer,
-    token_bytes,
-    train_tokenizer,
-    write_tokens,
-)
+from zeromesh.data.tokenizer import END_OF_TEXT, load_tokenizer, stream_text, train_tokenizer
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # naïve ✓ {END_OF_TEXT}\n" * 5 for n in range(12)]
 
@@ -171,6 +156,11 @@ def test_what_runs_write_is_no_text(folder: Path) -> None:
         find_documents([str(folder)], [], folder)
 
 
+def ids_of(part: TokenSet) -> list[list[int]]:
+    """The ids of each document of a set."""
+    return [part.indexed.document(number).tolist() for number in part.numbers]
+
+
 def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,33 +168,23 @@ def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(
     path.write_text("".join(text.replace("value", f"value_{n}") for n in range(30) for text in TEXTS))
     data = TextData(train=(str(path),), validation_fraction=0.1, vocabulary_size=320)
     whole = prepare(data, tmp_path / "whole")
-    assert (whole.train.documents, whole.validation.documents) == (1, 1)
-    assert whole.train.bytes + whole.validation.bytes == path.stat().st_size
+    assert (whole.train[0].documents, whole.validation[0].documents) == (1, 1)
+    assert whole.train[0].bytes + whole.validation[0].bytes == path.stat().st_size
     given: list[int] = []
-    encode = Tokenizer.encode_batch_fast
+    encode = encode_module.encode_text
 
-    class Counting:
-        """The tokenizer that was trained, which notes how much it is given at a time."""
+    def counting(tokenizer: object, texts: Sequence[str]) -> object:
+        given.append(sum(map(len, texts)))
+        return encode(tokenizer, texts)
 
-        def __init__(self, tokenizer: Tokenizer) -> None:
-            self.tokenizer = tokenizer
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.tokenizer, name)
-
-        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
-            given.append(sum(map(len, texts)))
-            return encode(self.tokenizer, texts, **options)
-
-    train = prepare_module.train_tokenizer
-    monkeypatch.setattr(prepare_module, "train_tokenizer", lambda *args, **more: Counting(train(*args, **more)))
-    monkeypatch.setattr(prepare_module, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(tokens_module, "ENCODED_AT_ONCE", 5000)
+    monkeypatch.setattr(encode_module, "encode_text", counting)
+    monkeypatch.setattr(portions_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(encode_module, "TASK_BYTES", 5000)
     pieces = prepare(data, tmp_path / "pieces")
     assert max(given) <= 6000
-    assert replace(pieces, train=whole.train, validation=whole.validation) == whole
-    assert (pieces.train.read() == whole.train.read()).all()
-    assert (pieces.validation.read() == whole.validation.read()).all()
+    assert replace(pieces, train=whole.train, validation=whole.validation, tokenizer=whole.tokenizer) == whole
+    assert ids_of(pieces.train[0]) == ids_of(whole.train[0])
+    assert ids_of(pieces.validation[0]) == ids_of(whole.validation[0])
 
 
 def test_a_tokenizer_is_trained_on_pieces_from_all_over_the_text(
@@ -212,29 +192,56 @@ def test_a_tokenizer_is_trained_on_pieces_from_all_over_the_text(
 ) -> None:
     for name, size in (("a", 100_000), ("b", 100), ("c", 50_000)):
         (tmp_path / name).write_text(f"{name * 4}\n" * (size // 5))
-    documents = find_documents([str(tmp_path)], [])
-    assert sum(map(len, sample(documents))) == 150_100
-    monkeypatch.setattr(prepare_module, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 15_000)
-    found = list(sample(documents))
+    data = TextData(train=(str(tmp_path),))
+    files = [Known(document, None, 1.0) for document in find_documents([str(tmp_path)], [])]
+    assert sum(map(len, sample_texts(data, files))) == 150_100
+    monkeypatch.setattr(portions_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(making_module, "SAMPLE_BYTES", 15_000)
+    found = list(sample_texts(data, files))
     assert 14_000 <= sum(map(len, found)) <= 16_000
     assert 9 <= sum("a" in text for text in found) <= 11
     assert max(map(len, found)) <= 1000
 
 
-def test_tokens_stand_for_the_very_bytes(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(TEXTS, 300)
-    written = write_tokens(tmp_path / "tokens", tokenizer, map(Piece, TEXTS))
-    ids = written.read()
-    assert ids.dtype == np.uint16
-    bytes_of = token_bytes(tokenizer)
-    end = ids[0]
-    starts = np.flatnonzero(ids == end)
-    assert len(starts) == len(TEXTS) + 1
-    assert starts[-1] == len(ids) - 1 == written.tokens - 1
-    for text, start, stop in zip(TEXTS, starts, starts[1:], strict=False):
-        assert b"".join(bytes_of[token] for token in ids[start + 1 : stop]) == text.encode()
-    assert byte_lengths(tokenizer)[ids].sum() == written.bytes == sum(len(text.encode()) for text in TEXTS)
+def test_tokens_stand_for_the_very_bytes(folder: Path, tmp_path: Path) -> None:
+    data = TextData(train=(str(folder),), suffixes=(".py",), validation_fraction=0, vocabulary_size=300)
+    prepared = prepare(data, tmp_path / "text")
+    (part,) = prepared.train
+    assert prepared.tokenizer is not None
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    assert part.indexed.tokens.dtype == np.uint16
+    documents = find_documents([str(folder)], [".py"])
+    for document, ids in zip(documents, ids_of(part), strict=True):
+        assert ids[-1] == tokenizer.end
+        assert tokenizer.end not in ids[:-1]
+        assert tokenizer.decode(ids) == read_document(document)
+    assert part.bytes == sum(document.size for document in documents)
+    assert part.tokens == part.labels == len(part.indexed.tokens)
+
+
+def test_text_is_decoded_as_its_ids_come() -> None:
+    tokenizer = train_tokenizer(["naïve ✓ 🙂 done"], 257)
+    text = "naïve ✓ 🙂🙂 done"
+    (ids,) = tokenizer.encode([text])
+    pieces = list(stream_text(tokenizer, ids.tolist()))
+    assert len(ids) > len(pieces) == len(text)  # every byte is a token here
+    assert "".join(pieces) == text
+    assert "".join(stream_text(tokenizer, ids.tolist()[:-8])) == "naïve ✓ 🙂" + "\ufffd"
+    assert "".join(stream_text(tokenizer, ids.tolist()[5:], ids.tolist()[:5])) == text[4:]
+
+
+def test_a_tokenizer_that_writes_words_with_spaces_before_them_streams_the_same_text() -> None:
+    from tokenizers import decoders
+
+    from zeromesh.data.tokenizer import _wrapped
+
+    words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "</s>": 2}, unk_token="</s>"))
+    words.pre_tokenizer = pre_tokenizers.Metaspace()
+    words.decoder = decoders.Metaspace()
+    tokenizer = _wrapped(words, "words")
+    (ids,) = tokenizer.encode(["one two one"])
+    assert "".join(stream_text(tokenizer, ids.tolist())) == "one two one"
+    assert "".join(stream_text(tokenizer, ids.tolist()[1:], ids.tolist()[:1])) == " two one"
 
 
 def test_a_vocabulary_beyond_what_the_text_gives_is_refused() -> None:
@@ -272,17 +279,28 @@ def test_files_that_are_left_out_are_named(folder: Path, tmp_path: Path, caplog:
     assert "latin.py" in caplog.text
 
 
-def test_a_tokenizer_that_loses_bytes_is_refused(tmp_path: Path) -> None:
+def test_bytes_are_those_of_the_text_also_where_a_tokenizer_loses_some(folder: Path, tmp_path: Path) -> None:
     from tokenizers.normalizers import Replace
 
-    tokenizer = train_tokenizer(TEXTS, 300)
+    train_tokenizer(TEXTS, 300).save(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.normalizer = Replace("def", "")
     tokenizer.save(str(tmp_path / "lossy.json"))
-    with pytest.raises(ValueError, match="byte-level tokenizer without normalization"):
-        write_tokens(tmp_path / "tokens", load_tokenizer(tmp_path / "lossy.json"), map(Piece, TEXTS))
+    data = TextData(train=(str(folder),), suffixes=(".py",), tokenizer=str(tmp_path / "lossy.json"))
+    prepared = prepare(data, tmp_path / "text")
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert prepared.train[0].bytes + prepared.validation[0].bytes == size
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ValueError, match=r"broken\.json.*is not a tokenizer"):
         load_tokenizer(tmp_path / "broken.json")
+    with pytest.raises(ValueError, match=r"nowhere.*does not exist.*folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "endless.json"))
+    with pytest.raises(ValueError, match=r"endless.*no token for the end of a text.*<\|endoftext\|>"):
+        load_tokenizer(tmp_path / "endless.json")
 
 
 def test_text_is_prepared_once_and_again_only_if_it_changed(folder: Path, tmp_path: Path) -> None:
@@ -290,16 +308,16 @@ def test_text_is_prepared_once_and_again_only_if_it_changed(folder: Path, tmp_pa
     (folder / "empty.py").touch()
     data = TextData(train=(str(folder),), suffixes=(".py",), validation_fraction=0.3, vocabulary_size=280)
     first = prepare(data, tmp_path / "text")
-    assert first.train.documents + first.validation.documents == len(TEXTS)
+    assert first.train[0].documents + first.validation[0].documents == len(TEXTS)
     assert (first.skipped, first.vocabulary, first.python) == (2, 280, True)
     documents = [document for document in find_documents([str(folder)], [".py"]) if is_text(document)]
     content = contents(split_documents(documents, 0.3).validation)
-    assert first.validation.bytes == len(content)
+    assert first.validation[0].bytes == first.held_out_bytes == len(content)
     assert first.gzip_bytes == len(gzip.compress(content, 9))
 
-    made = (tmp_path / "text" / "train.tokens").stat().st_mtime_ns
+    made = (tmp_path / "text" / "train0.bin").stat().st_mtime_ns
     assert prepare(data, tmp_path / "text", may_write=False) == first
-    assert (tmp_path / "text" / "train.tokens").stat().st_mtime_ns == made
+    assert (tmp_path / "text" / "train0.bin").stat().st_mtime_ns == made
 
     os.utime(folder / "0.py", ns=(1, 1))
     with pytest.raises(Changed, match=r"data\.train has changed"):
@@ -312,78 +330,8 @@ def test_validation_files_that_are_named_are_not_trained_on(folder: Path, tmp_pa
         train=(str(folder),), suffixes=(".py",), validation=(str(folder / "deep" / "1.py"),), vocabulary_size=280
     )
     prepared = prepare(data, tmp_path / "text")
-    assert prepared.validation.bytes == len(TEXTS[1].encode())
-    assert prepared.train.documents == len(TEXTS) - 1
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000])
-def test_every_epoch_is_a_permutation_of_the_windows(size: int) -> None:
-    assert sorted(Permutation(size, 3)[n] for n in range(size)) == list(range(size))
-    epochs = [[window_of(epoch * size + n, size, 5) for n in range(size)] for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
-    if size > 60:
-        assert epochs[0] != epochs[1] != epochs[2]
-        assert epochs[0] != [window_of(n, size, 6) for n in range(size)]
-        moved = np.abs(np.array(epochs[0]) - np.arange(size))
-        assert moved.mean() > size / 5  # a third of the size is what chance gives
-
-
-def stream(windows: Windows, sizes: int, consumed: int, steps: int, rows: int, micro_batches: int) -> list[list[int]]:
-    """The first tokens of the samples of each step, gathered over the ranks in the order of the stream."""
-    ranks = [training_batches(windows, Share(rank, sizes, rows, micro_batches), 7, consumed) for rank in range(sizes)]
-    found = []
-    for _ in range(steps):
-        batch = [next(rank)[0][:, 0] for _ in range(micro_batches) for rank in ranks]
-        found.append(torch.cat(batch).tolist())
-    return found
-
-
-def test_the_stream_of_samples_is_the_same_on_any_number_of_ranks_and_after_any_resume() -> None:
-    windows = Windows(np.arange(1001, dtype=np.uint16), 10)
-    whole = stream(windows, 1, 0, 30, 12, 1)
-    assert stream(windows, 2, 0, 30, 3, 2) == whole
-    assert stream(windows, 3, 0, 30, 2, 2) == whole
-    assert stream(windows, 4, 13 * 12, 17, 1, 3) == whole[13:]
-    first_epoch = [start for batch in whole for start in batch][:100]
-    assert sorted(first_epoch) == list(range(0, 1000, 10))
-
-
-def test_labels_are_the_tokens_that_follow() -> None:
-    windows = Windows(np.arange(100, dtype=np.uint16), 8)
-    assert len(windows) == 12
-    tokens, labels = next(training_batches(windows, Share(0, 1, 3, 1), 0, 0))
-    assert tokens.dtype == labels.dtype == torch.int64
-    assert tokens.shape == labels.shape == (3, 8)
-    assert torch.equal(labels, tokens + 1)
-
-
-def test_too_little_text_for_one_window_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sequence_length = 100 needs 101 tokens.*there are 100"):
-        Windows(np.arange(100, dtype=np.uint16), 100)
-
-
-def test_starting_the_loader_draws_no_random_numbers() -> None:
-    before = torch.get_rng_state()
-    next(training_batches(Windows(np.arange(100, dtype=np.uint16), 8), Share(0, 1, 3, 1), 0, 0))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    ("count", "length", "rows", "ranks"), [(2, 4, 2, 1), (9, 4, 2, 1), (50, 4, 3, 2), (97, 8, 2, 3)]
-)
-def test_evaluation_has_every_token_but_the_first_as_a_label_once(
-    count: int, length: int, rows: int, ranks: int
-) -> None:
-    stream = np.arange(1, count + 1, dtype=np.uint32)
-    shares = [list(evaluation_batches(stream, length, rows, rank, ranks, -100)) for rank in range(ranks)]
-    assert len({len(share) for share in shares}) == 1
-    seen = []
-    for tokens, labels in (batch for share in shares for batch in share):
-        assert tokens.shape == labels.shape == (rows, length)
-        counted = labels != -100
-        assert torch.equal(labels[counted], tokens[counted] + 1)
-        seen += labels[counted].tolist()
-    assert sorted(seen) == list(range(2, count + 1))
+    assert prepared.validation[0].bytes == len(TEXTS[1].encode())
+    assert prepared.train[0].documents == len(TEXTS) - 1
 
 
 def test_lines_are_python_if_each_tokenizes_by_itself() -> None:

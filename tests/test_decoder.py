@@ -102,7 +102,7 @@ def test_the_loss_is_the_mean_over_tokens_that_have_a_label(architecture: str) -
 
 def test_rotated_products_depend_on_the_distance_alone() -> None:
     query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    table = rotary_table(16, 8, 100.0, torch.device("cpu"))
+    table = rotary_table(torch.arange(16), 8, 100.0)
     turned = [rotate(x.expand(1, 1, 16, 8), (table[0].double(), table[1].double())) for x in (query, key)]
     scores = turned[0] @ turned[1].mT
     for distance in range(1, 16):
@@ -155,3 +155,18 @@ def test_what_does_not_fit_is_refused() -> None:
         Decoder(shape(hidden_size=12))
     with pytest.raises(ValueError, match="vocab_size is open"):
         Decoder(shape(vocab_size=None))
+
+
+@pytest.mark.parametrize("architecture", sorted(VARIANTS))
+def test_packed_documents_give_the_logits_of_each_alone(architecture: str) -> None:
+    model, tokens = decoder(shape(architecture, kv_heads=2 if architecture == "llama" else None)), ids()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    sizes = [[7, 1, 12, 4], [24]]
+    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in sizes])
+    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in sizes])
+    together = model(tokens, positions=positions, documents=documents)
+    for row, lengths in enumerate(sizes):
+        alone = [model(document[None])[0] for document in tokens[row].split(lengths)]
+        torch.testing.assert_close(together[row], torch.cat(alone), rtol=0, atol=1e-9)
+    assert not torch.allclose(together[0], model(tokens)[0])

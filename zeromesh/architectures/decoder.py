@@ -104,11 +104,17 @@ class Sizes:
         return self.variant.tied if self.shape.tie_embeddings is None else self.shape.tie_embeddings
 
 
-def rotary_table(length: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary positions, each of shape ``(length, width / 2)``, fp32."""
-    wavelength = base ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] / wavelength
+def rotary_table(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary positions, each of shape ``(*positions.shape, width / 2)``, fp32."""
+    wavelength = base ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    angle = positions.float()[..., None] / wavelength
     return angle.cos(), angle.sin()
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Which tokens see which: those before them in their document, and themselves. Bool, (b, 1, s, s) of (b, s)."""
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -130,8 +136,8 @@ class Attention(nn.Module):
         self.value = nn.Linear(hidden, self.kv_heads * self.width, bias=bias)
         self.output = nn.Linear(self.heads * self.width, hidden, bias=bias)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Mix the positions; ``rotary`` as from ``rotary_table``."""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None = None) -> Tensor:
+        """Mix the positions; ``rotary`` as from ``rotary_table``, ``mask`` as from ``document_mask``."""
         b, s, _ = x.shape
         query = self.query(x).view(b, s, self.heads, self.width).transpose(1, 2)
         key = self.key(x).view(b, s, self.kv_heads, self.width).transpose(1, 2)
@@ -139,7 +145,9 @@ class Attention(nn.Module):
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
         grouped = self.kv_heads != self.heads
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
         out: Tensor = self.output(mixed.transpose(1, 2).reshape(b, s, -1))
         return out
 
@@ -173,9 +181,9 @@ class Block(nn.Module):
         self.mlp = MLP(sizes)
         self.dropout = nn.Dropout(sizes.shape.dropout)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None = None) -> Tensor:
         """Add both halves' results to the residual stream ``x``."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask))
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
 
@@ -219,12 +227,21 @@ class Decoder(nn.Module):
             else:
                 nn.init.normal_(parameter, std=std)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Logits, or the mean loss.
 
         Args:
             tokens: token ids, int64 of shape (b, s), ``s <= sequence_length``.
             labels: the id that follows each token, int64 of shape (b, s), or ``IGNORE_LABEL``.
+            positions: of each token, int64 of shape (b, s), below ``sequence_length``; by default its place in the row.
+            documents: number of each token's document, int64 of shape (b, s): tokens see only those of their own. By
+                default a row is one document.
 
         Returns:
             Logits of shape (b, s, vocabulary) without labels; with labels, the mean cross entropy in nats per
@@ -238,13 +255,16 @@ class Decoder(nn.Module):
             raise ValueError(f"a sequence of {length} tokens is longer than the model's {longest}; shorten it")
         x = self.embedding(tokens)
         rotary = None
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device)[None]
         if self.positions is None:
-            rotary = rotary_table(length, self.sizes.head_width, self.sizes.shape.rope_theta, tokens.device)
+            rotary = rotary_table(positions[:, None], self.sizes.head_width, self.sizes.shape.rope_theta)
         else:
-            x = x + self.positions(torch.arange(length, device=tokens.device))
+            x = x + self.positions(positions)
         x = self.dropout(x)
+        mask = None if documents is None else document_mask(documents)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, mask)
         logits: Tensor = self.head(self.norm(x))
         if labels is None:
             return logits

@@ -13,6 +13,7 @@ from zeromesh.config.tables import WITHOUT_EFFECT
 FREE = frozenset(
     {
         "run",
+        "data.workers",
         "mesh",
         "slots",
         "units",

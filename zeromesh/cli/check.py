@@ -6,15 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.cli.changes import require_unchanged
 from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.updates import check_optimizer
-from zeromesh.config.settings import Settings
+from zeromesh.config.settings import Resolved, Settings
 from zeromesh.config.train import ModelShape, Run, TextData
-from zeromesh.data.loader import Windows
-from zeromesh.data.prepare import Prepared, prepare
+from zeromesh.data.indexed import file_of
+from zeromesh.data.loader import training_samples
+from zeromesh.data.prepare import prepare
+from zeromesh.data.prepared import Prepared
+from zeromesh.data.store import first_beyond
 from zeromesh.dist.environment import Environment, is_launched
 from zeromesh.shard.find import find_units
 
@@ -63,9 +67,8 @@ def check(settings: Settings) -> Job:
     job = Job.of(settings)
     if settings.optimizer is None:
         raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
-    world = Environment.detect().world_size if is_launched() else job.run.ranks
-    sizes = settings.resolve_mesh(world)
-    resolved = settings.resolve(sizes["replicate"] * sizes["data"], sizes)
+    sizes = _mesh(job)
+    resolved = _resolved(job)
     model = _check_model(job)
     check_optimizer(model, resolved, sizes["data"])
     job.folder.check(job.run.resume)
@@ -74,21 +77,51 @@ def check(settings: Settings) -> Job:
     return job
 
 
-def prepare_text(job: Job, may_write: bool) -> Prepared:
+def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> Prepared:
     """The text as tokens, known to be long enough and to suit the model.
 
     Raises:
-        ValueError: if there is no text, too little, or more token ids than the model has.
+        ValueError: if there is no text, too little, a wrong record, or a token id that the model does not have.
     """
-    prepared = prepare(job.data, job.folder.text, may_write)
+    length = job.model.sequence_length
+    prepared = prepare(job.data, job.folder.text, may_write, length, console)
     vocabulary = job.model.vocab_size or prepared.vocabulary
-    if vocabulary < prepared.vocabulary:
+    if prepared.tokenizer is None and job.run.sample.prompts:
+        raise ValueError(
+            "run.sample.prompts need a tokenizer, and data.train is tokens already; name it in data.tokenizer, or "
+            "leave the prompts out"
+        )
+    if prepared.tokenizer is not None and vocabulary < prepared.vocabulary:
         raise ValueError(
             f"model.vocab_size = {vocabulary} is smaller than the tokenizer's {prepared.vocabulary} entries; "
             "raise it, or leave it out"
         )
-    Windows(prepared.train.read(), job.model.sequence_length)
+    for part in (*prepared.train, *prepared.validation):
+        if part.highest >= vocabulary:
+            place, token = first_beyond(part.indexed, vocabulary)
+            raise ValueError(
+                f"{str(file_of(part.prefix, '.bin'))!r} has the id {token} at token {place}, and the model's "
+                f"vocabulary has {vocabulary} entries; raise model.vocab_size, or make the tokens with its tokenizer"
+            )
+    samples = sum(part.count for part in training_samples(prepared, length, job.settings.seed))
+    wanted = _resolved(job).train_batch_size
+    if samples < wanted:
+        raise ValueError(
+            f"data.train gives {samples} samples of model.sequence_length = {length} tokens, fewer than the {wanted} "
+            "of one step (train_batch_size); add text, or make the batch or the sequence smaller"
+        )
     return prepared
+
+
+def _mesh(job: Job) -> dict[str, int]:
+    """Ranks by axis, as many as there will be."""
+    return job.settings.resolve_mesh(Environment.detect().world_size if is_launched() else job.run.ranks)
+
+
+def _resolved(job: Job) -> Resolved:
+    """The settings with the sizes that follow from the number of ranks."""
+    sizes = _mesh(job)
+    return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes)
 
 
 def _check_model(job: Job) -> Decoder:

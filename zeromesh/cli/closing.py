@@ -18,7 +18,7 @@ from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.loop import Loop, Progress
 from zeromesh.cli.report import Report, markdown
 from zeromesh.cli.sample import load_writer
-from zeromesh.data.prepare import Prepared
+from zeromesh.data.prepared import Prepared
 from zeromesh.data.python_lines import count_lines
 from zeromesh.observe.metrics import read_metrics
 from zeromesh.observe.pictures import loss_picture

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from zeromesh.architectures.decoder import IGNORE_LABEL
-from zeromesh.data.loader import evaluation_batches
+from zeromesh.data.loader import Batch, evaluation_batches
+from zeromesh.data.prepared import Prepared
+from zeromesh.data.samples import NO_LABEL
 from zeromesh.engine import Engine
 
 
@@ -20,12 +19,14 @@ class Score:
     """How well held-out text is predicted.
 
     Attributes:
-        loss: nats per token.
-        bits_per_byte: bits that all tokens cost, ends of text included, per byte of text that they stand for.
+        loss: nats per label.
+        bits_per_byte: bits that the labels cost, ends of text included, per byte of text that they stand for. A label
+            is taken to stand for as many bytes as all held-out labels do on average, of which an evaluation may see a
+            part only. None where the bytes are not known, as for tokens without their tokenizer.
     """
 
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,12 @@ class HeldOut:
     """The held-out text and how to read it.
 
     Attributes:
-        tokens: the stream of token ids.
-        byte_lengths: bytes that each id stands for.
+        prepared: the text.
         length: tokens of a window.
         rows: windows of a micro-batch.
     """
 
-    tokens: NDArray[np.unsignedinteger]
-    byte_lengths: NDArray[np.int64]
+    prepared: Prepared
     length: int
     rows: int
 
@@ -50,25 +49,28 @@ class HeldOut:
         Returns:
             The score, the same on every rank; None if there is no held-out text.
         """
-        if len(self.tokens) < 2:
-            return None
         engine.eval()
-        sums = torch.zeros(3, dtype=torch.float64)
-        share = evaluation_batches(
-            self.tokens, self.length, self.rows, engine.data_rank, engine.data_size, IGNORE_LABEL
-        )
+        sums = torch.zeros(2, dtype=torch.float64)
+        share = evaluation_batches(self.prepared, self.length, self.rows, engine.data_rank, engine.data_size)
         with torch.no_grad():
-            for tokens, labels in islice(share, batches):
-                sums += self._sums(engine, tokens, labels)
+            for batch in islice(share, batches):
+                sums += _sums(engine, batch)
         engine.train()
-        nats, count, size = engine.mesh.group("world").exchange(sums).sum(0).tolist()
-        return Score(loss=nats / count, bits_per_byte=nats / math.log(2) / size)
+        nats, count = engine.mesh.group("world").exchange(sums).sum(0).tolist()
+        if not count:
+            return None
+        size = self.prepared.held_out_bytes
+        bits = nats / count / math.log(2) * self.prepared.held_out_labels / size if size else None
+        return Score(loss=nats / count, bits_per_byte=bits)
 
-    def _sums(self, engine: Engine, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Nats, tokens and bytes of a micro-batch, fp64."""
-        loss = engine(tokens.to(engine.device), labels.to(engine.device))
-        counted = labels[labels != IGNORE_LABEL].numpy()
-        if len(counted) == 0:
-            return torch.zeros(3, dtype=torch.float64)
-        size = int(self.byte_lengths[counted].sum())
-        return torch.tensor([float(loss) * len(counted), len(counted), size], dtype=torch.float64)
+
+def _sums(engine: Engine, batch: Batch) -> torch.Tensor:
+    """Nats and labels of a micro-batch, fp64."""
+    loss = engine(**arguments(batch.to(engine.device)))
+    count = int((batch.labels != NO_LABEL).sum())
+    return torch.tensor([float(loss) * count if count else 0.0, count], dtype=torch.float64)
+
+
+def arguments(batch: Batch) -> dict[str, torch.Tensor]:
+    """A batch as the decoder takes it."""
+    return {name: tensor for name, tensor in vars(batch).items() if tensor is not None}

@@ -10,8 +10,8 @@ import torch
 
 from zeromesh.architectures.flops import training_flops_per_token
 from zeromesh.cli.check import Job
-from zeromesh.cli.evaluate import HeldOut, Score
-from zeromesh.data.loader import Sample, Share
+from zeromesh.cli.evaluate import HeldOut, Score, arguments
+from zeromesh.data.loader import Batch, Share
 from zeromesh.engine import Engine
 from zeromesh.observe.machine import peak_flops
 from zeromesh.observe.metrics import MetricsLog
@@ -45,7 +45,7 @@ class Loop:
     metrics: MetricsLog | None
     display: Display
 
-    def run(self, batches: Iterator[Sample], start: Progress) -> Progress:
+    def run(self, batches: Iterator[Batch], start: Progress) -> Progress:
         """Train from ``start`` to the last step; all ranks call it. The last state is saved.
 
         Raises:
@@ -54,10 +54,11 @@ class Loop:
         peak = self._peak_flops()
         progress = logged = start
         self.engine.train()
+        inputs = map(arguments, batches)
         while progress.step < self.job.run.steps:
             began = time.perf_counter()
             rate = self.engine.get_lr()[0]
-            loss = self.engine.train_batch(batches)
+            loss = self.engine.train_batch(inputs)
             progress = self._advanced(progress, time.perf_counter() - began)
             if self._due(progress, self.job.run.log_every) or progress.step == 1:
                 peak = self._log(progress, logged, float(loss), rate, peak)
@@ -88,9 +89,9 @@ class Loop:
         if self.metrics is not None:
             self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
         text = "all held-out text" if progress.step == self.job.run.steps else "a part of the held-out text"
+        bits = "" if score.bits_per_byte is None else f"  {score.bits_per_byte:.3f} bits per byte"
         self.display.line(
-            f"step {progress.step}/{self.job.run.steps}  validation loss {score.loss:.3f}  "
-            f"{score.bits_per_byte:.3f} bits per byte, on {text}"
+            f"step {progress.step}/{self.job.run.steps}  validation loss {score.loss:.3f}{bits}, on {text}"
         )
 
     def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak: float) -> float:

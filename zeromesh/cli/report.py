@@ -26,8 +26,8 @@ class Report:
         training_seconds: of them, or of the resumed run altogether, in steps.
         utilization: mean share of the peak operations per second (MFU).
         training_loss: of the last step that was logged, nats per token.
-        validation_loss: nats per token of all held-out text; None where nothing is held out, as the next three.
-        bits_per_byte: of the same text.
+        validation_loss: nats per token of all held-out text; None where nothing is held out, as the next two.
+        bits_per_byte: of the same text; None also where its bytes are not known.
         gzip_bits_per_byte: what ``gzip -9`` needs for the same bytes, the documents one after the other.
         peak_memory: bytes, by rank.
         memory: the engine's memory report, of the first rank.

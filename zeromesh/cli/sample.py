@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.screen import make_console, write
-from zeromesh.data.prepare import TOKENIZER_FILE
-from zeromesh.data.tokens import end_of_text, load_tokenizer, token_bytes
+from zeromesh.data.making import TOKENIZER_FOLDER
+from zeromesh.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
 
 
 @dataclass(frozen=True)
@@ -24,9 +22,8 @@ class Writer:
     """A model on one process, with its tokenizer."""
 
     model: Decoder
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
 
-    @torch.no_grad()
     def pieces(self, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
         """Continue ``prompt`` by up to ``tokens`` tokens, piece by piece; ends early at the end of a text.
 
@@ -36,21 +33,22 @@ class Writer:
             temperature: divides the logits; 0 takes the likeliest token.
             seed: of the choices.
         """
-        end = end_of_text(self.tokenizer)
-        context = [end, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
-        written = token_bytes(self.tokenizer)
-        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        before = [self.tokenizer.end, *self.tokenizer.encode([prompt])[0].tolist()]
+        yield from stream_text(self.tokenizer, self._ids(before, tokens, temperature, seed), before)
+
+    @torch.no_grad()
+    def _ids(self, before: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
+        context = list(before)
         generator = torch.Generator().manual_seed(seed)
         longest = self.model.sizes.shape.sequence_length
         self.model.eval()
         for _ in range(tokens):
-            logits = self.model(torch.tensor([context[-longest:]]))[0, -1, : len(written)].float()
+            logits = self.model(torch.tensor([context[-longest:]]))[0, -1, : self.tokenizer.size].float()
             token = _choose(logits, temperature, generator)
-            if token == end:
+            if token == self.tokenizer.end:
                 break
             context.append(token)
-            yield decode(written[token])
-        yield decode(b"", True)
+            yield token
 
     def text(self, prompt: str, tokens: int, temperature: float, seed: int) -> str:
         """The prompt and its continuation."""
@@ -85,7 +83,7 @@ def load_writer(folder: RunFolder) -> Writer:
     if model.sizes.tied:
         state["head.weight"] = state["embedding.weight"]
     model.load_state_dict(state, assign=True)
-    return Writer(model, load_tokenizer(folder.text / TOKENIZER_FILE))
+    return Writer(model, load_tokenizer(folder.text / TOKENIZER_FOLDER))
 
 
 def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed: int, count: int) -> None:

@@ -20,9 +20,8 @@ from zeromesh.cli.loop import Loop, Progress
 from zeromesh.cli.screen import is_first, make_console, shown_log
 from zeromesh.config.printing import jsonable
 from zeromesh.config.settings import Settings
-from zeromesh.data.loader import Share, Windows, training_batches
-from zeromesh.data.prepare import TOKENIZER_FILE, Prepared
-from zeromesh.data.tokens import byte_lengths, load_tokenizer
+from zeromesh.data.loader import Share, training_batches
+from zeromesh.data.prepared import Prepared
 from zeromesh.dist.environment import init_distributed, shutdown
 from zeromesh.dist.launch import RankFailure, launch
 from zeromesh.engine import Engine
@@ -58,7 +57,7 @@ def _prepare(job: Job, console: Console) -> None:
             "and its metrics are overwritten"
         )
     console.print("reading the text")
-    console.print(_text_line(prepare_text(job, may_write=not job.run.resume)))
+    console.print(_text_line(prepare_text(job, may_write=not job.run.resume, console=console)))
 
 
 def _how_to_go_on(job: Job) -> str:
@@ -74,10 +73,13 @@ def _how_to_go_on(job: Job) -> str:
 
 
 def _text_line(prepared: Prepared) -> str:
-    train, held = prepared.train, prepared.validation
+    sides = [
+        f"{sum(part.documents for part in parts)} documents of {scaled_text(sum(part.tokens for part in parts))} tokens"
+        for parts in (prepared.train, prepared.validation)
+    ]
+    dropped = f"{prepared.dropped} longer than a sample, " if prepared.dropped else ""
     return (
-        f"{train.documents} documents of {scaled_text(train.tokens)} tokens to train on, {held.documents} of "
-        f"{scaled_text(held.tokens)} tokens held out, {prepared.skipped} empty or unreadable; "
+        f"{sides[0]} to train on, {sides[1]} held out, {dropped}{prepared.skipped} empty or unreadable; "
         f"a vocabulary of {prepared.vocabulary} entries{', which is all that it gives' if prepared.capped else ''}"
     )
 
@@ -121,8 +123,8 @@ def _train(job: Job, prepared: Prepared, began: float) -> None:
             job.folder.config.write_text(again.to_json())
         with Display(console, job.run.steps) as display:
             loop = _loop(engine, job, prepared, start, display)
-            windows = Windows(prepared.train.read(), job.model.sequence_length)
-            reached = loop.run(training_batches(windows, loop.share, job.settings.seed, start.samples), start)
+            length, seed = job.model.sequence_length, job.settings.seed
+            reached = loop.run(training_batches(prepared, length, loop.share, seed, start.samples), start)
         close(loop, prepared, Span(began, start, reached), console)
     finally:
         engine.destroy()
@@ -136,12 +138,11 @@ def _settings_lines(settings: Settings) -> str:
 
 def _loop(engine: Engine, job: Job, prepared: Prepared, start: Progress, display: Display) -> Loop:
     rows = engine.train_micro_batch_size_per_gpu()
-    lengths = byte_lengths(load_tokenizer(job.folder.text / TOKENIZER_FILE))
     return Loop(
         engine=engine,
         job=job,
         share=Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps()),
-        held_out=HeldOut(prepared.validation.read(), lengths, job.model.sequence_length, rows),
+        held_out=HeldOut(prepared, job.model.sequence_length, rows),
         metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
         display=display,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from zeromesh.config.errors import show
 from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFloat, PositiveInt, Section
 
 
@@ -81,35 +82,91 @@ class Lora(Section):
     use_dora: bool = Field(False, description="Adapt magnitudes and directions of the weights apart (DoRA).")
 
 
+class WeightedSource(Section):
+    """A part of a blend."""
+
+    source: Names = Field(description="Files, folders or glob patterns, as in data.train.")
+    weight: PositiveFloat = Field(description="Share of the samples, relative to the other weights.")
+
+
+def _listed_sources(value: Any) -> Any:
+    """One source stands for a list of one; what is wrong with an entry is said before its two forms are tried."""
+    entries = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for entry in entries:
+        named = isinstance(entry, WeightedSource) or (isinstance(entry, dict) and entry.keys() == {"source", "weight"})
+        if not named and not isinstance(entry, str):
+            raise ValueError(f'{show(entry)} must be a string, or an object {{"source": ..., "weight": ...}}')
+    return entries
+
+
+Sources = Annotated[
+    tuple[str | WeightedSource, ...],
+    BeforeValidator(_listed_sources, json_schema_input_type=str | list[str | WeightedSource]),
+]
+
+
 class TextData(Section):
     """The text to train on."""
 
-    train: Names = Field(
-        description="Files, folders or glob patterns; the word python-stdlib stands for the source of Python's own "
-        "standard library.",
+    train: Sources = Field(
+        description="Files, folders or glob patterns of text, JSON lines, parquet, data sets of Hugging Face or of "
+        "Megatron; the word python-stdlib stands for the source of Python's own standard library. A blend is a list "
+        'of {"source": ..., "weight": ...}.',
     )
-    validation: Names | None = Field(
-        None, description="Files, folders or glob patterns. Null: a share of the training files is held out."
-    )
+    validation: Names | None = Field(None, description="The same, held out. Null: a share of what is trained on is.")
     validation_fraction: CountFloat = Field(
         0.02, lt=1, description="Share of the training text that is held out where validation is null."
     )
-    suffixes: Names = Field((), description="Ends of the names of files to use in folders. Empty: all text files.")
+    suffixes: Names = Field((), description="Ends of the names of files to use in folders. Empty: all files.")
+    format: Literal["text", "response", "chat"] | None = Field(
+        None, description="What records are. Null: as the keys of the first record of a source say."
+    )
+    text_key: str = Field("text", description="Key of a record's text.")
+    prompt_key: str = Field("prompt", description="Key of a record's prompt.")
+    response_key: str | None = Field(
+        None, description='Key of a record\'s response to the prompt. Null: "response" or "completion".'
+    )
+    messages_key: str = Field("messages", description="Key of a record's list of messages, each with role and content.")
+    too_long: Literal["error", "truncate", "drop"] = Field(
+        "error", description="What happens to prompts with responses, and chats, that are longer than a sample."
+    )
+    packing: Literal["pack", "pad"] = Field(
+        "pack", description="Whether as many whole records as fit make a sample, or one with padding does."
+    )
+    document_attention: bool | None = Field(
+        None, description="Tokens see those of their own document only. Null: where records are packed."
+    )
     vocabulary_size: Int = Field(
         4096,
         ge=257,
         description="Entries of the tokenizer that is trained; the default is less where the text is too short for it.",
     )
     tokenizer: str | None = Field(
-        None, description="File of a ready tokenizer (tokenizers' JSON). Null: one is trained on the training text."
+        None,
+        description="A ready tokenizer: a JSON file of tokenizers, or a folder of transformers. Null: one is trained "
+        "on the training text.",
+    )
+    workers: PositiveInt | None = Field(
+        None, description="Processes that turn text into tokens. Null: as many as there are cores."
     )
 
     @field_validator("train")
     @classmethod
-    def _some_text(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
+    def _some_text(cls, sources: tuple[str | WeightedSource, ...]) -> tuple[str | WeightedSource, ...]:
         if not sources:
             raise ValueError("must name at least one file, folder or pattern; python-stdlib is on every machine")
+        if len({isinstance(source, str) for source in sources}) > 1:
+            raise ValueError("has sources with a weight and sources without; give all of them one, or none")
         return sources
+
+    @property
+    def blend(self) -> list[tuple[tuple[str, ...], float]]:
+        """The data sets that samples are taken from: the sources of each, and its share; the shares add up to 1."""
+        weighted = [source for source in self.train if not isinstance(source, str)]
+        if not weighted:
+            return [(tuple(source for source in self.train if isinstance(source, str)), 1.0)]
+        total = sum(source.weight for source in weighted)
+        return [(source.source, source.weight / total) for source in weighted]
 
 
 class Sample(Section):

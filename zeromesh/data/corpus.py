@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zeromesh.data.indexed import ENDINGS, file_of, prefix_of
+
 STANDARD_LIBRARY = "python-stdlib"
 """A source that is on every machine: the running Python's own library."""
 
@@ -32,13 +34,23 @@ CUTS = (rb"\S\n(?=\S)", rb"\n(?=[\s\S])", rb"\S(?= \S)", rb"[\s\S](?=[^\x80-\xbf
 divides the text anyway; the end of any line; of a word; of a character."""
 
 
+MASK = ".mask"
+"""A data set of this ending beside another says, for each of its tokens, whether it is a label."""
+
+DATASET_FILES = ("state.json", "dataset_info.json")
+"""What marks a folder that ``datasets`` wrote."""
+
+DATASETS_FILE = "dataset_dict.json"
+"""What marks a folder of such folders, one for each split."""
+
+
 @dataclass(frozen=True)
 class Document:
-    """One file of the corpus, or the part of it between two bytes.
+    """One file of the corpus, or the part of it between two bytes; or a data set of several files.
 
     Attributes:
         name: its path relative to the source it came from, with forward slashes.
-        path: the file.
+        path: the file; of a data set of ``datasets`` its folder, of one in Megatron's format its prefix.
         start: its first byte in the file.
         stop: the byte after its last; None for the end of the file.
     """
@@ -51,11 +63,22 @@ class Document:
     @property
     def size(self) -> int:
         """Bytes in it; none if there is no such file."""
+        if self.stop is not None:
+            return self.stop - self.start
         try:
-            end = self.path.stat().st_size if self.stop is None else self.stop
+            return sum(file.stat().st_size for file in self.files) - self.start
         except OSError:
             return 0
-        return end - self.start
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that it is made of."""
+        if self.path.is_dir():
+            return sorted(file for file in self.path.iterdir() if file.is_file())
+        if self.path.is_file():
+            return [self.path]
+        sides = [self.path, file_of(self.path, MASK)]
+        return [file for side in sides for end in ENDINGS if (file := file_of(side, end)).is_file()] or [self.path]
 
 
 @dataclass(frozen=True)
@@ -181,17 +204,37 @@ def _of_source(source: str, suffixes: tuple[str, ...], output: Path | None) -> I
         yield from _of_folder(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY, None)
         return
     path = Path(source).expanduser()
-    if path.is_dir():
+    if is_dataset(path):
+        yield Document(path.name, path)
+    elif (path / DATASETS_FILE).is_file():
+        yield _training_split(path)
+    elif path.is_dir():
         if path.resolve() == output:
             raise ValueError(
                 f"run.output is the data folder {source!r} itself, where what the run writes would become text; "
                 "choose another folder with --set run.output=FOLDER"
             )
         yield from _of_folder(path, suffixes, frozenset(), output)
+    elif (prefix := prefix_of(path)) is not None and (path.name.endswith(ENDINGS) or not path.is_file()):
+        yield Document(prefix.name, prefix)
     elif path.is_file():
         yield Document(path.name, path)
     else:
         yield from _of_pattern(path, output)
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder is one that ``datasets`` wrote."""
+    return all((folder / name).is_file() for name in DATASET_FILES)
+
+
+def _training_split(folder: Path) -> Document:
+    splits = sorted(path.name for path in folder.iterdir() if is_dataset(path))
+    if "train" not in splits:
+        raise ValueError(
+            f"data source {str(folder)!r} has no split 'train', but {splits}; name the folder of one of its splits"
+        )
+    return Document("train", folder / "train")
 
 
 def _of_folder(
@@ -206,7 +249,7 @@ def _of_folder(
         for name in files:
             path = here / name
             if not name.startswith(".") and name.endswith(suffixes or "") and path.is_file():
-                yield Document(path.relative_to(folder).as_posix(), path)
+                yield _of_file(path.relative_to(folder).as_posix(), path)
 
 
 def _of_pattern(pattern: Path, output: Path | None) -> Iterator[Document]:
@@ -219,7 +262,17 @@ def _of_pattern(pattern: Path, output: Path | None) -> Iterator[Document]:
             if folder not in written:
                 written[folder] = _is_written(folder, output)
         if match.is_file() and not any(written[folder] for folder in folders):
-            yield Document(name.as_posix(), match)
+            yield _of_file(name.as_posix(), match)
+
+
+def _of_file(name: str, path: Path) -> Document:
+    """A file, or the data set in Megatron's format that it belongs to."""
+    for ending in ENDINGS:
+        prefix = path.with_name(path.name.removesuffix(ending))
+        prefix = prefix.with_name(prefix.name.removesuffix(MASK))
+        if prefix != path and all(file_of(prefix, other).is_file() for other in ENDINGS):
+            return Document(name[: len(name) - len(path.name)] + prefix.name, prefix)
+    return Document(name, path)
 
 
 def _is_written(folder: Path, output: Path | None) -> bool:

@@ -1,88 +1,42 @@
-"""Samples in an order that is a pure function of the seed and the number of samples consumed.
+"""Batches in an order that is a pure function of the seed and the number of samples consumed.
 
 A run is resumed by its count of samples alone: nothing is replayed, and the number of ranks may change.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
-Sample = tuple[Tensor, Tensor]
-"""Token ids and the ids that follow them, int64, each of shape ``(length,)``; with a first dim when batched."""
-
-ROUNDS = 6
-"""Rounds of the permutation; four already look random (Luby and Rackoff, 1988)."""
+from zeromesh.data.order import Blend, seed_of
+from zeromesh.data.prepared import Prepared
+from zeromesh.data.samples import NO_LABEL, Sample, Samples, open_samples
 
 
 @dataclass(frozen=True)
-class Permutation:
-    """A pseudo-random permutation of ``range(size)``, computed one entry at a time.
+class Batch:
+    """A micro-batch; all tensors are int64 of shape ``(rows, length)``.
 
-    A Feistel network permutes the smallest square of a power of two that holds the range; what falls outside is
-    permuted again until it falls inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    Attributes:
+        tokens: token ids.
+        labels: the id that follows each token, or -100 where that is not learned.
+        positions: of each token in its document; None where tokens see all before them in their row.
+        documents: number of each token's document in its row, what is filled up being one too; None as before.
     """
 
-    size: int
-    seed: int
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
 
-    def __getitem__(self, index: int) -> int:
-        assert 0 <= index < self.size
-        half = ((self.size - 1).bit_length() + 1) // 2
-        while True:
-            index = self._scramble(index, half)
-            if index < self.size:
-                return index
-
-    def _scramble(self, index: int, half: int) -> int:
-        mask = (1 << half) - 1
-        left, right = index >> half, index & mask
-        for number in range(ROUNDS):
-            left, right = right, left ^ (_hash(self.seed, number, right) & mask)
-        return left << half | right
-
-
-def _hash(*numbers: int) -> int:
-    """64 bits that depend on all of the numbers, the same on every machine."""
-    text = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-
-
-def window_of(index: int, windows: int, seed: int) -> int:
-    """The window that sample ``index`` of the stream is: every epoch has each window once, in an order of its own."""
-    epoch, position = divmod(index, windows)
-    return Permutation(windows, _hash(seed, epoch))[position]
-
-
-class Windows(Dataset[Sample]):
-    """The stream of tokens cut every ``length`` tokens; each window also has the token after it, as the last label.
-
-    Raises:
-        ValueError: if the stream is shorter than one window.
-    """
-
-    def __init__(self, tokens: NDArray[np.unsignedinteger], length: int) -> None:
-        if len(tokens) < length + 1:
-            raise ValueError(
-                f"model.sequence_length = {length} needs {length + 1} tokens of training text, and there are "
-                f"{len(tokens)}; shorten the sequence, or add text"
-            )
-        self.tokens, self.length = tokens, length
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
-
-    def __getitem__(self, index: int) -> Sample:
-        start = index * self.length
-        window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
-        return window[:-1], window[1:]
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on a device."""
+        given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in given.items()})
 
 
 @dataclass(frozen=True)
@@ -103,59 +57,81 @@ class Share:
         """Samples that all ranks consume in one step."""
         return self.micro_batches * self.size * self.rows
 
-    def micro_batch(self, consumed: int, number: int) -> range:
-        """Positions in the stream of this rank's samples, for the micro-batch of that number after ``consumed``."""
-        start = consumed + (number * self.size + self.rank) * self.rows
+    def micro_batch(self, number: int) -> range:
+        """Places of this rank's samples in the global batch, for the micro-batch of that number."""
+        start = (number * self.size + self.rank) * self.rows
         return range(start, start + self.rows)
 
 
-class StreamSampler(Sampler[list[int]]):
-    """This rank's micro-batches as lists of windows, without end, from ``consumed`` samples on."""
+def training_samples(prepared: Prepared, length: int, seed: int) -> list[Samples]:
+    """What each part of the blend takes its samples from.
 
-    def __init__(self, windows: int, share: Share, seed: int, consumed: int) -> None:
-        self.windows, self.share, self.seed, self.consumed = windows, share, seed, consumed
+    Raises:
+        ValueError: if a part has no sample of ``length`` tokens.
+    """
+    parts = []
+    for number, part in enumerate(prepared.train):
+        parts.append(open_samples(part, length, seed_of(seed, number), prepared.packing, prepared.pad))
+        if not parts[-1].count:
+            raise ValueError(
+                f"model.sequence_length = {length} needs {length + 1} tokens of training text, and there are "
+                f"{part.tokens} in {str(part.prefix)!r}; shorten the sequence, or add text"
+            )
+    return parts
 
-    def __iter__(self) -> Iterator[list[int]]:
-        consumed = self.consumed
-        while True:
-            for number in range(self.share.micro_batches):
-                positions = self.share.micro_batch(consumed, number)
-                yield [window_of(position, self.windows, self.seed) for position in positions]
-            consumed += self.share.global_batch
 
-
-def training_batches(windows: Windows, share: Share, seed: int, consumed: int) -> Iterator[Sample]:
-    """Micro-batches of this rank without end: ``(tokens, labels)``, each int64 of shape ``(rows, length)``.
+def training_batches(prepared: Prepared, length: int, share: Share, seed: int, consumed: int) -> Iterator[Batch]:
+    """Micro-batches of this rank without end.
 
     Args:
-        windows: what is sampled from.
+        prepared: the text.
+        length: tokens of a sample.
         share: this rank's part of a global batch.
         seed: seed of the order; the same on all ranks.
         consumed: samples that all ranks together have consumed so far.
+
+    Raises:
+        ValueError: if a part of the blend has no sample.
     """
-    sampler = StreamSampler(len(windows), share, seed, consumed)
-    # A generator of its own: a loader otherwise draws from torch's random numbers when it starts.
-    return iter(DataLoader(windows, batch_sampler=sampler, generator=torch.Generator()))
+    parts = training_samples(prepared, length, seed)
+    blend = Blend(prepared.weights, consumed)
+    while True:
+        chosen = blend.take(share.global_batch)
+        for number in range(share.micro_batches):
+            own = [chosen[place] for place in share.micro_batch(number)]
+            yield _batch([parts[part].sample(index) for part, index in own], prepared.document_attention)
 
 
-def evaluation_batches(
-    tokens: NDArray[np.unsignedinteger], length: int, rows: int, rank: int, size: int, ignore: int
-) -> Iterator[Sample]:
-    """This rank's share of batches that together have every token of the stream but the first as a label once.
+def evaluation_batches(prepared: Prepared, length: int, rows: int, rank: int, size: int) -> Iterator[Batch]:
+    """This rank's share of batches that together have every held-out label once, but the first of each stream.
+
+    Where several sets are held out their rows alternate in proportion, so that the first batches are of all of them.
 
     Args:
-        tokens: the stream, at least two tokens.
+        prepared: the text.
         length: tokens of a row. Every row is a window of its own.
         rows: rows of a batch.
         rank: this rank, which gets every ``size``-th batch.
-        size: number of ranks. All get equally many batches.
-        ignore: the label that fills what is left over.
+        size: number of ranks. All get equally many batches; those that are left over have no labels.
     """
-    step = rows * length
-    batches = -(-(len(tokens) - 1) // step)
-    for start in range(rank * step, -(-batches // size) * size * step, size * step):
-        piece = tokens[start : start + step + 1].astype(np.int64)
-        inputs, labels = np.zeros(step, dtype=np.int64), np.full(step, ignore, dtype=np.int64)
-        count = max(len(piece) - 1, 0)
-        inputs[:count], labels[:count] = piece[:-1], piece[1:]
-        yield torch.from_numpy(inputs).view(rows, length), torch.from_numpy(labels).view(rows, length)
+    parts = [open_samples(part, length, 0, prepared.packing, prepared.pad) for part in prepared.validation]
+    places = [(np.arange(part.rows) + 0.5) / max(part.rows, 1) for part in parts]
+    owners = np.repeat(np.arange(len(parts)), [part.rows for part in parts])
+    numbers = np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.rows) for part in parts)])
+    order = np.argsort(np.concatenate([np.empty(0), *places]), kind="stable")
+    empty = _empty(length, prepared.pad)
+    for start in range(rank * rows, -(-len(order) // (rows * size)) * rows * size, rows * size):
+        chosen = order[start : start + rows]
+        samples = [parts[owners[place]].row(int(numbers[place])) for place in chosen]
+        yield _batch([*samples, *[empty] * (rows - len(samples))], prepared.document_attention)
+
+
+def _empty(length: int, pad: int) -> Sample:
+    nothing = np.zeros(length, dtype=np.int64)
+    return Sample(nothing + pad, nothing + NO_LABEL, np.arange(length), nothing)
+
+
+def _batch(samples: Sequence[Sample], document_attention: bool) -> Batch:
+    names = ("tokens", "labels", *(("positions", "documents") if document_attention else ()))
+    stacked = (np.stack([getattr(sample, name) for sample in samples]) for name in names)
+    return Batch(*(torch.from_numpy(column) for column in stacked))

@@ -1,0 +1,239 @@
+"""Megatron's indexed token files: ``NAME.bin`` with the ids, ``NAME.idx`` with where sequences and documents end.
+
+The layout of ``.idx``, little-endian: the magic bytes, u64 version, u8 dtype, u64 sequences S, u64 document boundaries
+D, then i32[S] lengths in tokens, i64[S] byte offsets into ``.bin``, i64[D] boundaries as counts of sequences, the first
+of them 0, and, in some files, i8[S] modes. ``.bin`` has the ids one after the other and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+
+CODES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+"""Dtypes by their codes in the header."""
+
+SMALL_VOCABULARY = 65_500
+"""Below so many entries, ids are stored in 16 bits."""
+
+ENDINGS = (".bin", ".idx")
+
+
+def token_dtype(vocabulary: int) -> np.dtype[Any]:
+    """The dtype that ids of a vocabulary of this size are stored in."""
+    return np.dtype("<u2" if vocabulary < SMALL_VOCABULARY else "<i4")
+
+
+def file_of(prefix: Path, ending: str) -> Path:
+    """One of the files of a data set; a prefix may have dots in it."""
+    return prefix.with_name(prefix.name + ending)
+
+
+def prefix_of(path: Path) -> Path | None:
+    """The prefix of the data set that a path names, by its prefix or by one of its files; None if there is none."""
+    if path.name.endswith(ENDINGS):
+        path = path.with_name(path.name[: -len(ENDINGS[0])])
+    return path if path.name and any(file_of(path, ending).is_file() for ending in ENDINGS) else None
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """An open data set; the arrays are mapped into memory.
+
+    Attributes:
+        prefix: path without its ending.
+        tokens: all ids, shape ``(tokens,)``, in the dtype of the file.
+        lengths: tokens of each sequence, int32, shape ``(sequences,)``.
+        boundaries: sequences before each document, and after the last, int64, shape ``(documents + 1,)``.
+        modes: int8, shape ``(sequences,)``; None where the file has none.
+    """
+
+    prefix: Path
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int32]
+    boundaries: NDArray[np.int64]
+    modes: NDArray[np.int8] | None
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.boundaries) - 1
+
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """Tokens before each document, and after the last, shape ``(documents + 1,)``: 8 bytes each in memory."""
+        before = np.zeros(len(self.lengths) + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=before[1:])
+        return before[self.boundaries]
+
+    def document(self, number: int) -> NDArray[Any]:
+        """The ids of one document."""
+        ids: NDArray[Any] = self.tokens[self.bounds[number] : self.bounds[number + 1]]
+        return ids
+
+
+def open_indexed(prefix: Path) -> Indexed:
+    """Map a data set into memory and look at whether its two files fit together.
+
+    Raises:
+        ValueError: if a file is missing, is not of this format, is cut off, or they do not fit together.
+    """
+    index, data = (file_of(prefix, ending) for ending in (".idx", ".bin"))
+    for file, other in ((index, data), (data, index)):
+        if not file.is_file():
+            raise ValueError(f"{str(file)!r} does not exist, and belongs to {str(other)!r}; bring both files")
+    dtype, sequences, boundary_count = _read_header(index)
+    parts = [("<i4", sequences), ("<i8", sequences), ("<i8", boundary_count)]
+    needed = HEADER.size + sum(np.dtype(kind).itemsize * count for kind, count in parts)
+    size = index.stat().st_size
+    if size not in (needed, needed + sequences):
+        problem = "is cut off" if size < needed else "has more than it should"
+        raise ValueError(
+            f"{str(index)!r} {problem}: {sequences} sequences and {boundary_count} document boundaries take {needed} "
+            f"bytes, or {needed + sequences} with modes, and it has {size}; copy it again, or make it anew"
+        )
+    arrays, start = [], HEADER.size
+    for kind, count in [*parts, *([("i1", sequences)] if size > needed else [])]:
+        arrays.append(_mapped(index, kind, count, start))
+        start += np.dtype(kind).itemsize * count
+    lengths, offsets, boundaries = arrays[:3]
+    _check_parts(index, data, dtype, lengths, offsets, boundaries)
+    tokens = _mapped(data, dtype, data.stat().st_size // dtype.itemsize, 0)
+    return Indexed(prefix, tokens, lengths, boundaries, arrays[3] if len(arrays) > 3 else None)
+
+
+def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
+    """Dtype, sequences and document boundaries."""
+    with index.open("rb") as file:
+        header = file.read(HEADER.size)
+    found = header[: len(MAGIC)]
+    if found != MAGIC:
+        raise ValueError(
+            f"{str(index)!r} begins with {found!r}, and an index of Megatron's format with {MAGIC!r}; name a data set "
+            "that its preprocessing wrote"
+        )
+    if len(header) < HEADER.size:
+        raise ValueError(f"{str(index)!r} is cut off in its header, after {len(header)} bytes; copy it again")
+    _, version, code, sequences, boundaries = HEADER.unpack(header)
+    if version != VERSION:
+        raise ValueError(f"{str(index)!r} has version {version}, and only version {VERSION} is known; make it anew")
+    if code not in CODES:
+        known = ", ".join(f"{known} ({np.dtype(kind).name})" for known, kind in CODES.items())
+        raise ValueError(f"{str(index)!r} has the dtype code {code}, which must be one of {known}; make it anew")
+    return np.dtype(CODES[code]), sequences, boundaries
+
+
+def _check_parts(
+    index: Path,
+    data: Path,
+    dtype: np.dtype[Any],
+    lengths: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    boundaries: NDArray[np.int64],
+) -> None:
+    if len(lengths) and int(lengths.min()) < 0:
+        raise ValueError(f"{str(index)!r} has a sequence of {lengths.min()} tokens; it is damaged, make it anew")
+    size, total = data.stat().st_size, int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+    if size != total:
+        raise ValueError(
+            f"{str(data)!r} has {size} bytes, and by {index.name!r} it must have {total}; the two files do not belong "
+            "together, or one is cut off: copy both again"
+        )
+    expected = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
+    wrong = np.flatnonzero(offsets != expected)
+    if len(wrong):
+        place = int(wrong[0])
+        outside = "outside of" if not 0 <= offsets[place] <= size else "not where the one before it ends in"
+        raise ValueError(
+            f"{str(index)!r}: sequence {place} begins at byte {offsets[place]}, {outside} {data.name!r} of {size} "
+            f"bytes; it must be at {expected[place]}, so make the data set anew"
+        )
+    if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != len(lengths) or (np.diff(boundaries) < 0).any():
+        raise ValueError(
+            f"{str(index)!r}: the boundaries of documents must rise from 0 to the {len(lengths)} sequences, and are "
+            f"{_short(boundaries)}; make it anew"
+        )
+
+
+def _short(values: NDArray[np.int64]) -> str:
+    return np.array2string(values, threshold=6, edgeitems=2, separator=", ")
+
+
+def _mapped(path: Path, kind: Any, count: int, start: int) -> NDArray[Any]:
+    if count == 0:  # a file cannot be mapped where it has no bytes
+        return np.empty(0, dtype=kind)
+    return np.memmap(path, dtype=kind, mode="r", offset=start, shape=(count,)).view(np.ndarray)
+
+
+class IndexedWriter:
+    """Writes a data set, which appears under its name only when it is complete. A context.
+
+    Args:
+        prefix: path without its ending.
+        dtype: of the ids; one of those in ``CODES``.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self.prefix, self.dtype = prefix, dtype
+        self._code = next(code for code, kind in CODES.items() if np.dtype(kind) == dtype)
+        self._file = self._part(".bin").open("wb")
+        self._lengths: list[NDArray[np.int32]] = []
+        self._boundaries: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
+        self._sequences = 0
+
+    def add(self, ids: NDArray[Any], lengths: NDArray[np.int32], last: NDArray[np.bool_]) -> None:
+        """Append sequences.
+
+        Args:
+            ids: of all of them, one after the other.
+            lengths: tokens of each.
+            last: whether a document ends with it, for each.
+        """
+        assert int(lengths.sum()) == len(ids)
+        ids.astype(self.dtype, copy=False).tofile(self._file)
+        self._lengths.append(lengths.astype("<i4", copy=False))
+        self._boundaries.append(self._sequences + 1 + np.flatnonzero(last))
+        self._sequences += len(lengths)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._file.close()
+            self._part(".bin").unlink()
+            return
+        _sync_and_close(self._file)
+        lengths, boundaries = np.concatenate([np.empty(0, "<i4"), *self._lengths]), np.concatenate(self._boundaries)
+        assert boundaries[-1] == self._sequences, "the last document is not complete"
+        offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
+        with self._part(".idx").open("wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(boundaries)))
+            for array, stored in ((lengths, "<i4"), (offsets, "<i8"), (boundaries, "<i8")):
+                array.astype(stored, copy=False).tofile(file)
+            _sync_and_close(file)
+        for ending in ENDINGS:
+            self._part(ending).replace(file_of(self.prefix, ending))
+
+    def _part(self, ending: str) -> Path:
+        return file_of(self.prefix, f"{ending}.part")
+
+
+def _sync_and_close(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

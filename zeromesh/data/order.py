@@ -1,0 +1,130 @@
+"""Orders that are pure functions of a seed: permutations one entry at a time, rows of whole records, and blends."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROUNDS = 6
+"""Rounds of the permutation; four already look random (Luby and Rackoff, 1988)."""
+
+
+def seed_of(*numbers: int) -> int:
+    """64 bits that depend on all of the numbers, the same on every machine."""
+    text = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def hashed(values: NDArray[np.integer], seed: int) -> NDArray[np.uint64]:
+    """64 bits for each of the values, by the finalizer of splitmix64 (Steele et al., 2014)."""
+    x = values.astype(np.uint64) + np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A pseudo-random permutation of ``range(size)``, of which any entries can be computed alone.
+
+    A Feistel network permutes the smallest square of a power of two that holds the range; what falls outside is
+    permuted again until it falls inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
+
+    size: int
+    seed: int
+
+    def __getitem__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The entries at these places, each in ``range(size)``."""
+        assert len(places) == 0 or 0 <= places.min() <= places.max() < self.size
+        half = ((self.size - 1).bit_length() + 1) // 2
+        found = self._scramble(places.astype(np.uint64), half)
+        while len(outside := np.flatnonzero(found >= self.size)):
+            found[outside] = self._scramble(found[outside], half)
+        return found.astype(np.int64)
+
+    def _scramble(self, values: NDArray[np.uint64], half: int) -> NDArray[np.uint64]:
+        shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+        left, right = values >> shift, values & mask
+        for number in range(ROUNDS):
+            left, right = right, left ^ (hashed(right, seed_of(self.seed, number)) & mask)
+        return left << shift | right
+
+
+def pack(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Put things into few rows: the longest first, each where little space is left (best-fit decreasing).
+
+    Args:
+        sizes: of the things, each between 1 and ``capacity``.
+        capacity: of a row.
+
+    Returns:
+        The row of each thing, int64, shape as ``sizes``; rows are numbered without gaps.
+    """
+    rows = np.empty(len(sizes), dtype=np.int64)
+    with_space: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * (capacity + 1)
+    any_with = np.zeros(capacity + 1, dtype=bool)
+    count = 0
+
+    def put(space: int, numbers: NDArray[np.int64]) -> None:
+        with_space[space] = numbers
+        any_with[space] = len(numbers) > 0
+
+    # Things of one size are put at once, one into each of the fullest rows that they fit into, then again.
+    order = np.argsort(-sizes, kind="stable")
+    present, firsts = np.unique(-sizes[order], return_index=True)
+    for size, things in zip(-present, np.split(order, firsts[1:]), strict=True) if len(sizes) else ():
+        while len(things):
+            space = int(size + any_with[size:].argmax())
+            if not any_with[space]:
+                opened = -(-len(things) // (capacity // int(size)))
+                space = capacity
+                put(space, np.arange(count, count + opened))
+                count += opened
+            free = with_space[space]
+            used = free[: len(things)]
+            rows[things[: len(used)]] = used
+            things = things[len(used) :]
+            put(space, free[len(used) :])
+            left = space - int(size)
+            put(left, np.concatenate([with_space[left], used]))
+    return rows
+
+
+class Blend:
+    """From which part of a blend each sample is taken: of the largest ``weight * max(i, 1) - taken`` at sample ``i``.
+
+    Ties go to the first part. What has been taken is counted from the beginning, a second for some million samples;
+    no sample is read for it.
+
+    Args:
+        weights: of the parts; they add up to 1.
+        consumed: samples that were taken before.
+    """
+
+    def __init__(self, weights: Sequence[float], consumed: int) -> None:
+        self.weights = weights
+        self.step = 0
+        self.taken = [0] * len(weights)
+        if len(weights) == 1:
+            self.step, self.taken = consumed, [consumed]
+        else:
+            for start in range(0, consumed, 2**16):
+                self.take(min(2**16, consumed - start))
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """The next samples: the number of the part, and how many were taken from it before."""
+        taken, chosen = self.taken, []
+        for step in range(self.step, self.step + count):
+            position = max(step, 1)
+            behind = [weight * position - own for weight, own in zip(self.weights, taken, strict=True)]
+            part = behind.index(max(behind))
+            chosen.append((part, taken[part]))
+            taken[part] += 1
+        self.step += count
+        return chosen

@@ -1,0 +1,238 @@
+"""The formats that text comes in: how a file is cut into portions that can be read alone, and how each is read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from zeromesh.data.corpus import Document, is_dataset, parts, read_document
+from zeromesh.data.indexed import prefix_of
+
+PIECE_BYTES = 2**18
+"""Longer texts are read and encoded in pieces of at most this size."""
+
+PORTION_BYTES = 2**21
+"""About so much of a file of records is one portion."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A part of a file.
+
+    Attributes:
+        document: the file; of a text, the part of it.
+        start: first byte, row or group of rows, as the format counts.
+        stop: the one after the last.
+        size: bytes of the file that it stands for.
+        lines: lines of a compressed file, which cannot be read from the middle; None for other formats.
+        last: whether a text ends with it.
+    """
+
+    document: Document
+    start: int
+    stop: int
+    size: int
+    lines: bytes | None = None
+    last: bool = True
+
+
+class RecordError(ValueError):
+    """A record that is wrong; ``number`` counts from the beginning of its portion."""
+
+    def __init__(self, number: int, problem: str) -> None:
+        self.number = number
+        super().__init__(problem)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A row of ``FORMATS``.
+
+    Attributes:
+        cut: a file to its portions.
+        read: a portion to its records and their numbers in it. Of plain text, the one record is the text itself.
+        place: where a record is, for messages.
+    """
+
+    cut: Callable[[Document], Iterator[Portion]]
+    read: Callable[[Portion], Iterator[tuple[int, Any]]]
+    place: Callable[[Portion, int], str]
+
+
+def format_of(document: Document) -> str:
+    """The key in ``FORMATS``, or "indexed" for what is tokens already."""
+    path = document.path
+    if is_dataset(path):
+        return "dataset"
+    if not path.is_file() and prefix_of(path) is not None:
+        return "indexed"
+    return next((ending for ending in FORMATS if ending and path.name.endswith(ending)), "")
+
+
+def _cut_text(document: Document) -> Iterator[Portion]:
+    stop = document.start + document.size
+    for part in parts(document, PIECE_BYTES):
+        yield Portion(document, part.start, part.start + part.size, part.size, last=part.start + part.size == stop)
+
+
+def _read_text(portion: Portion) -> Iterator[tuple[int, str]]:
+    document = portion.document
+    yield 0, read_document(Document(document.name, document.path, portion.start, portion.stop))
+
+
+def _cut_lines(document: Document) -> Iterator[Portion]:
+    start, end = 0, document.size
+    with document.path.open("rb") as file:
+        while start < end:
+            file.seek(min(start + PORTION_BYTES, end))
+            file.readline()
+            stop = min(file.tell(), end)
+            yield Portion(document, start, stop, stop - start)
+            start = stop
+
+
+def _read_lines(portion: Portion) -> Iterator[tuple[int, Any]]:
+    with portion.document.path.open("rb") as file:
+        file.seek(portion.start)
+        yield from _parse(file.read(portion.stop - portion.start))
+
+
+def _place_line(portion: Portion, number: int) -> str:
+    before, left = 0, portion.start
+    with portion.document.path.open("rb") as file:
+        while left and (block := file.read(min(left, 2**20))):
+            before, left = before + block.count(b"\n"), left - len(block)
+    return f"{portion.document.path}, line {before + number + 1}"
+
+
+def _cut_compressed(document: Document) -> Iterator[Portion]:
+    """Portions with their lines; ``start`` counts the lines before."""
+    count = read = 0
+    with document.path.open("rb") as raw, gzip.open(raw) as file:
+        try:
+            while block := file.read(PORTION_BYTES) + file.readline():
+                lines = block.count(b"\n")
+                yield Portion(document, count, count + lines, raw.tell() - read, block)
+                count, read = count + lines, raw.tell()
+        except (OSError, EOFError) as error:
+            raise ValueError(f"{document.path} cannot be read as a gzip file: {error}; make it anew") from None
+
+
+def _read_compressed(portion: Portion) -> Iterator[tuple[int, Any]]:
+    assert portion.lines is not None
+    yield from _parse(portion.lines)
+
+
+def _parse(lines: bytes) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(lines.split(b"\n")):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RecordError(
+                    number, f"is not JSON ({error.msg}, column {error.colno}); one object per line"
+                ) from None
+            except UnicodeDecodeError as error:
+                raise RecordError(number, f"is not UTF-8 ({error}); convert the file") from None
+
+
+def _cut_parquet(document: Document) -> Iterator[Portion]:
+    groups = _parquet(document.path).metadata
+    for group in range(groups.num_row_groups):
+        yield Portion(document, group, group + 1, document.size // groups.num_row_groups)
+
+
+def _read_parquet(portion: Portion) -> Iterator[tuple[int, Any]]:
+    yield from enumerate(_parquet(portion.document.path).read_row_group(portion.start).to_pylist())
+
+
+def _place_parquet(portion: Portion, number: int) -> str:
+    groups = _parquet(portion.document.path).metadata
+    before = sum(groups.row_group(group).num_rows for group in range(portion.start))
+    return f"{portion.document.path}, row {before + number + 1}"
+
+
+@lru_cache(maxsize=4)
+def _parquet(path: Path) -> Any:
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise _missing(path, "pyarrow") from None
+    try:
+        return ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as a parquet file: {error}; make it anew") from None
+
+
+def _cut_dataset(document: Document) -> Iterator[Portion]:
+    rows = len(_dataset(document.path))
+    step = max(1, rows * PORTION_BYTES // max(1, document.size))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield Portion(document, start, stop, document.size * (stop - start) // rows)
+
+
+def _read_dataset(portion: Portion) -> Iterator[tuple[int, Any]]:
+    columns = _dataset(portion.document.path)[portion.start : portion.stop]
+    rows = zip(*columns.values(), strict=True)
+    yield from enumerate(dict(zip(columns, row, strict=True)) for row in rows)
+
+
+@lru_cache(maxsize=4)
+def _dataset(folder: Path) -> Any:
+    try:
+        from datasets import load_from_disk
+    except ImportError:
+        raise _missing(folder, "datasets") from None
+    try:
+        return load_from_disk(str(folder)).with_format(None)
+    except Exception as error:  # whatever pyarrow and datasets raise on damaged files
+        raise ValueError(f"{folder} cannot be read as a data set of Hugging Face: {error}; make it anew") from error
+
+
+def _missing(path: Path, package: str) -> ValueError:
+    return ValueError(f"reading {str(path)!r} needs the package {package}: pip install 'zeromesh[datasets]'")
+
+
+FORMATS: dict[str, Format] = {
+    ".jsonl": Format(_cut_lines, _read_lines, _place_line),
+    ".jsonl.gz": Format(
+        _cut_compressed, _read_compressed, lambda portion, n: f"{portion.document.path}, line {portion.start + n + 1}"
+    ),
+    ".parquet": Format(_cut_parquet, _read_parquet, _place_parquet),
+    "dataset": Format(
+        _cut_dataset, _read_dataset, lambda portion, n: f"{portion.document.path}, row {portion.start + n + 1}"
+    ),
+    "": Format(_cut_text, _read_text, lambda portion, n: str(portion.document.path)),
+}
+"""By the end of the file's name; the last row is plain text."""
+
+
+def read_portion(portion: Portion) -> Iterator[tuple[int, Any]]:
+    """The records of a portion with their numbers in it.
+
+    Raises:
+        ValueError: with its place, if one cannot be read.
+    """
+    try:
+        yield from FORMATS[format_of(portion.document)].read(portion)
+    except RecordError as error:
+        with placed(portion, error.number):
+            raise
+
+
+@contextmanager
+def placed(portion: Portion, number: int) -> Iterator[None]:
+    """Say in errors which record it is that something is wrong with."""
+    try:
+        yield
+    except ValueError as error:
+        place = FORMATS[format_of(portion.document)].place(portion, number)
+        raise ValueError(f"{place}: {error}") from None

@@ -1,0 +1,255 @@
+"""Tokenizers behind one small interface: those of the ``tokenizers`` library, and folders of ``transformers``.
+
+The tokenizer that is trained here is byte-level byte-pair encoding: Sennrich et al., "Neural Machine Translation of
+Rare Words with Subword Units", 2016; on bytes, as in GPT-2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+Ids = NDArray[np.int64]
+Message = dict[str, Any]
+
+END_OF_TEXT = "<|endoftext|>"
+
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
+"""What tokenizers call the token between two documents."""
+
+SMALLEST_VOCABULARY = 257
+TOKENIZER_FILE = "tokenizer.json"
+UNKNOWN = "�"
+"""What decoding writes for bytes that are no character, or not yet."""
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Between text and ids. The names of special tokens in a text are text.
+
+    Attributes:
+        size: ids are below it.
+        end: the id that ends a document.
+        pad: the id that fills what is left of a sample; it is never a label.
+        encode: texts to ids, int64, without special tokens added.
+        decode: ids to text, without special tokens.
+        chat: messages to ids and to which of them the assistant has said, bool, of the same shape.
+        save: writes all that ``load_tokenizer`` needs into a folder.
+    """
+
+    size: int
+    end: int
+    pad: int
+    encode: Callable[[Sequence[str]], list[Ids]]
+    decode: Callable[[Sequence[int]], str]
+    chat: Callable[[Sequence[Message]], tuple[Ids, NDArray[np.bool_]]]
+    save: Callable[[Path], None]
+
+
+def load_tokenizer(path: Path) -> TextTokenizer:
+    """Read a tokenizer from a file of ``tokenizers``, or from a folder of one of the two kinds. Nothing is downloaded.
+
+    Raises:
+        ValueError: if there is none, it cannot be read, or has no token for the end of a text.
+    """
+    if path.is_file():
+        return _of_file(path)
+    if not path.is_dir():
+        raise ValueError(
+            f"tokenizer {str(path)!r} does not exist; name a JSON file of the tokenizers library, or a folder with the "
+            "tokenizer of a model"
+        )
+    names = {file.name for file in path.iterdir()}
+    return _of_file(path / TOKENIZER_FILE) if names == {TOKENIZER_FILE} else _of_folder(path)
+
+
+def content_key(path: Path) -> str:
+    """A hash of the tokenizer's files; of a folder, all that are not weights count."""
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
+            digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextTokenizer:
+    """Learn a byte-level byte-pair vocabulary.
+
+    Args:
+        texts: what to learn from.
+        size: entries of the vocabulary.
+        fill: refuse texts that do not have enough pairs to fill it, instead of making a smaller one.
+
+    Raises:
+        ValueError: if ``size`` has no room for the bytes, or the texts do not fill it.
+    """
+    if size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"data.vocabulary_size = {size} is too small: the 256 bytes and the end of a text need "
+            f"{SMALLEST_VOCABULARY} entries"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    reached = tokenizer.get_vocab_size()
+    if fill and reached < size:
+        raise ValueError(
+            f"data.vocabulary_size = {size} is too large: the training text only gives {reached} entries; "
+            f"set it to {reached} or less, or add text"
+        )
+    return _wrapped(tokenizer, "the tokenizer")
+
+
+def stream_text(tokenizer: TextTokenizer, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+    """Text as its ids come, each piece as soon as no later id can change it.
+
+    A character may take several ids, and some tokenizers write a word differently at the beginning of a text, so each
+    piece is what decoding gains by the new ids beside those of the piece before.
+
+    Args:
+        tokenizer: that the ids belong to.
+        ids: the new ones.
+        before: ids that the text goes on from.
+    """
+    context, new = list(before), list[int]()
+    for token in ids:
+        new.append(token)
+        text = tokenizer.decode(context + new)
+        if not text.endswith(UNKNOWN):
+            yield text[len(tokenizer.decode(context)) :]
+            context, new = new, []
+    if new:
+        yield tokenizer.decode(context + new)[len(tokenizer.decode(context)) :]
+
+
+def _of_file(path: Path) -> TextTokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        raise ValueError(f"{str(path)!r} is not a tokenizer.json of the tokenizers library: {error}") from error
+    return _wrapped(tokenizer, repr(str(path)))
+
+
+def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
+    tokenizer.encode_special_tokens = True
+    end = next((found for end in KNOWN_ENDS if (found := tokenizer.token_to_id(end)) is not None), None)
+    if end is None:
+        raise ValueError(f"{name} has no token for the end of a text; it needs one of {', '.join(KNOWN_ENDS)}")
+
+    def encode(texts: Sequence[str]) -> list[Ids]:
+        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encoded]
+
+    def chat(messages: Sequence[Message]) -> tuple[Ids, NDArray[np.bool_]]:
+        raise ValueError(
+            f"chats need a chat template, which {name} does not have; set data.tokenizer to the folder of a model's "
+            "tokenizer"
+        )
+
+    return TextTokenizer(
+        size=tokenizer.get_vocab_size(),
+        end=end,
+        pad=end,
+        encode=encode,
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        chat=chat,
+        save=lambda folder: tokenizer.save(str(folder / TOKENIZER_FILE)),
+    )
+
+
+def _of_folder(folder: Path) -> TextTokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ValueError(
+            f"the tokenizer in {str(folder)!r} needs the package transformers: pip install 'zeromesh[hf]'"
+        ) from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the many kinds of tokenizers raise
+        raise ValueError(
+            f"{str(folder)!r} holds no tokenizer that transformers can read without running code of its own: {error}"
+        ) from error
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ValueError(f"the tokenizer in {str(folder)!r} has no eos_token; set one in its tokenizer_config.json")
+
+    def encode(texts: Sequence[str]) -> list[Ids]:
+        if not texts:
+            return []
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        found = tokenizer(list(texts), return_attention_mask=False, **options)["input_ids"]
+        return [np.array(ids, dtype=np.int64) for ids in found]
+
+    def save(target: Path) -> None:
+        tokenizer.save_pretrained(str(target))
+
+    return TextTokenizer(
+        size=max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1),
+        end=end,
+        pad=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        encode=encode,
+        decode=lambda ids: str(
+            tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ),
+        chat=lambda messages: _render(tokenizer, messages),
+        save=save,
+    )
+
+
+def _render(tokenizer: Any, messages: Sequence[Message]) -> tuple[Ids, NDArray[np.bool_]]:
+    """A chat by the tokenizer's template: its own marks say what the assistant has said, else its beginnings do."""
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; name one that has, or put chat_template.jinja beside it")
+    template = tokenizer.get_chat_template()
+    if "generation" in _tags(template):
+        found = tokenizer.apply_chat_template(
+            list(messages), return_dict=True, return_assistant_tokens_mask=True, sanitize_control_tokens=True
+        )
+        return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
+    whole = _render_ids(tokenizer, messages, False)
+    mask = np.zeros(len(whole), dtype=bool)
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = _render_ids(tokenizer, messages[:place], True) if place else np.empty(0, dtype=np.int64)
+            after = _render_ids(tokenizer, messages[: place + 1], False)
+            if not (place and _begins(after, before) and _begins(whole, after)):
+                raise ValueError(
+                    f"messages[{place}]: where the assistant's turn is cannot be told from the tokenizer's chat "
+                    "template, since a chat up to there is not a beginning of the whole one; mark what the assistant "
+                    "says in the template with {% generation %} and {% endgeneration %}"
+                )
+            mask[len(before) : len(after)] = True
+    return whole, mask
+
+
+def _render_ids(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> Ids:
+    found = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=prompt, return_dict=True, sanitize_control_tokens=True
+    )
+    return np.array(found["input_ids"], dtype=np.int64)
+
+
+def _begins(whole: Ids, part: Ids) -> bool:
+    return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
+
+
+def _tags(template: str) -> set[str]:
+    """The first words of a template's statements."""
+    return set(re.findall(r"{%[-+]?\s*(\w+)", template))
