@@ -16,7 +16,7 @@ PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations"),
-    ("__init__", "engine", "build", "saving", "report", "agree", "zero", "checkpointing"),
+    ("__init__", "engine", "build", "saving", "report", "observing", "agree", "zero", "checkpointing"),
     ("shard", "activation", "precision", "optim", "checkpoint", "data", "architectures"),
     ("dist", "observe", "config"),
     ("model",),

@@ -87,6 +87,7 @@ class Loop:
         """Write a validation to the log and to the screen; those between steps are of a part of the text only."""
         if self.metrics is not None:
             self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
+        self.engine.monitor.write({"Validation/Samples/loss": score.loss})
         text = "all held-out text" if progress.step == self.job.run.steps else "a part of the held-out text"
         self.display.line(
             f"step {progress.step}/{self.job.run.steps}  validation loss {score.loss:.3f}  "
