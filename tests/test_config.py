@@ -389,14 +389,14 @@ def no_effect_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_keys_without_effect_are_reported_once_and_only_if_set(caplog: pytest.LogCaptureFixture) -> None:
     document = {
         "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
-        "tensorboard": {"enabled": True, "job_name": "x"},
+        "comet": {"enabled": True, "project": "x"},
         "amp": {"enabled": False},
     }
     with caplog.at_level(logging.INFO, logger="zeromesh"):
         settings = Settings.load(document)
         Settings.load(settings).resolve(2).to_json()
     assert [line.split(":")[0] for line in no_effect_lines(caplog)] == [
-        "tensorboard",
+        "comet",
         "zero_optimization.overlap_comm",
         "amp",
     ]

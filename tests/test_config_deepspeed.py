@@ -77,7 +77,7 @@ def read_by_deepspeed() -> set[str]:
 
     seen: set[str] = set()
     sections: dict[str, Any] = {path: {} for path, entry in entries().items() if entry.section and "." not in path}
-    for name in ("model", "data", "run", "mesh", "slots"):
+    for name in ("model", "data", "run", "mesh", "slots", "profile"):
         del sections[name]
     sections["optimizer"] = {"type": "Adam", "params": {}}
     sections["scheduler"] = {"type": "WarmupLR", "params": {}}

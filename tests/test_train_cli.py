@@ -344,14 +344,14 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(
     refused(call("train", config(corpus, tmp_path), "--resume"), "holds no checkpoint", "without --resume")
     # A machine that is said to do one operation per second is found to do more.
     monkeypatch.setattr("zeromesh.cli.loop.peak_flops", lambda device, dtype: 1.0)
-    result = call("train", config(corpus, tmp_path), "--set", "steps_per_print=3", "--set", "tensorboard.enabled=true")
+    result = call("train", config(corpus, tmp_path), "--set", "steps_per_print=3", "--set", "comet.enabled=true")
     assert result.exit_code == 0, result.output
     assert "it is started again" in result.stdout
     assert numbers(tmp_path / "run") == numbers(finished)
     shares = [r["utilization"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
     assert max(shares) == 1
     assert 'optimizer: {"type": "AdamW", "params": {"lr": 0.01}}' in result.stdout
-    assert result.stderr.count("tensorboard: ") == 1
+    assert result.stderr.count("comet: ") == 1
     assert [line[:8] for line in result.stderr.splitlines() if line.startswith("update")] == ["update 3", "update 6"]
     assert not logging.getLogger("zeromesh").handlers
 

@@ -16,7 +16,19 @@ PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations"),
-    ("__init__", "engine", "build", "saving", "report", "agree", "zero", "checkpointing", "pretrained", "export"),
+    (
+        "__init__",
+        "engine",
+        "build",
+        "saving",
+        "report",
+        "observing",
+        "agree",
+        "zero",
+        "checkpointing",
+        "pretrained",
+        "export",
+    ),
     ("shard", "activation", "precision", "optim", "checkpoint", "data", "architectures"),
     ("dist", "observe", "config"),
     ("model",),

@@ -26,6 +26,7 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.engine import Engine
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
+from zeromesh.observing import make_observer, open_monitors
 from zeromesh.shard import guard, hooks
 from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.find import check_compiled, check_parameters, find_units
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.model.piece import PieceExchange
+    from zeromesh.observe.monitors import Monitor
 
 Config = str | Path | Mapping[str, Any]
 
@@ -114,24 +116,25 @@ def initialize(
     mesh = mesh or make_mesh(settings, environment)
     resolved = settings.resolve(mesh.data_size, mesh.sizes)
 
-    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, DataLoader[Any] | None]:
+    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, DataLoader[Any] | None, Monitor]:
         """What can be made, or tried, while the model is as it was."""
         loader = _loader(training_data, collate_fn, resolved, mesh)
+        monitor = open_monitors(resolved, mesh)
         owned = list(_parameters_and_groups(model, model_parameters))
         user = _user_optimizer(optimizer, owned)
         if user is not None:
             _check_users_optimizer(user, model, mesh, resolved)
-            return owned, user, _build_scheduler(resolved, lr_scheduler, user), loader
+            return owned, user, _build_scheduler(resolved, lr_scheduler, user), loader, monitor
         with _silent("zeromesh.optim"):  # it will speak when they are made in earnest
             stand_in = _stand_in(model, mesh, resolved, owned)
             if lr_scheduler is None:
                 _build_scheduler(resolved, None, stand_in)
-        return owned, None, lr_scheduler, loader
+        return owned, None, lr_scheduler, loader, monitor
 
     prepared, failure = attempt(prepare)
-    share(world, "prepare its optimizer, schedule and data", failure)
+    share(world, "prepare its optimizer, schedule, data and monitors", failure)
     assert prepared is not None
-    owned, built, scheduler, loader = prepared
+    owned, built, scheduler, loader, monitor = prepared
     sharded = None
     try:
         materialise = materialiser(model, resolved.seed)
@@ -149,7 +152,7 @@ def initialize(
         error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
         raise
     _checkpoint_activations(model, resolved)
-    engine = Engine(sharded, resolved, built, scheduler, loss_fn)
+    engine = Engine(sharded, resolved, built, scheduler, loss_fn, make_observer(model, resolved, mesh, monitor))
     zero.register(engine)
     if mesh.rank == 0:
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))

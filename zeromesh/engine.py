@@ -16,6 +16,9 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh import export, report, saving
+from zeromesh.observe.monitors import Monitor, learning_values
+from zeromesh.observe.observer import Observer
+from zeromesh.observe.spans import span
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.sharded import Agreement, Sharded
 
@@ -38,13 +41,14 @@ class Engine:
         config: the resolved settings.
         sharded: the model's states.
         global_steps: updates so far, skipped ones included.
+        global_samples: that all ranks have consumed in them.
         micro_steps: micro-batches so far.
         skipped_steps: updates that were skipped because a gradient was not finite.
     """
 
     def __init__(
         self, sharded: Sharded, config: Resolved, optimizer: Optimizer | None, lr_scheduler: Any = None,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, observer: Observer | None = None,
     ) -> None:  # fmt: skip
         self.sharded = sharded
         self.module = sharded.model
@@ -54,7 +58,9 @@ class Engine:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.loss_scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale else None
+        self.observer = observer or Observer(self.module, self.device)
         self.global_steps = 0
+        self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
         self._loss_fn = loss_fn
@@ -64,7 +70,7 @@ class Engine:
         self._unsynced = 0
         self._synced = False
         self._syncs = True
-        self._finite: list[torch.Tensor] = []
+        self._losses: list[torch.Tensor] = []
         self._norm: float | None = None
         self._skipped_in_a_row = 0
 
@@ -77,7 +83,7 @@ class Engine:
             return value
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            with self.sharded.events.computing(), self._autocast():
+            with self._computing(), self.sharded.events.computing(), self._autocast():
                 return value(*args, **kwargs)
 
         return method
@@ -93,10 +99,13 @@ class Engine:
         dtype = self.config.precision.compute
         if dtype is not None and self.config.precision.cast_inputs:
             args, kwargs = _map((args, kwargs), partial(_cast, dtype=dtype))
-        with self.sharded.events.unwinding(), self._autocast():
+        with self._computing(), self.sharded.events.unwinding(), self._autocast():
             return self.module(*args, **kwargs)
 
     forward = __call__
+
+    def _computing(self) -> AbstractContextManager[object]:
+        return self.observer.phase("forward" if torch.is_grad_enabled() else "evaluation")
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.config.precision.autocast
@@ -122,7 +131,9 @@ class Engine:
             ValueError: the loss is not a scalar tensor with a graph.
         """
         _check_loss(loss)
-        self._finite.append(torch.isfinite(loss.detach()).all())
+        # As what its mean over the micro-batches is made of: who divides it alone has divided it by their number.
+        own = loss.detach().reshape(()).to(torch.float64, copy=True)
+        self._losses.append(own if scale_wrt_gas else own * self._accumulation)
         if scale_wrt_gas and self._accumulation > 1:
             loss = loss / self._accumulation
         scaled = loss
@@ -130,7 +141,7 @@ class Engine:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scaler.scale
         try:
             last = self._syncs and self.is_gradient_accumulation_boundary()
-            with self.sharded.events.backward(scaled, last):
+            with self.observer.phase("backward"), self.sharded.events.backward(scaled, last):
                 scaled.backward(retain_graph=retain_graph)
         except BaseException:
             self.zero_grad()
@@ -151,7 +162,7 @@ class Engine:
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._finite.clear()
+        self._losses.clear()
         self._since_update, self._unsynced, self._synced = 0, 0, False
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -198,24 +209,41 @@ class Engine:
         self._unsynced, self._synced = 0, False
         if not (self._since_update >= self._accumulation if self._boundary is None else self._boundary):
             return
-        agreement = self.sharded.complete([self._first_bad_loss()])
+        with self.observer.phase("step"):
+            self._step(self.optimizer)
+        self.observer.after_update(self.global_steps)
+
+    def _step(self, optimizer: Optimizer) -> None:
+        agreement = self.sharded.complete(self._notes())
         self._begin_update()
-        factor = self.gradient_factor
+        factor, rates, scale = self.gradient_factor, self.get_lr(), self.loss_scale if self.loss_scaler else None
         self._norm = agreement.norm * factor
         self.global_steps += 1
-        if self._must_skip(agreement):
-            return
+        self.global_samples += self.train_batch_size()
+        if not self._must_skip(agreement):
+            self._update(optimizer, factor)
+        with span("monitor"):
+            loss = float(agreement.notes[:, 1].sum() / agreement.notes[:, 2].sum())
+            values = learning_values(loss, rates, self._norm, scale)
+            self.observer.values(values, self.global_samples, self.train_batch_size())
+
+    def _update(self, optimizer: Optimizer, factor: float) -> None:
+        """Have the optimizer update the masters by the gradients times ``factor``, and send the new parameters."""
         try:
-            self.sharded.take_changes()
+            with span("take_changes"):
+                self.sharded.take_changes()
             self._check_groups()
-            self.sharded.set_gradients(factor * self._clip(self._norm))
+            with span("clip"):
+                self.sharded.set_gradients(factor * self._clip(self._norm or 0.0))
         except BaseException:
             self.sharded.forget_gradients()
             raise
         try:
-            self.optimizer.step()
+            with span("update"):
+                optimizer.step()
         finally:  # if it raises, some masters may have changed, and other ranks may have done it all
-            self.sharded.updated()
+            with span("publish"):
+                self.sharded.updated()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._print()
@@ -231,10 +259,14 @@ class Engine:
                         "afterwards what shall be trained later (requires_grad_(False))"
                     )
 
-    def _first_bad_loss(self) -> float:
-        """1 + the number of the first micro-batch whose loss is not finite; 0 if all are."""
-        finite = torch.stack(self._finite).tolist()
-        return 0.0 if all(finite) else 1.0 + finite.index(False)
+    def _notes(self) -> list[float]:
+        """What this rank says about the losses since the last update: bad, sum, number.
+
+        ``bad`` is 1 + the number of the first micro-batch whose loss is not finite; 0 if all are.
+        """
+        losses: list[float] = torch.stack(self._losses).tolist()
+        finite = [isfinite(loss) for loss in losses]
+        return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses))]
 
     def _clip(self, norm: float) -> float:
         """What gradients of this norm are multiplied by; the constant is torch's."""
@@ -340,6 +372,11 @@ class Engine:
     # What is the case.
 
     @property
+    def monitor(self) -> Monitor:
+        """Where values are written that TensorBoard, Weights & Biases or CSV files show; yours, too."""
+        return self.observer.monitor
+
+    @property
     def data_rank(self) -> int:
         """Which share of the global batch this process feeds."""
         return self.mesh.data_rank
@@ -443,8 +480,9 @@ class Engine:
             raise RuntimeError(
                 "save_checkpoint() between a backward and its update: call it after the step that updates"
             )
-        self.sharded.take_changes()
-        return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+        with self.observer.phase("checkpoint"):
+            self.sharded.take_changes()
+            return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, load_optimizer_states: bool = True,
@@ -464,6 +502,8 @@ class Engine:
         states = load_optimizer_states, load_lr_scheduler_states
         loaded = saving.load(self, Path(load_dir), tag, *states, strict=load_module_strict)
         self.zero_grad()
+        if loaded[0] is not None:
+            self.observer.rewind(self.global_samples)
         return loaded
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -519,6 +559,7 @@ class Engine:
 
     def destroy(self) -> None:
         """Drain what is under way and release the hooks."""
+        self.observer.close()
         self.sharded.close()
 
 

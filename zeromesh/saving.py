@@ -57,8 +57,12 @@ class Run(Protocol):
     lr_scheduler: Any
     loss_scaler: LossScaler | None
     global_steps: int
+    global_samples: int
     micro_steps: int
     skipped_steps: int
+
+    def train_batch_size(self) -> int:
+        """Samples per update over all ranks."""
 
 
 def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
@@ -132,6 +136,7 @@ def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "world_size": engine.mesh.world_size,
         "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
         "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps,
         "loss_scaler": engine.loss_scaler.state_dict() if engine.loss_scaler else None,
@@ -331,6 +336,7 @@ def load(
     engine.sharded.updated()
     engine.global_steps, engine.micro_steps = state["global_steps"], state["micro_steps"]
     engine.skipped_steps = state["skipped_steps"]
+    engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
     if engine.loss_scaler is not None and state["loss_scaler"]:
         engine.loss_scaler.load_state_dict(state["loss_scaler"])
     if engine.lr_scheduler is not None and scheduler_states and state["scheduler"]:

@@ -88,6 +88,7 @@ class Loop:
         """Write a validation to the log and to the screen; those between steps are of a part of the text only."""
         if self.metrics is not None:
             self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
+        self.engine.monitor.write({"Validation/Samples/loss": score.loss})
         text = "all held-out text" if progress.step == self.job.run.steps else "a part of the held-out text"
         bits = "" if score.bits_per_byte is None else f"  {score.bits_per_byte:.3f} bits per byte"
         self.display.line(

@@ -16,6 +16,7 @@ from zeromesh.config.catalogue import Entry, catalogue
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.explain import explain, gone_problems, not_yet_problems, without_effect, without_gone
+from zeromesh.config.observe import CsvMonitor, FlopsProfiler, TensorBoard, Trace, Wandb
 from zeromesh.config.parts import (
     ActivationCheckpointing,
     Aio,
@@ -49,14 +50,10 @@ from zeromesh.config.unused import (
     Comet,
     CommsLogger,
     Compile,
-    CsvMonitor,
     DataEfficiency,
     ExpertParallel,
-    FlopsProfiler,
     HybridEngine,
-    TensorBoard,
     Timers,
-    Wandb,
     WeightQuantization,
 )
 from zeromesh.config.zero import ZeroOptimization
@@ -121,7 +118,16 @@ class Settings(Section):
     )
     seed: CountInt = Field(1234, le=2**63 - 1, description="Seed of initial weights, dropout and the order of samples.")
     steps_per_print: Interval = Field(None, description="Updates between lines of the log. Null or 0: none.")
-    wall_clock_breakdown: bool = Field(False, description="Log the time of forward, backward and step.")
+    wall_clock_breakdown: bool = Field(
+        False, description="Log where the time goes, every steps_per_print updates; every 10 where that is not set."
+    )
+    profile: Trace = Field(Trace(), description="A trace of some updates.")
+    tensorboard: TensorBoard = Field(TensorBoard(), description="Metrics for TensorBoard.")
+    wandb: Wandb = Field(Wandb(), description="Metrics for Weights & Biases.")
+    csv_monitor: CsvMonitor = Field(CsvMonitor(), description="Metrics as CSV files.")
+    flops_profiler: FlopsProfiler = Field(
+        FlopsProfiler(), description="Operations of the model, counted in one update."
+    )
     dataloader_drop_last: bool = Field(False, description="Drop the last, incomplete batch of training_data.")
     zero_allow_untested_optimizer: bool = Field(
         False, description="Allow optimizers that are not known to be right on parts of parameters."
@@ -151,11 +157,7 @@ class Settings(Section):
     vocabulary_size: PositiveInt | None = Field(None, description="Size of the vocabulary, checked for alignment.")
     log_level: str | None = Field(None, description="Level of the log.")
     timers: Timers = Field(Timers(), description="Timers of the engine.")
-    tensorboard: TensorBoard = Field(TensorBoard(), description="Metrics for TensorBoard.")
-    wandb: Wandb = Field(Wandb(), description="Metrics for Weights & Biases.")
-    csv_monitor: CsvMonitor = Field(CsvMonitor(), description="Metrics as CSV files.")
     comet: Comet = Field(Comet(), description="Metrics for Comet.")
-    flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="A profile of one step.")
     comms_logger: CommsLogger = Field(CommsLogger(), description="A log of collectives.")
     aio: Aio | None = Field(None, description="Asynchronous file access for NVMe.")
     compile: Compile = Field(Compile(), description="Compiler passes on the whole graph.")

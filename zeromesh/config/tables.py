@@ -16,6 +16,7 @@ OURS: tuple[str, ...] = (
     "activation_checkpointing.enabled",
     "activation_checkpointing.targets",
     "bf16.auto_cast",
+    "profile",
     "model",
     "huggingface",
     "lora",
@@ -50,13 +51,11 @@ RENAMED: dict[str, str] = {
 
 _UNITS = "units travel whole, and their number in memory is set by slots"
 _ALWAYS = "it is always so here"
-_METRICS = "the engine does not write there yet"
 _OFFLOAD = "nothing is offloaded in this version"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "sparse_gradients": "gradients travel dense",
     "zero_force_ds_cpu_optimizer": "there is no separate optimizer for the host",
-    "wall_clock_breakdown": "use torch.profiler",
     "checkpoint.tag_validation": "tags are not compared between ranks",
     "seq_parallel_communication_data_type": "there is no sequence parallelism in this version",
     "disable_allgather": "what is gathered follows from the placement of the states",
@@ -68,11 +67,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "log_level": 'set the level of logging.getLogger("zeromesh") instead',
     "allgather_size": _UNITS,
     "timers": "throughput is always measured by the host's clock",
-    "tensorboard": _METRICS,
-    "wandb": _METRICS,
-    "csv_monitor": _METRICS,
-    "comet": _METRICS,
-    "flops_profiler": "use torch.profiler",
+    "comet": "the engine does not write there yet",
+    "flops_profiler.recompute_fwd_factor": "operations that are done again are counted as they happen",
     "comms_logger": "call engine.traffic_report() instead",
     "aio": "nothing is kept on NVMe in this version",
     "autotuning": "settings are not searched for",
@@ -93,7 +89,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "activation_checkpointing.number_checkpoints": "targets says what is recomputed",
     "activation_checkpointing.contiguous_memory_optimization": "activations are left to torch's allocator",
     "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait there",
-    "activation_checkpointing.profile": "use torch.profiler",
+    "activation_checkpointing.profile": "profile records a trace",
     "checkpoint.use_node_local_storage": "every rank writes to the folder it is given",
     "checkpoint.parallel_write": "all ranks always write at once",
     "checkpoint.checkpoint_serialization": "checkpoints have one format",

@@ -6,32 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveInt, Section, Table
-
-
-class TensorBoard(Section):
-    """Metrics for TensorBoard."""
-
-    enabled: bool = Field(False, description="Write metrics for TensorBoard.")
-    output_path: str = Field("", description="Folder of the files.")
-    job_name: str = Field("DeepSpeedJobName", description="Folder of this job inside output_path.")
-
-
-class Wandb(Section):
-    """Metrics for Weights & Biases."""
-
-    enabled: bool = Field(False, description="Send metrics to Weights & Biases.")
-    group: str | None = Field(None, description="Group of runs.")
-    team: str | None = Field(None, description="Team that owns the run.")
-    project: str = Field("deepspeed", description="Project of the run.")
-
-
-class CsvMonitor(Section):
-    """Metrics as CSV files."""
-
-    enabled: bool = Field(False, description="Write metrics as CSV files.")
-    output_path: str = Field("", description="Folder of the files.")
-    job_name: str = Field("DeepSpeedJobName", description="Folder of this job inside output_path.")
+from zeromesh.config.section import CountInt, Names, PositiveInt, Section, Table
 
 
 class Comet(Section):
@@ -46,18 +21,6 @@ class Comet(Section):
     experiment_key: str | None = Field(None, description="Key of the experiment, to continue it.")
     online: bool | None = Field(None, description="Send at once, instead of keeping the metrics in files.")
     mode: Literal["get", "create", "get_or_create"] | None = Field(None, description="Continue or create.")
-
-
-class FlopsProfiler(Section):
-    """A profile of one step."""
-
-    enabled: bool = Field(False, description="Profile one step.")
-    recompute_fwd_factor: CountFloat = Field(0.0, description="Forwards recomputed per forward.")
-    profile_step: PositiveInt = Field(1, description="Step that is profiled.")
-    module_depth: Int = Field(-1, ge=-1, description="Depth of modules to report; -1 means the innermost.")
-    top_modules: PositiveInt = Field(1, description="Modules to report per depth.")
-    detailed: bool = Field(True, description="Report every module.")
-    output_file: str | None = Field(None, description="File of the report.")
 
 
 class CommsLogger(Section):

@@ -24,15 +24,18 @@ from zeromesh.dist.watchdog import Watchdog
 
 @dataclass
 class Traffic:
-    """Bytes that this rank sent, and calls, by (collective, axis), since the last reset."""
+    """Bytes that this rank sent, and calls, by (collective, axis), since the last reset; ``listener`` hears of each."""
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    listener: Callable[[str, str, int], None] | None = None
 
     def add(self, collective: str, axis: str, sent: int) -> None:
         """Count one call that sends ``sent`` bytes from this rank."""
         self.calls[collective, axis] += 1
         self.bytes[collective, axis] += sent
+        if self.listener is not None:
+            self.listener(collective, axis, sent)
 
     def reset(self) -> None:
         """Start counting anew."""

@@ -22,6 +22,7 @@ import torch
 from zeromesh.dist.collectives import Pending
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.placement import Placement, Row
+from zeromesh.observe.spans import span
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.slots import Pool, Slot, largest
 
@@ -67,6 +68,7 @@ class Gradient:
     """The gradient of one flat buffer, between two updates.
 
     Attributes:
+        unit: name of the unit that it is of.
         home: this rank's part of the sum so far, in the home dtype; None before the first reduction.
         full: the full gradient that is being filled, or None.
         used: per parameter, whether a gradient arrived since the last update.
@@ -74,11 +76,12 @@ class Gradient:
         home_in_slot: whether ``home`` lies in the slot; otherwise in ``buffer``.
     """
 
-    def __init__(self, layout: Layout, own: slice, shard: slice, tag: int) -> None:
+    def __init__(self, layout: Layout, own: slice, shard: slice, tag: int, unit: str = "") -> None:
         self.layout = layout
         self.own = own
         self.shard = shard
         self.tag = tag
+        self.unit = unit
         self.buffer: torch.Tensor | None = None
         self.home: torch.Tensor | None = None
         self.full: torch.Tensor | None = None
@@ -191,7 +194,8 @@ class Reducer:
             self._open(gradient)
         elif self._accumulates is False and gradient.arrived[index] and not self.policy.sharded:
             self._widen()
-        gradient.fill(index, value, 1.0 / self.predivide)
+        with span("accumulate", gradient.unit):
+            gradient.fill(index, value, 1.0 / self.predivide)
 
     def _widen(self) -> None:
         """Micro-batches turn out to be summed: from here on in the dtype that sums are kept in."""
@@ -237,7 +241,8 @@ class Reducer:
             self._waiting = True
             return
         for gradient in gradients:
-            self._reduce(gradient)
+            with span("reduce", gradient.unit):
+                self._reduce(gradient)
 
     def _reduce(self, gradient: Gradient) -> None:
         if gradient.full is None:
@@ -270,7 +275,8 @@ class Reducer:
     def _finish(self) -> None:
         """Wait for the oldest reduction and put its result where it belongs."""
         gradient, slot, wire_slot, pending, receive_slot = self._in_flight.popleft()
-        pending.wait()
+        with span("wait_reduce", gradient.unit):
+            pending.wait()
         self.receives.give(receive_slot)
         if not gradient.home_in_slot:
             gradient.home = gradient.buffer
@@ -291,7 +297,8 @@ class Reducer:
     def _finish_gathering(self) -> None:
         """Wait for the oldest sum that is sent to all ranks."""
         gradient, slot, wire, pending, wire_slot = self._gathering.popleft()
-        pending.wait()
+        with span("wait_reduce", gradient.unit):
+            pending.wait()
         full = slot.tensor(gradient.layout.size, gradient.slot_dtype)
         if wire_slot is not None:
             full.copy_(wire)

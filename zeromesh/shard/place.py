@@ -48,7 +48,7 @@ def place_units(
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size)
             flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh)
             if trainable:
-                flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag)
+                flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, unit.name or "(root)")
             flats.append(flat)
             number += 1
         unit.place(flats, row, mesh, precision.compute is not None, materialise)

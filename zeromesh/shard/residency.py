@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from zeromesh.dist.mesh import Mesh
+from zeromesh.observe.spans import span
 from zeromesh.shard.order import FAR
 from zeromesh.shard.slots import Pool
 from zeromesh.shard.unit import State, Unit
@@ -214,7 +215,8 @@ class Residency:
         self._on_change(unit, False)
         pool = self._root_pool if unit is self._root else self._pool
         before = unit.storage._cdata
-        pool.give(unit.evict())
+        with span("evict", unit.name or "(root)"):
+            pool.give(unit.evict())
         self.unit_of[unit.storage._cdata] = self.unit_of.pop(before)
 
     def evict_all(self) -> None:

@@ -15,6 +15,7 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row
 from zeromesh.model.precision import Precision
+from zeromesh.observe.spans import span
 from zeromesh.shard.buffers import Buffers
 from zeromesh.shard.events import Events
 from zeromesh.shard.gradient import Gradient, GradientPolicy, Reducer
@@ -173,7 +174,10 @@ class Sharded:
         used = [float(flag) for gradient in gradients for flag in gradient.used]
         changed, uses = [float(flag) for flag in self.buffers.changed()], self._order.report()
         vector = torch.tensor([*notes, *used, *changed, *uses], dtype=torch.float64)
-        rows = self.mesh.group("world").exchange(torch.cat([self._squared_norm().cpu(), vector]))
+        with span("norm"):
+            squared = self._squared_norm().cpu()
+        with span("agree"):
+            rows = self.mesh.group("world").exchange(torch.cat([squared, vector]))
         sizes = [1, len(notes), len(used), len(changed), len(uses)]
         squares, all_notes, all_used, all_changed, all_uses = rows.split(sizes, dim=1)
         flags = iter(all_used.amax(0).bool().tolist())

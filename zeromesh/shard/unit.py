@@ -24,6 +24,7 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row
 from zeromesh.shard.deferred import Source
+from zeromesh.observe.spans import span
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment, round_up
 from zeromesh.shard.slots import Slot, attach, detach
@@ -280,7 +281,8 @@ class Unit:
             assert slot is not None
             self.slot = slot
             attach(self.storage, slot)
-        with torch._C._DisableFuncTorch():  # inside torch.func.jvp and the like, too, this is plain memory
+        # Inside torch.func.jvp and the like, too, this is plain memory.
+        with torch._C._DisableFuncTorch(), span("fetch", self.name or "(root)"):
             self._pending += [
                 mesh.shard.all_gather(flat.full, flat.home, flat.tag)
                 for flat in self.flats
@@ -291,8 +293,9 @@ class Unit:
     def finish_fetch(self) -> None:
         """Wait until the parameters are there."""
         assert self.state is not State.HOME, (self, self.state)
-        for pending in self._pending:
-            pending.wait()
+        with span("wait_fetch", self.name or "(root)"):
+            for pending in self._pending:
+                pending.wait()
         self._pending.clear()
         self.state = State.FETCHED
 

@@ -1,0 +1,233 @@
+"""Values of a run, written where people look at them: TensorBoard, Weights & Biases, CSV files.
+
+``MONITORS`` has a row for each. The first rank writes; a writer that fails is given up with one warning, and training
+goes on.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+_log = logging.getLogger("zeromesh")
+
+
+class Writer(Protocol):
+    """Where values go."""
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write values by their names; ``step`` is the place on the x axis."""
+
+    def rewind(self, step: int) -> None:
+        """Drop, or hide, what lies after ``step``: a run goes on from there."""
+
+    def close(self) -> None:
+        """Write what has not been written."""
+
+
+class CsvFiles:
+    """A file per name, with the columns ``step`` and the last part of the name, as DeepSpeed's.
+
+    Args:
+        folder: made if it does not exist. What is in its files stays, and is added to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """See ``Writer``."""
+        for name, value in values.items():
+            path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
+            new = not path.exists()
+            with path.open("a", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                if new:
+                    writer.writerow(["step", name.rpartition("/")[2]])
+                writer.writerow([step, value])
+
+    def rewind(self, step: int) -> None:
+        """See ``Writer``. A line that was cut off goes, too."""
+        for path in self._folder.glob("*.csv"):
+            with path.open(newline="") as file:
+                head, *rows = list(csv.reader(file)) or [[]]
+            if head[:1] != ["step"]:
+                continue  # it is not of our making
+            kept = [row for row in rows if len(row) == 2 and row[0].isdigit() and int(row[0]) <= step]
+            if kept != rows:
+                part = path.with_name(path.name + ".part")
+                with part.open("w", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerows([head, *kept])
+                part.replace(path)
+
+    def close(self) -> None:
+        """See ``Writer``."""
+
+
+class TensorBoardFiles:
+    """Event files for TensorBoard; of a run that went back, what lies after the point it went on from is hidden.
+
+    Args:
+        folder: made with the first value.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings(action="ignore"):
+            from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder.absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._open: Callable[..., Any] = partial(SummaryWriter, str(self._folder))
+        self._writer: Any = None
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """See ``Writer``."""
+        if self._writer is None:
+            self._writer = self._open()
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """See ``Writer``."""
+        self.close()
+        self._writer = self._open(purge_step=step + 1)
+
+    def close(self) -> None:
+        """See ``Writer``."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbRun:
+    """A run of Weights & Biases, begun with the first value. A process begins a run of its own."""
+
+    def __init__(self, group: str | None, team: str | None, project: str) -> None:
+        import wandb
+
+        self._begin: Callable[[], Any] = partial(wandb.init, project=project, group=group, entity=team)
+        self._run: Any = None
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """See ``Writer``."""
+        if self._run is None:
+            self._run = self._begin()
+        self._run.log(dict(values), step=step)
+
+    def rewind(self, step: int) -> None:
+        """See ``Writer``. What was sent stays where it is: a new run begins."""
+        self.close()
+
+    def close(self) -> None:
+        """See ``Writer``."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+MONITORS: dict[str, tuple[Callable[..., Writer], str]] = {
+    "tensorboard": (TensorBoardFiles, "tensorboard"),
+    "csv_monitor": (CsvFiles, ""),
+    "wandb": (WandbRun, "wandb"),
+}
+"""By name: what opens a writer, and the package that it needs."""
+
+
+def open_monitor(name: str, *arguments: Any) -> Writer:
+    """A writer. Nothing is left open if this fails.
+
+    Raises:
+        ImportError: its package is not installed.
+        OSError: its folder cannot be made.
+    """
+    opens, package = MONITORS[name]
+    try:
+        return opens(*arguments)
+    except ImportError as error:
+        raise ImportError(
+            f"{name} needs the package {package}, which is not here ({error}): pip install {package}"
+        ) from error
+
+
+class Monitor:
+    """What a run's values are written with.
+
+    Attributes:
+        samples: that all ranks have consumed; the place on the x axis where none is given.
+
+    Args:
+        writers: by name; none on all ranks but the first.
+    """
+
+    def __init__(self, writers: Mapping[str, Writer] | None = None) -> None:
+        self.samples = 0
+        self._writers = dict(writers or {})
+
+    @property
+    def enabled(self) -> bool:
+        """Whether what this rank writes goes anywhere."""
+        return bool(self._writers)
+
+    def write(self, values: Mapping[str, float | torch.Tensor], step: int | None = None) -> None:
+        """Write values by name, such as ``{"Train/accuracy": 0.9}``. Any rank may call it; the first one writes.
+
+        Args:
+            values: numbers, or tensors of one element.
+            step: place on the x axis; the samples that have been consumed by default.
+
+        Raises:
+            TypeError: a name is not a string.
+            ValueError: a value is not one number.
+        """
+        for name, value in values.items():
+            _require_number(name, value)
+        if self._writers:
+            numbers = {name: float(value) for name, value in values.items()}
+            place = self.samples if step is None else step
+            self._each(lambda writer: writer.write(numbers, place))
+
+    def rewind(self, samples: int) -> None:
+        """The run goes on from a checkpoint after so many samples."""
+        self.samples = samples
+        self._each(lambda writer: writer.rewind(samples))
+
+    def close(self) -> None:
+        """Write what has not been written."""
+        self._each(lambda writer: writer.close())
+
+    def _each(self, action: Callable[[Writer], None]) -> None:
+        for name, writer in list(self._writers.items()):
+            try:
+                action(writer)
+            except Exception as error:  # whatever it is, training is worth more
+                del self._writers[name]
+                _log.warning("%s failed and is written to no more, training goes on: %s", name, error)
+
+
+def _require_number(name: Any, value: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is a {type(name).__name__}; a name is a string, such as 'Train/accuracy'")
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return
+        raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}; write one number, such as its mean")
+    try:
+        float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} = {value!r} is not a number") from error
+
+
+def learning_values(
+    loss: float, rates: Sequence[float], norm: float | None, loss_scale: float | None
+) -> dict[str, float]:
+    """What is known of an update, under DeepSpeed's names where it has them."""
+    known = {"train_loss": loss, "lr": rates[0] if rates else None, "loss_scale": loss_scale, "grad_norm": norm}
+    return {f"Train/Samples/{name}": value for name, value in known.items() if value is not None}

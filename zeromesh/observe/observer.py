@@ -1,0 +1,116 @@
+"""What watches an engine: monitors, the breakdown of its time, a trace, the count of its operations."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+from torch import nn
+
+from zeromesh.observe.breakdown import Timer
+from zeromesh.observe.monitors import Monitor
+from zeromesh.observe.profile import FlopsPlan, Profile
+from zeromesh.observe.spans import Spans
+from zeromesh.observe.trace import Trace, Window
+
+_log = logging.getLogger("zeromesh")
+
+
+class Observer:
+    """Watches one engine on one rank; by default it sees nothing and costs nothing.
+
+    Attributes:
+        monitor: where values are written.
+        spans: what the engine does when.
+
+    Args:
+        model: whose operations may be counted.
+        device: on which it runs.
+        rank: of this process.
+        monitor: where values are written.
+        every: updates between breakdowns; 0: none.
+        window: which updates to trace, if any.
+        flops: which update's operations to count, if any.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, rank: int = 0, monitor: Monitor | None = None, every: int = 0,
+        window: Window | None = None, flops: FlopsPlan | None = None,
+    ) -> None:  # fmt: skip
+        self.monitor = monitor or Monitor()
+        self.spans = Spans(device)
+        self._rank = rank
+        self._updates = 0
+        self._since: float | None = None
+        self._every = every
+        self._timer = Timer(self.spans) if every else None
+        self._timed_from = 0
+        self.spans.timed = every > 0
+        self._trace = Trace(window, self.spans, rank, device) if window else None
+        self._profile = Profile(flops, model, device, self.spans) if flops and rank == 0 else None
+        if self._trace is not None:
+            self._trace.after(0)
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """In this context the engine is in a phase; see ``spans``."""
+        if self._profile is None or not self._profile.counting:
+            return self.spans.phase(name)
+        both = ExitStack()
+        both.enter_context(self.spans.phase(name))
+        both.enter_context(self._profile.count(name))
+        return both
+
+    def collective(self, name: str, axis: str, sent: int) -> None:
+        """A collective begins that sends so many bytes from this rank."""
+        self.spans.mark(f"{name} {axis} {sent} bytes")
+
+    def values(self, values: dict[str, float], samples: int, batch: int) -> None:
+        """An update of ``batch`` samples has been taken, after which ``samples`` have been consumed."""
+        now, before = time.perf_counter(), self._since
+        self._since = now
+        self.monitor.samples = samples
+        if not self.monitor.enabled:
+            return
+        if before is not None:
+            speed = {"seconds_per_step": now - before, "samples_per_second": batch / (now - before)}
+            values = values | {f"Train/Samples/{name}": value for name, value in speed.items()}
+        self.monitor.write(values)
+
+    def after_update(self, step: int) -> None:
+        """Everything of update ``step`` is over: look at what was seen."""
+        self._updates += 1
+        if self._trace is not None or self._profile is not None:
+            with self.spans.phase("observe"):
+                self._look(step)
+        if self._timer is not None and self._updates - self._timed_from >= self._every:
+            self._show(self._timer, step)
+        if self._profile is not None and self._profile.prepare(step):
+            self._profile = None
+
+    def _look(self, step: int) -> None:
+        if self._trace is not None and not self._trace.after(self._updates):
+            self._trace = None
+        if self._profile is not None:
+            self._profile.read(step)
+
+    def _show(self, timer: Timer, step: int) -> None:
+        found = timer.take(self._updates - self._timed_from)
+        self._timed_from = self._updates
+        if self._rank == 0:
+            _log.info("update %d: %s", step, found.text())
+        named = {name: found.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
+        self.monitor.write({f"Train/Samples/elapsed_time_ms_{name}": 1e3 * value for name, value in named.items()})
+        timer.begin()
+
+    def rewind(self, samples: int) -> None:
+        """The run goes on from a checkpoint after so many samples."""
+        self._since = None
+        self.monitor.rewind(samples)
+
+    def close(self) -> None:
+        """Write what has not been written."""
+        if self._trace is not None:
+            self._trace.close()
+        self.monitor.close()

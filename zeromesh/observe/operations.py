@@ -1,0 +1,122 @@
+"""Floating-point operations, counted as they are done: on real tensors, or on the meta device.
+
+A multiplication and an addition are two operations. Products of matrices, convolutions and attention count, by torch's
+formulas (``torch.utils.flop_counter``); what is done element by element does not, as usual.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+Formula = Callable[..., int]
+
+_aten = torch.ops.aten
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> int:
+    """Two products: scores, and sums of values. A mask leaves nothing out."""
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    """Four products. That kernels compute the scores again is their own affair."""
+    return 2 * _attention(query, key, value)
+
+
+FORMULAS: dict[Any, Formula] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
+}
+"""By operator: its operations, from its arguments."""
+
+
+class Operations(TorchDispatchMode):
+    """In this context operations are counted. It may be entered again, and goes on counting.
+
+    What is done changes nowhere: every operator is called with what it was called with.
+
+    Attributes:
+        forward: operations outside of any backward.
+        backward: operations of backwards, without those that are recomputed.
+        recomputed: forwards that a backward does again (activation checkpointing).
+        modules: of ``forward``, those inside of each module, by its name; the model's is "".
+
+    Args:
+        model: whose modules are told apart.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward = 0
+        self.backward = 0
+        self.recomputed = 0
+        self.modules: dict[str, int] = defaultdict(int)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._inside: list[str] = []
+        self._handles: list[Any] = []
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth == 1:
+            self._inside = []
+            self._handles = [
+                register_module_forward_pre_hook(self._enters),
+                register_module_forward_hook(self._leaves, always_call=True),
+            ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if self._depth == 0:
+            for handle in self._handles:
+                handle.remove()
+
+    def _enters(self, module: nn.Module, inputs: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self._inside.append(name)
+
+    def _leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None and name in self._inside:
+            while self._inside.pop() != name:
+                pass
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As torch calls it, for every operator."""
+        kwargs = kwargs or {}
+        formula = FORMULAS.get(func._overloadpacket)
+        result = func(*args, **kwargs)
+        if formula is not None:
+            self._add(int(formula(*args, **kwargs, out_val=result)))
+        return result
+
+    def _add(self, count: int) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self.forward += count
+            for name in set(self._inside):
+                self.modules[name] += count
+        elif torch.is_grad_enabled():
+            self.recomputed += count
+        else:
+            self.backward += count

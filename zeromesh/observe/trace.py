@@ -1,0 +1,124 @@
+"""A trace of some updates by torch's profiler: one file per rank for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from zeromesh.observe.spans import PREFIX, Spans
+
+_log = logging.getLogger("zeromesh")
+
+MOST_SHOWN = 25
+"""So many spans are in the table."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which updates are recorded, and where to.
+
+    Attributes:
+        start: the first one, counted from 1 in this process.
+        steps: how many.
+        output: folder of the files.
+        memory: whether allocations are recorded, too.
+    """
+
+    start: int
+    steps: int
+    output: Path
+    memory: bool
+
+
+class Trace:
+    """Records the updates of a window.
+
+    Args:
+        window: which.
+        spans: are told when they are recorded.
+        rank: of this process, for the name of the file.
+        device: activities of an accelerator are recorded, too.
+    """
+
+    def __init__(self, window: Window, spans: Spans, rank: int, device: torch.device) -> None:
+        self._window = window
+        self._spans = spans
+        self._rank = rank
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile: Any = profile(activities=activities, profile_memory=window.memory)
+        self._running = False
+
+    def after(self, update: int) -> bool:
+        """To be called after each update, and with 0 before the first. Returns whether there may be more to record."""
+        if self._running and update >= self._window.start + self._window.steps - 1:
+            self._stop()
+        elif not self._running and update == self._window.start - 1:
+            self._profile.start()
+            self._running = self._spans.traced = True
+        return self._profile is not None
+
+    def _stop(self) -> None:
+        found, self._profile = self._profile, None
+        self._running = self._spans.traced = False
+        found.stop()
+        try:
+            self._window.output.mkdir(parents=True, exist_ok=True)
+            path = free_path(self._window.output / f"rank_{self._rank}.json")
+            found.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            _log.warning("the trace of rank %d was not written: %s", self._rank, error)
+            return
+        table = span_table(found.events(), self._window.steps)
+        _log.info("%d updates were recorded in %s; spans of rank %d:\n%s", self._window.steps, path, self._rank, table)
+
+    def close(self) -> None:
+        """Write what was recorded so far, if something was."""
+        if self._running:
+            self._stop()
+
+
+def free_path(path: Path) -> Path:
+    """The path, or one like it that does not exist yet."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_stem(f"{path.stem}_{number}")
+    return found
+
+
+def span_table(events: Iterable[Any], updates: int) -> str:
+    """Calls and milliseconds per update of the kinds of spans, those with the most time of their own first."""
+    calls: dict[str, int] = defaultdict(int)
+    own: dict[str, float] = defaultdict(float)
+    whole: dict[str, float] = defaultdict(float)
+    for event in events:
+        if not event.name.startswith(PREFIX) or event.device_type.name != "CPU":
+            continue
+        kind, milliseconds = _kind(event), event.cpu_time_total / 1e3
+        calls[kind] += 1
+        own[kind] += milliseconds
+        whole[kind] += milliseconds
+        around = event.cpu_parent
+        while around is not None and not around.name.startswith(PREFIX):
+            around = around.cpu_parent
+        if around is not None:
+            own[_kind(around)] -= milliseconds
+    lines = [f"  {'span':<28}{'calls':>8}{'own ms':>10}{'whole ms':>10}   per update"]
+    for kind in sorted(own, key=lambda kind: -own[kind])[:MOST_SHOWN]:
+        figures = f"{own[kind] / updates:>10.2f}{whole[kind] / updates:>10.2f}"
+        lines.append(f"  {kind:<28}{calls[kind] / updates:>8.1f}{figures}")
+    return "\n".join(lines)
+
+
+def _kind(event: Any) -> str:
+    """The first word of a span's name."""
+    return str(event.name).removeprefix(PREFIX).split(" ")[0]
