@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from zeromesh.config.errors import show
 from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFloat, PositiveInt, Section
@@ -90,13 +90,21 @@ class WeightedSource(Section):
 
 
 def _listed_sources(value: Any) -> Any:
-    """One source stands for a list of one; what is wrong with an entry is said before its two forms are tried."""
-    entries = tuple(value) if isinstance(value, list | tuple) else (value,)
-    for entry in entries:
-        named = isinstance(entry, WeightedSource) or (isinstance(entry, dict) and entry.keys() == {"source", "weight"})
-        if not named and not isinstance(entry, str):
-            raise ValueError(f'{show(entry)} must be a string, or an object {{"source": ..., "weight": ...}}')
-    return entries
+    """One source stands for a list of one."""
+    return tuple(_source(entry) for entry in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _source(entry: Any) -> Any:
+    """An entry of either form; said here what is wrong with it, or it would be said of both forms."""
+    if isinstance(entry, str | WeightedSource):
+        return entry
+    if not isinstance(entry, dict):
+        raise ValueError(f'{show(entry)} must be a string, or an object {{"source": ..., "weight": ...}}')
+    try:
+        return WeightedSource(**entry)
+    except ValidationError as error:
+        problems = "; ".join(f"{detail['loc'][0]}: {detail['msg'].lower()}" for detail in error.errors())
+        raise ValueError(f'{show(entry)} must be {{"source": ..., "weight": ...}}: {problems}') from None
 
 
 Sources = Annotated[

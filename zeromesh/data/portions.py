@@ -136,7 +136,7 @@ def _parse(lines: bytes) -> Iterator[tuple[int, Any]]:
                 yield number, json.loads(line)
             except json.JSONDecodeError as error:
                 raise RecordError(
-                    number, f"is not JSON ({error.msg}, column {error.colno}); one object per line"
+                    number, f"is not JSON ({error.msg}, column {error.colno}); each line is one object"
                 ) from None
             except UnicodeDecodeError as error:
                 raise RecordError(number, f"is not UTF-8 ({error}); convert the file") from None

@@ -27,6 +27,9 @@ KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 
 SMALLEST_VOCABULARY = 257
 TOKENIZER_FILE = "tokenizer.json"
+STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")
+"""The first words of the statements of a chat template."""
+
 UNKNOWN = "�"
 """What decoding writes for bytes that are no character, or not yet."""
 
@@ -217,11 +220,9 @@ def _render(tokenizer: Any, messages: Sequence[Message]) -> tuple[Ids, NDArray[n
     """A chat by the tokenizer's template: its own marks say what the assistant has said, else its beginnings do."""
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template; name one that has, or put chat_template.jinja beside it")
-    template = tokenizer.get_chat_template()
-    if "generation" in _tags(template):
-        found = tokenizer.apply_chat_template(
-            list(messages), return_dict=True, return_assistant_tokens_mask=True, sanitize_control_tokens=True
-        )
+    if "generation" in STATEMENTS.findall(tokenizer.get_chat_template()):
+        _require_text(tokenizer, messages)
+        found = tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
         return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
     whole = _render_ids(tokenizer, messages, False)
     mask = np.zeros(len(whole), dtype=bool)
@@ -250,6 +251,11 @@ def _begins(whole: Ids, part: Ids) -> bool:
     return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
 
 
-def _tags(template: str) -> set[str]:
-    """The first words of a template's statements."""
-    return set(re.findall(r"{%[-+]?\s*(\w+)", template))
+def _require_text(tokenizer: Any, messages: Sequence[Message]) -> None:
+    """Where a template has marks, transformers cannot tell a special token in a message from one of the template's."""
+    for place, message in enumerate(messages):
+        for token in tokenizer.all_special_tokens:
+            if token in str(message.get("content", "")):
+                raise ValueError(
+                    f"messages[{place}].content has {token!r}, which is a special token of the tokenizer; take it out"
+                )

@@ -1,0 +1,248 @@
+"""Preparing data: with several processes, from Megatron's files, once, and without harm where it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import zeromesh.data.encode as encode_module
+import zeromesh.data.making as making_module
+from test_data_indexed import published
+from zeromesh.config.train import TextData
+from zeromesh.data.encode import Encoder, Side, encode_all
+from zeromesh.data.prepare import Changed, prepare
+from zeromesh.data.tokenizer import train_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of a few kilobytes, so that little text is enough for several of them."""
+    monkeypatch.setattr("zeromesh.data.portions.PIECE_BYTES", 2000)
+    monkeypatch.setattr("zeromesh.data.portions.PORTION_BYTES", 2000)
+    monkeypatch.setattr(encode_module, "TASK_BYTES", 4000)
+    monkeypatch.setattr(making_module, "SMALL", 0)
+
+
+def words(count: int, seed: int) -> str:
+    return " ".join(random.Random(seed).choices(["alpha", "beta", "naïve", "✓", "def", "\n"], k=count))
+
+
+def corpus(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "long.txt").write_text(words(8000, 1))
+    for number in range(5):
+        (folder / f"{number}.txt").write_text(words(200, number))
+    with (folder / "records.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": words(30, number)}) + "\n" for number in range(400))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_result_is_the_same_bytes_for_any_number_of_processes(tmp_path: Path, small_tasks: None) -> None:
+    source = corpus(tmp_path / "corpus")
+    found = {}
+    for workers in (1, 2):
+        data = TextData(train=(str(source),), validation_fraction=0.1, workers=workers)
+        prepared = prepare(data, tmp_path / str(workers) / "text")
+        assert prepared.train[0].documents > 300
+        found[workers] = contents(tmp_path / str(workers))
+    assert found[1] == found[2]
+    # The number of processes is no reason to make it again, nor is how samples are made of it.
+    other = TextData(train=(str(source),), validation_fraction=0.1, packing="pad", document_attention=True)
+    again = prepare(other, tmp_path / "2" / "text", may_write=False)
+    assert (again.packing, again.document_attention) == ("pad", True)
+
+
+def test_a_wrong_record_is_named_by_the_process_that_finds_it(tmp_path: Path, small_tasks: None) -> None:
+    source = corpus(tmp_path / "corpus")
+    with (source / "records.jsonl").open("a") as file:
+        file.write('{"text": 3}\n' + '{"text": "good"}\n' * 1000)
+    before = corpus(tmp_path / "before")
+    prepare(TextData(train=(str(before),)), tmp_path / "run" / "text")
+    kept = contents(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"records\.jsonl, line 401: text = 3 must be a string"):
+        prepare(TextData(train=(str(source),), workers=2, tokenizer=_tokenizer(tmp_path)), tmp_path / "run" / "text")
+    assert contents(tmp_path / "run") == kept
+    assert not (tmp_path / "run" / "text.part").exists()
+
+
+def _tokenizer(folder: Path) -> str:
+    train_tokenizer([words(1000, 0)], 300, fill=False).save(folder)
+    return str(folder / "tokenizer.json")
+
+
+def test_a_process_that_is_ended_is_reported(tmp_path: Path) -> None:
+    settings = encode_module.Settings(Path(_tokenizer(tmp_path)), TextData(train=("x",)), None)
+
+    class Deadly(list[Side]):
+        def __reduce__(self) -> Any:
+            return os._exit, (9,)
+
+    with pytest.raises(ChildProcessError, match=r"was ended from outside.*data\.workers"):
+        list(encode_all([Deadly()], Encoder(settings), 2))
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+import zeromesh.data.making as making
+from zeromesh.config.train import TextData
+from zeromesh.data.prepare import prepare
+
+if __name__ == "__main__":
+    making.SMALL = 0
+    source, folder, tokenizer = sys.argv[1:]
+    prepare(TextData(train=(source,), workers=2, tokenizer=tokenizer), Path(folder))
+"""
+
+
+def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "corpus"
+    source.mkdir()
+    (source / "a.txt").write_text(words(3_000_000, 0))
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    command = [sys.executable, str(script), str(source), str(tmp_path / "run" / "text"), _tokenizer(tmp_path)]
+    process = subprocess.Popen(
+        command, start_new_session=True, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    written = tmp_path / "run" / "text.part" / "train0.bin.part"
+    deadline = time.monotonic() + 60
+    while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
+    _, error = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert error.count("Traceback") == 1
+    assert error.rstrip().endswith("KeyboardInterrupt")
+    assert list((tmp_path / "run").iterdir()) == []
+    # One that only cleans up after the others may take a moment longer.
+    deadline = time.monotonic() + 30
+    while any_left(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def any_left(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_data_set_of_megatron_is_trained_on_where_it_is(tmp_path: Path) -> None:
+    documents = [[[100 * number + place for place in range(20)]] for number in range(50)]
+    published(tmp_path / "theirs", documents)
+    for name in ("theirs", "theirs.bin", "theirs.idx"):
+        data = TextData(train=(str(tmp_path / name),), validation_fraction=0.2)
+        prepared = prepare(data, tmp_path / "run" / "text")
+        train, held = prepared.train[0], prepared.validation[0]
+        assert train.prefix == held.prefix == (tmp_path / "theirs").resolve()
+        assert sorted([*train.numbers, *held.numbers]) == list(range(50))
+        assert 3 <= held.documents <= 20
+        assert (train.tokens, held.tokens) == (20 * train.documents, 20 * held.documents)
+        assert (prepared.vocabulary, prepared.tokenizer) == (4920, None)
+        assert (prepared.held_out_bytes, prepared.gzip_bits_per_byte) == (0, None)
+        assert prepare(data, tmp_path / "run" / "text", may_write=False) == prepared
+    folder = TextData(train=(str(tmp_path),), validation_fraction=0.2)
+    assert prepare(folder, tmp_path / "run" / "text").train[0].prefix == train.prefix
+    published(tmp_path / "more", documents[:3])
+    with pytest.raises(ValueError, match=r'more than one data set \(indexed: more, theirs\).*"weight"'):
+        prepare(folder, tmp_path / "run" / "text")
+    weighted = [{"source": str(tmp_path / name), "weight": 1} for name in ("more", "theirs")]
+    assert len(prepare(TextData.model_validate({"train": weighted}), tmp_path / "run" / "text").train) == 2
+
+
+def test_with_a_tokenizer_the_bytes_of_megatrons_tokens_are_known(tmp_path: Path) -> None:
+    source = tmp_path / "corpus"
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number}.txt").write_text(words(100, number))
+    path = _tokenizer(tmp_path)
+    ours = prepare(TextData(train=(str(source),), validation_fraction=0, tokenizer=path), tmp_path / "run" / "text")
+    data = TextData(train=(str(ours.train[0].prefix),), validation_fraction=0.3, tokenizer=path)
+    again = prepare(data, tmp_path / "again" / "text")
+    sizes = [(source / f"{number}.txt").stat().st_size for number in sorted(range(20), key=str)]
+    assert again.held_out_bytes == sum(sizes[number] for number in again.validation[0].numbers)
+    assert again.gzip_bytes > 0
+
+
+def test_our_own_records_are_records_again(tmp_path: Path) -> None:
+    with (tmp_path / "a.jsonl").open("w") as file:
+        file.writelines(json.dumps({"prompt": f"p{n}", "response": f"r{n}"}) + "\n" for n in range(9))
+    ours = prepare(TextData(train=(str(tmp_path / "a.jsonl"),), validation_fraction=0), tmp_path / "run" / "text")
+    data = TextData(train=(str(ours.train[0].prefix),), validation_fraction=0)
+    (again,) = prepare(data, tmp_path / "again" / "text").train
+    assert again.packed
+    assert again.labels == ours.train[0].labels
+    assert again.mask is not None
+    assert (again.mask == ours.train[0].mask).all()
+    with (tmp_path / "run" / "text" / "train0.mask.idx").open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(ValueError, match=r"train0\.mask\.idx' begins with"):
+        prepare(TextData(train=data.train, validation_fraction=0.5), tmp_path / "again" / "text")
+
+
+def test_damaged_data_sets_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    published(tmp_path / "theirs", [[[1, 2]], [[3]]])
+    (tmp_path / "theirs.bin").write_bytes(b"12345")
+    with pytest.raises(ValueError, match=r"theirs\.bin' has 5 bytes"):
+        prepare(TextData(train=(str(tmp_path / "theirs"),)), tmp_path / "run" / "text")
+    (tmp_path / "theirs.idx").unlink()
+    with pytest.raises(ValueError, match=r"theirs\.idx' does not exist, and belongs to"):
+        prepare(TextData(train=(str(tmp_path / "theirs.bin"),)), tmp_path / "run" / "text")
+    assert not (tmp_path / "run" / "text").exists()
+
+
+def test_tokens_are_made_again_where_the_tokenizer_or_a_file_changed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 20)
+    path = _tokenizer(tmp_path)
+    data = TextData(train=(str(tmp_path / "a.jsonl"),), tokenizer=path)
+    first = prepare(data, tmp_path / "run" / "text", length=8)
+    assert prepare(data, tmp_path / "run" / "text", may_write=False, length=8) == first
+    content = json.loads(Path(path).read_text())
+    state = os.stat(path)
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 999, "content": "<new>"})
+    Path(path).write_text(json.dumps(content))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    with pytest.raises(Changed):
+        prepare(data, tmp_path / "run" / "text", may_write=False, length=8)
+    second = prepare(data, tmp_path / "run" / "text", length=8)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"text": "two"}\n')
+    with pytest.raises(Changed):
+        prepare(data, tmp_path / "run" / "text", may_write=False, length=8)
+    assert prepare(data, tmp_path / "run" / "text", length=8).train[0].tokens > second.train[0].tokens
+
+
+def test_ids_of_a_large_vocabulary_take_32_bits(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    entries = {f"w{number}": number for number in range(65_499)} | {"</s>": 65_499}
+    for size, dtype in ((65_500, np.int32), (65_499, np.uint16)):
+        kept = {word: number for word, number in entries.items() if number < size - 1} | {"</s>": size - 1}
+        tokenizer = Tokenizer(models.WordLevel(kept, unk_token="</s>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(tmp_path / "words.json"))
+        (tmp_path / "a.txt").write_text("w1 w65000 w2\n" * 100)
+        data = TextData(train=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path / "words.json"))
+        part = prepare(data, tmp_path / "run" / "text").train[0]
+        assert part.indexed.tokens.dtype == dtype
+        assert part.indexed.tokens[:3].tolist() == [1, 65_000, 2]

@@ -1,0 +1,381 @@
+"""Records: JSON lines, tables, prompts with responses, chats; what is learned of them, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from zeromesh.config.train import TextData
+from zeromesh.data.prepare import prepare
+from zeromesh.data.prepared import Prepared, TokenSet
+from zeromesh.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+
+PLAIN = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{%- if message.role == 'assistant' %}{% generation %}{{ message.content }}<|end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|end|>{% endif %}{% endfor %}"
+)
+LAST_ONLY = "{% for message in messages[-1:] %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+SPECIAL = ["<|end|>", "<|assistant|>", "<|user|>", "<|system|>"]
+
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Yes, é"},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "No"},
+]
+
+
+def chat_tokenizer(folder: Path, template: str | None) -> Path:
+    """A folder of transformers: every byte is a token, and so are the roles."""
+    transformers = pytest.importorskip("transformers")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = template
+    fast.save_pretrained(str(folder))
+    return folder
+
+
+def lines(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records))
+    return path
+
+
+def data(path: Path, **more: Any) -> TextData:
+    return TextData.model_validate({"train": str(path), "validation_fraction": 0.0} | more)
+
+
+def learned(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, str]]:
+    """Of each record, all that it holds and what of it is learned, special tokens by their names."""
+    found = []
+    for number in part.numbers:
+        span = slice(part.indexed.bounds[number], part.indexed.bounds[number + 1])
+        ids = part.indexed.tokens[span]
+        mask = np.ones(len(ids), dtype=bool) if part.mask is None else part.mask[span] != 0
+        found.append((spell(ids, tokenizer), spell(ids[mask], tokenizer)))
+    return found
+
+
+def spell(ids: np.ndarray, tokenizer: TextTokenizer) -> str:
+    """Text in which the special tokens of the chat tokenizer, those above 255, have their names."""
+    pieces, plain = [], []
+    for token in [*ids.tolist(), None]:
+        if token is None or token >= 256:
+            pieces.append(tokenizer.decode(plain))
+            pieces += [] if token is None else [f"[{SPECIAL[token - 256]}]"]
+            plain = []
+        else:
+            plain.append(token)
+    return "".join(pieces)
+
+
+def tokenizer_of(prepared: Prepared) -> TextTokenizer:
+    assert prepared.tokenizer is not None
+    return load_tokenizer(prepared.tokenizer)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path, template: str) -> None:
+    folder = chat_tokenizer(tmp_path / "tokenizer", template)
+    path = lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT[1:3]}])
+    prepared = prepare(data(path, tokenizer=str(folder)), tmp_path / "text")
+    (part,) = prepared.train
+    first, second = learned(part, tokenizer_of(prepared))
+    assert first == (
+        "[<|system|>]Be short.[<|end|>][<|user|>]One?[<|end|>][<|assistant|>]Yes, é[<|end|>]"
+        "[<|user|>]Two?[<|end|>][<|assistant|>]No[<|end|>]",
+        "Yes, é[<|end|>]No[<|end|>]",
+    )
+    assert second[1] == "Yes, é[<|end|>]"
+    assert part.packed
+    assert part.bytes == 2 * len("Yes, é".encode()) + len("No")
+    assert part.labels == part.bytes + 3
+    assert prepared.document_attention
+    assert prepared.pad == tokenizer_of(prepared).end
+
+
+def test_a_special_token_in_a_message_is_text_or_refused(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a<|end|>b"}]
+    path = lines(tmp_path / "chats.jsonl", [{"messages": messages}])
+    folder = chat_tokenizer(tmp_path / "plain", PLAIN)
+    prepared = prepare(data(path, tokenizer=str(folder)), tmp_path / "text")
+    assert learned(prepared.train[0], tokenizer_of(prepared))[0][1] == "a<|end|>b[<|end|>]"
+    folder = chat_tokenizer(tmp_path / "marked", MARKED)
+    with pytest.raises(ValueError, match=r"line 1: messages\[1\]\.content has '<\|end\|>', which is a special token"):
+        prepare(data(path, tokenizer=str(folder)), tmp_path / "text")
+
+
+def test_a_template_whose_chats_do_not_begin_alike_needs_marks(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "tokenizer", LAST_ONLY)
+    path = lines(tmp_path / "chats.jsonl", [{"messages": CHAT}])
+    with pytest.raises(ValueError, match=r"chats\.jsonl, line 1: messages\[2\].*\{% generation %\}"):
+        prepare(data(path, tokenizer=str(folder)), tmp_path / "text")
+    nothing = chat_tokenizer(
+        tmp_path / "nothing", PLAIN.replace("<|end|>", "<|end|>{% generation %}{% endgeneration %}")
+    )
+    with pytest.raises(ValueError, match=r"line 1: .*marks nothing.*generation"):
+        prepare(data(path, tokenizer=str(nothing)), tmp_path / "text")
+    strict = chat_tokenizer(tmp_path / "strict", "{{ raise_exception('no system here') }}{% generation %}")
+    with pytest.raises(ValueError, match=r"line 1: .*chat template"):
+        prepare(data(path, tokenizer=str(strict)), tmp_path / "text")
+
+
+def test_chats_need_a_chat_template(tmp_path: Path) -> None:
+    path = lines(tmp_path / "chats.jsonl", [{"messages": CHAT}])
+    with pytest.raises(ValueError, match=r"chats\.jsonl has chats, which need.*data\.tokenizer"):
+        prepare(data(path), tmp_path / "text")
+    train_tokenizer(["text"], 260).save(tmp_path)
+    with pytest.raises(ValueError, match=r"chats\.jsonl, line 1: chats need a chat template"):
+        prepare(data(path, tokenizer=str(tmp_path / "tokenizer.json")), tmp_path / "text")
+    folder = chat_tokenizer(tmp_path / "tokenizer", None)
+    with pytest.raises(ValueError, match=r"line 1: the tokenizer has no chat template"):
+        prepare(data(path, tokenizer=str(folder)), tmp_path / "text")
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        (("prompt", "response"), {}),
+        (("prompt", "completion"), {}),
+        (("q", "a"), {"prompt_key": "q", "response_key": "a"}),
+    ],
+)
+def test_of_a_prompt_with_a_response_the_response_and_its_end_are_learned(
+    tmp_path: Path, keys: tuple[str, str], settings: dict[str, str]
+) -> None:
+    records = [dict(zip(keys, pair, strict=True)) for pair in (("Add 1", " 2 é"), ("", "x"), ("y", ""))]
+    prepared = prepare(data(lines(tmp_path / "a.jsonl", records), **settings), tmp_path / "text")
+    (part,) = prepared.train
+    tokenizer = tokenizer_of(prepared)
+    assert part.mask is not None
+    for number, record in enumerate(records):
+        span = slice(part.indexed.bounds[number], part.indexed.bounds[number + 1])
+        ids, mask = part.indexed.tokens[span], part.mask[span] != 0
+        assert tokenizer.decode(ids[~mask].tolist()) == record[keys[0]]
+        assert tokenizer.decode(ids[mask].tolist()) == record[keys[1]]
+        assert ids[-1] == tokenizer.end
+    assert part.bytes == len(" 2 éx".encode())
+
+
+def test_texts_in_records_are_a_stream_beside_plain_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain text")
+    lines(tmp_path / "b.jsonl", [{"text": "first", "id": 1}, {"id": 2, "text": "second ✓"}])
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'\n{"text": "third"}\n\n{"text": "fourth"}'))
+    prepared = prepare(data(tmp_path), tmp_path / "run" / "text")
+    (part,) = prepared.train
+    tokenizer = tokenizer_of(prepared)
+    found = [tokenizer.decode(part.indexed.document(number).tolist()) for number in part.numbers]
+    assert found == ["plain text", "first", "second ✓", "third", "fourth"]
+    assert all(part.indexed.document(number)[-1] == tokenizer.end for number in part.numbers)
+    assert not part.packed
+    assert not prepared.document_attention
+    assert part.bytes == sum(len(text.encode()) for text in found)
+
+
+def test_tables_are_read_as_json_lines_are(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    folder = chat_tokenizer(tmp_path / "tokenizer", MARKED)
+    records = [{"messages": CHAT[1:3], "source": "x"}, {"messages": CHAT}] * 20
+    path = lines(tmp_path / "a.jsonl", records)
+    expected = prepare(data(path, tokenizer=str(folder)), tmp_path / "expected").train[0]
+    table = datasets.Dataset.from_list([{"messages": record["messages"]} for record in records])
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    table.save_to_disk(str(tmp_path / "single"))
+    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(str(tmp_path / "splits"))
+    for name, count in (("a.parquet", 40), ("single", 40), ("splits", 40), ("splits/test", 1)):
+        found = prepare(data(tmp_path / name, tokenizer=str(folder)), tmp_path / "found").train[0]
+        assert found.documents == count
+        for number in range(count):
+            assert found.indexed.document(number).tolist() == expected.indexed.document(number).tolist()
+    datasets.DatasetDict({"test": table}).save_to_disk(str(tmp_path / "untrained"))
+    with pytest.raises(ValueError, match=r"untrained.*no split 'train', but \['test'\]"):
+        prepare(data(tmp_path / "untrained"), tmp_path / "text")
+    wrong = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], "response": ["d", None, "e"]})
+    wrong.to_parquet(str(tmp_path / "b.parquet"), batch_size=1)
+    with pytest.raises(ValueError, match=r"b\.parquet, row 2: response = null must be a string"):
+        prepare(data(tmp_path / "b.parquet"), tmp_path / "text")
+    wrong.save_to_disk(str(tmp_path / "wrong"))
+    with pytest.raises(ValueError, match=r"wrong, row 2: response = null must be a string"):
+        prepare(data(tmp_path / "wrong"), tmp_path / "text")
+    (tmp_path / "c.parquet").write_text("text")
+    with pytest.raises(ValueError, match=r"c\.parquet cannot be read as a parquet file"):
+        prepare(data(tmp_path / "c.parquet"), tmp_path / "text")
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("table", "datasets")])
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    if package == "pyarrow":
+        (tmp_path / name).write_text("PAR1")
+    else:
+        (tmp_path / name).mkdir()
+        for file in ("state.json", "dataset_info.json"):
+            (tmp_path / name / file).write_text("{}")
+    with pytest.raises(ValueError, match=rf"{name}.*needs the package {package}: pip install 'zeromesh\[datasets\]'"):
+        prepare(data(tmp_path / name), tmp_path / "text")
+
+
+GOOD = {"messages": CHAT[1:3]}
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([GOOD, "", "{not json}"], r"a\.jsonl, line 3: is not JSON \(Expecting property name.*each line is one object"),
+        ([GOOD, "[1, 2]"], r"a\.jsonl, line 2: is \[1, 2\], and must be an object"),
+        ([GOOD, {"text": "x"}], r"line 2: has the keys \['text'\] and lacks 'messages'; all records of a source"),
+        (
+            [{"some": 1}],
+            r"line 1: has the keys \['some'\], and must have 'messages' or 'prompt' and 'response' or 't",
+        ),
+        ([GOOD, {"messages": []}], r"line 2: messages = \[\] must be a list of at least one message"),
+        ([GOOD, {"messages": "hi"}], r'line 2: messages = "hi" must be a list'),
+        ([GOOD, {"messages": ["hi"]}], r'line 2: messages\[0\] = "hi" must be an object with role and content'),
+        ([GOOD, {"messages": [{"role": "user"}]}], r"line 2: messages\[0\] = .* lacks 'content'"),
+        ([GOOD, {"messages": [{"content": "x"}]}], r"line 2: messages\[0\] = .* lacks 'role'"),
+        ([GOOD, {"messages": CHAT[:2]}], r"line 2: messages has no turn of the assistant"),
+        (
+            [{"messages": [*CHAT[:2], {"role": "bot", "content": "x"}]}],
+            r'line 1: messages\[2\]\.role = "bot" must be one of system, developer, user, assistant, tool',
+        ),
+        (
+            [{"messages": [*CHAT[:2], {"role": "assistant", "content": 3}]}],
+            r"line 1: messages\[2\]\.content = 3 must be a string",
+        ),
+        ([{"prompt": "x", "response": "y"}, {"prompt": "x"}], r"line 2: .*lacks 'response'"),
+        ([{"prompt": "x", "response": "y"}, {"prompt": 3, "response": "y"}], r"line 2: prompt = 3 must be a string"),
+        ([{"text": "x"}, {"text": None}], r"line 2: text = null must be a string"),
+        ([{"text": "x"}, '{"text": "\\ud800"}'], r"line 2: text has half of a surrogate pair"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+def test_a_wrong_record_is_refused_with_its_place(
+    tmp_path: Path, records: list[Any], message: str, packed: bool
+) -> None:
+    folder = chat_tokenizer(tmp_path / "tokenizer", MARKED)
+    path = lines(tmp_path / "a.jsonl", records)
+    if packed:
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path, message = tmp_path / "a.jsonl.gz", message.replace(r"a\.jsonl,", r"a\.jsonl\.gz,")
+    with pytest.raises(ValueError, match=message):
+        prepare(data(path, tokenizer=str(folder)), tmp_path / "text")
+    assert not (tmp_path / "text").exists()
+    assert not (tmp_path / "text.part").exists()
+
+
+def test_lines_are_counted_from_the_beginning_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeromesh.data.portions.PORTION_BYTES", 100)
+    records = [{"text": f"number {n}"} for n in range(200)]
+    path = lines(tmp_path / "a.jsonl", [*records, "", {"txet": "x"}])
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 202: "):
+        prepare(data(path), tmp_path / "text")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz, line 202: "):
+        prepare(data(tmp_path / "b.jsonl.gz"), tmp_path / "text")
+    lines(path, records)
+    part = prepare(data(path), tmp_path / "text").train[0]
+    assert (part.documents, part.bytes) == (200, sum(len(record["text"]) for record in records))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(path.read_bytes())[:-20])
+    with pytest.raises(ValueError, match=r"c\.jsonl\.gz cannot be read as a gzip file"):
+        prepare(data(tmp_path / "c.jsonl.gz"), tmp_path / "text")
+    (tmp_path / "d.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"d\.jsonl, line 2: is not UTF-8"):
+        prepare(data(tmp_path / "d.jsonl"), tmp_path / "text")
+
+
+def test_long_records_are_refused_cut_or_left_out(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "tokenizer", MARKED)
+    records = [
+        {"prompt": "p" * 5, "response": "r" * 4},
+        {"prompt": "p" * 5, "response": "r" * 9},
+        {"prompt": "p" * 20, "response": "r"},
+    ]
+    path = lines(tmp_path / "a.jsonl", records)
+    settings = {"tokenizer": str(folder)}
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: has 15 tokens.*_length = 10 holds 11.*data\.too_long"):
+        prepare(data(path, **settings), tmp_path / "text", length=10)
+    dropped = prepare(data(path, too_long="drop", **settings), tmp_path / "text", length=10)
+    assert (dropped.dropped, dropped.train[0].documents) == (2, 1)
+    cut = prepare(data(path, too_long="truncate", **settings), tmp_path / "text", length=10)
+    assert cut.dropped == 1  # nothing of its response would be left
+    assert [spelled for spelled, _ in learned(cut.train[0], tokenizer_of(cut))] == ["ppppprrrr[<|end|>]", "ppppprrrrrr"]
+    assert prepare(data(path, **settings), tmp_path / "text", length=21).dropped == 0
+    with pytest.raises(ValueError, match=r"no documents to learn from, 3 records having been left out as too long"):
+        prepare(data(path, too_long="drop", **settings), tmp_path / "text", length=3)
+
+
+def test_the_side_of_a_record_depends_on_what_it_holds(tmp_path: Path) -> None:
+    records = [{"prompt": f"question {n}", "response": f"answer {n}"} for n in range(300)]
+
+    def held(kept: list[dict[str, str]]) -> set[str]:
+        prepared = prepare(data(lines(tmp_path / "a.jsonl", kept), validation_fraction=0.1), tmp_path / "text")
+        tokenizer = tokenizer_of(prepared)
+        sides = [{text for text, _ in pairs(part, tokenizer)} for part in (*prepared.train, *prepared.validation)]
+        assert not sides[0] & sides[1]
+        assert len(sides[0] | sides[1]) == len(kept)
+        assert prepared.held_out_bytes == sum(len(text.partition("|")[2]) for text in sides[1])
+        return sides[1]
+
+    every = held(records)
+    assert 15 < len(every) < 50
+    other = [*records[100:], {"prompt": "new", "response": "n"}]
+    kept = {f"question {n}|answer {n}" for n in range(100, 300)}
+    assert held(other) - {"new|n"} == every & kept
+    assert len(held(records[:2])) == 1
+    assert not prepare(
+        data(lines(tmp_path / "a.jsonl", records[:1]), validation_fraction=0.1), tmp_path / "text"
+    ).validation
+
+
+def pairs(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, None]]:
+    found = []
+    for number in part.numbers:
+        span = slice(part.indexed.bounds[number], part.indexed.bounds[number + 1])
+        assert part.mask is not None
+        ids, mask = part.indexed.tokens[span], part.mask[span] != 0
+        found.append(("|".join(tokenizer.decode(ids[side].tolist()) for side in (~mask, mask)), None))
+    return found
+
+
+def test_kinds_that_are_learned_from_in_different_ways_are_parts_of_a_blend(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain text " * 50)
+    lines(tmp_path / "b.jsonl", [{"prompt": f"p{n}", "response": "r" * n} for n in range(50)])
+    with pytest.raises(ValueError, match=r'more than one data set \(text: a\.txt; records: b\.jsonl\).*"weight"'):
+        prepare(data(tmp_path), tmp_path / "run" / "text")
+    with pytest.raises(ValueError, match=r"plain text, .*a\.txt, and data\.format = 'chat' needs records"):
+        prepare(data(tmp_path / "a.txt", format="chat"), tmp_path / "text")
+    blend = [{"source": str(tmp_path / "a.txt"), "weight": 3}, {"source": str(tmp_path / "b.jsonl"), "weight": 1}]
+    prepared = prepare(
+        TextData.model_validate({"train": blend, "validation_fraction": 0.1}),
+        tmp_path / "run" / "text",
+    )
+    assert prepared.weights == (0.75, 0.25)
+    assert [part.packed for part in prepared.train] == [False, True]
+    assert [part.packed for part in prepared.validation] == [False, True]
+    assert prepared.document_attention
+    with pytest.raises(ValueError, match="is also in data.validation, or in a part of the blend before it"):
+        prepare(TextData.model_validate({"train": [*blend, blend[0]]}), tmp_path / "run" / "text")
+
+
+def test_the_format_in_the_settings_decides_between_kinds(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", [{"text": "a text", "prompt": "p", "response": "r"}] * 3)
+    assert prepare(data(path), tmp_path / "text").train[0].packed
+    assert not prepare(data(path, format="text"), tmp_path / "text").train[0].packed
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: has the keys .* and must have 'messages'"):
+        prepare(data(path, format="chat"), tmp_path / "text")
