@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -157,21 +157,32 @@ def _with_adapters(sharded: Sharded, unit: Unit, names: Iterable[str]) -> list[U
     if not is_adapted(sharded.model):
         return [unit]
     owners = {id(p): owner for owner in sharded.units for flat in owner.flats for p in flat.parameters}
-    layers = filter(None, (_adapted_layer(sharded.model, name) for name in names))
-    found = {unit, *(owners[id(parameter)] for layer in layers for parameter in layer.parameters())}
+    paths = {path for name in names if (path := _adapted_path(sharded.model, name)) is not None}
+    found = {unit, *(owners[id(p)] for path in paths for p in sharded.model.get_submodule(path).parameters())}
     return sorted(found, key=lambda unit: unit.index)
 
 
-def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> State:
-    """Copies of some of a model's tensors by their names, with adapters added to what they adapt."""
+def plain_state(
+    model: nn.Module, state: Mapping[str, torch.Tensor], layer: Callable[[str], nn.Module] | None = None
+) -> State:
+    """Copies of some of a model's tensors by their names, with adapters added to what they adapt.
+
+    Args:
+        model: that they are of.
+        state: these.
+        layer: gives an adapted layer, with its values, by its path; by default it is the model's own.
+    """
     if not is_adapted(model):
         return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
     merged: State = {}
     for name, tensor in state.items():
-        target, layer = _merged_name(model, name), _adapted_layer(model, name)
+        target, path = _merged_name(model, name), _adapted_path(model, name)
         if target is None:
             continue
-        merged[target] = _merged(layer, name, tensor) if layer is not None else tensor.detach().cpu().clone()
+        if path is None:
+            merged[target] = tensor.detach().cpu().clone()
+        else:
+            merged[target] = _merged((layer or model.get_submodule)(path), name, tensor.dtype)
     return merged
 
 
@@ -201,19 +212,13 @@ def _adapted_path(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def _adapted_layer(model: nn.Module, name: str) -> Any:
-    path = _adapted_path(model, name)
-    return None if path is None or not name.startswith(f"{path}.base_layer.") else model.get_submodule(path)
-
-
-def _merged(layer: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the layer under the adapters with these added in fp32 at least, in its own dtype."""
+def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the layer under the adapters with these added in fp32 at least."""
     wide = copy.deepcopy(layer).cpu()
-    wide.to(torch.promote_types(tensor.dtype, torch.float32))
+    wide.to(torch.promote_types(dtype, torch.float32))
     wide.merge()
-    rest = name.partition("base_layer.")[2]
-    merged: torch.Tensor = wide.get_base_layer().get_parameter(rest)
-    return merged.detach().to(tensor.dtype).clone()
+    merged: torch.Tensor = wide.get_base_layer().get_parameter(name.partition("base_layer.")[2])
+    return merged.detach().to(dtype).clone()
 
 
 def _add(files: Files, model: nn.Module, state: State) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
+from torch import nn
 
-from zeromesh.architectures.decoder import Decoder
 from zeromesh.cli.changes import require_unchanged
 from zeromesh.cli.folder import RunFolder
+from zeromesh.cli.model import LanguageModel, language_model
 from zeromesh.cli.updates import check_optimizer
 from zeromesh.config.settings import Resolved, Settings
-from zeromesh.config.train import ModelShape, Run, TextData
+from zeromesh.config.train import Run, TextData
 from zeromesh.data.indexed import file_of
 from zeromesh.data.loader import training_samples
 from zeromesh.data.prepare import prepare
@@ -28,7 +28,7 @@ class Job:
     """A training run as configured, its sections known to be there."""
 
     settings: Settings
-    model: ModelShape
+    language: LanguageModel
     data: TextData
     run: Run
 
@@ -39,18 +39,23 @@ class Job:
         Raises:
             ValueError: if they lack a section.
         """
-        model, data, run = settings.model, settings.data, settings.run
-        if model is None or data is None or run is None:
-            missing = [name for name in ("model", "data", "run") if getattr(settings, name) is None]
-            raise ValueError(f"zeromesh train needs the section {missing[0]!r} in the configuration")
-        return cls(settings, model, data, run)
+        language, data, run = language_model(settings), settings.data, settings.run
+        if data is None or run is None:
+            raise ValueError(
+                f"zeromesh train needs the section {'data' if data is None else 'run'!r} in the configuration"
+            )
+        if data.tokenizer is None and language.tokenizer is not None:
+            data = data.model_copy(update={"tokenizer": language.tokenizer})
+        return cls(settings.model_copy(update={"data": data}), language, data, run)
 
     def with_vocabulary(self, size: int) -> Job:
         """The same run with a tokenizer of ``size`` entries, and so many in the model unless the settings say more."""
-        model = self.model.model_copy(update={"vocab_size": self.model.vocab_size or size})
         data = self.data if self.data.tokenizer else self.data.model_copy(update={"vocabulary_size": size})
+        model = self.settings.model
+        if model is not None:
+            model = model.model_copy(update={"vocab_size": model.vocab_size or size})
         settings = self.settings.model_copy(update={"model": model, "data": data})
-        return replace(self, settings=settings, model=model, data=data)
+        return replace(self, settings=settings, language=language_model(settings), data=data)
 
     @property
     def folder(self) -> RunFolder:
@@ -83,9 +88,9 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     Raises:
         ValueError: if there is no text, too little, a wrong record, or a token id that the model does not have.
     """
-    length = job.model.sequence_length
+    length = job.language.sequence_length
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
-    vocabulary = job.model.vocab_size or prepared.vocabulary
+    vocabulary = job.language.vocabulary or prepared.vocabulary
     if prepared.tokenizer is None and job.run.sample.prompts:
         raise ValueError(
             "run.sample.prompts need a tokenizer, and data.train is tokens already; name it in data.tokenizer, or "
@@ -93,8 +98,8 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
         )
     if prepared.tokenizer is not None and vocabulary < prepared.vocabulary:
         raise ValueError(
-            f"model.vocab_size = {vocabulary} is smaller than the tokenizer's {prepared.vocabulary} entries; "
-            "raise it, or leave it out"
+            f"the model's vocabulary has {vocabulary} entries, and the tokenizer {prepared.vocabulary}; use the "
+            "model's own tokenizer, or raise model.vocab_size"
         )
     for part in (*prepared.train, *prepared.validation):
         if part.highest >= vocabulary:
@@ -124,15 +129,15 @@ def _resolved(job: Job) -> Resolved:
     return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes)
 
 
-def _check_model(job: Job) -> Decoder:
+def _check_model(job: Job) -> nn.Module:
     """Build the model without memory; it raises if its sizes do not fit together, or a unit is not in it."""
-    entries, wanted = job.model.vocab_size, job.data.vocabulary_size
-    if entries is not None and job.data.tokenizer is None and entries < wanted:
+    shape, wanted = job.settings.model, job.data.vocabulary_size
+    if shape is not None and shape.vocab_size is not None and job.data.tokenizer is None and shape.vocab_size < wanted:
         raise ValueError(
-            f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
+            f"model.vocab_size = {shape.vocab_size} is smaller than data.vocabulary_size = {wanted}; leave out the "
+            "former"
         )
-    with torch.device("meta"):
-        model = Decoder(job.with_vocabulary(wanted).model)
+    model = job.with_vocabulary(wanted).language.build()
     for targets in (job.settings.units, job.settings.activation_checkpointing.targets):
         find_units(model, targets)
     return model

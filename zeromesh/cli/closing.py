@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from zeromesh.architectures.flops import parameters
 from zeromesh.cli.check import Job
 from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.loop import Loop, Progress
+from zeromesh.cli.model import Transformer
 from zeromesh.cli.report import Report, markdown
 from zeromesh.cli.sample import load_writer
 from zeromesh.data.prepared import Prepared
@@ -49,21 +49,23 @@ def close(loop: Loop, prepared: Prepared, span: Span, console: Console) -> None:
     memory, traffic = engine.memory_report(), engine.traffic_report()
     own = torch.tensor([float(peak_bytes(engine.device))], dtype=torch.float64)
     peaks = [round(peak) for peak in engine.mesh.group("world").exchange(own).flatten().tolist()]
-    engine.save_16bit_model(job.folder.path, job.folder.model.name)
+    engine.save_16bit_model(job.folder.model)
     if loop.metrics is None:
         return
     loop.metrics.close()
+    if isinstance(job.language, Transformer):
+        job.folder.copy_tokenizer(job.folder.model)
     records = read_metrics(job.folder.metrics)
     _draw(job.folder, records, console)
     samples = _samples(job)
     steps = [record for record in records if record["kind"] == "train"]
     report = Report(
-        architecture=job.model.architecture,
-        parameters=parameters(job.model),
+        architecture=job.language.name,
+        parameters=sum(parameter.numel() for parameter in engine.module.parameters()),
         ranks=engine.mesh.world_size,
         zero_stage=job.settings.zero_optimization.stage,
         steps=span.reached.step,
-        tokens=span.reached.samples * job.model.sequence_length,
+        tokens=span.reached.samples * job.language.sequence_length,
         seconds=time.time() - span.began,
         training_seconds=span.reached.seconds,
         utilization=fmean(record["utilization"] for record in steps),
@@ -101,4 +103,7 @@ def _samples(job: Job) -> list[str]:
     if not wanted.prompts:
         return []
     writer = load_writer(job.folder)
-    return [writer.text(prompt, wanted.length, wanted.temperature, seed) for seed, prompt in enumerate(wanted.prompts)]
+    return [
+        writer.text(prompt, wanted.length, wanted.temperature, seed, wanted.chat)
+        for seed, prompt in enumerate(wanted.prompts)
+    ]

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+import torch.nn.functional as F
 
+from zeromesh.cli.model import LanguageModel
 from zeromesh.data.loader import Batch, evaluation_batches
 from zeromesh.data.prepared import Prepared
 from zeromesh.data.samples import NO_LABEL
@@ -35,12 +37,12 @@ class HeldOut:
 
     Attributes:
         prepared: the text.
-        length: tokens of a window.
+        language: how the model is called.
         rows: windows of a micro-batch.
     """
 
     prepared: Prepared
-    length: int
+    language: LanguageModel
     rows: int
 
     def score(self, engine: Engine, batches: int | None = None) -> Score | None:
@@ -51,26 +53,25 @@ class HeldOut:
         """
         engine.eval()
         sums = torch.zeros(2, dtype=torch.float64)
-        share = evaluation_batches(self.prepared, self.length, self.rows, engine.data_rank, engine.data_size)
+        length = self.language.sequence_length
+        share = evaluation_batches(self.prepared, length, self.rows, engine.data_rank, engine.data_size)
         with torch.no_grad():
             for batch in islice(share, batches):
-                sums += _sums(engine, batch)
+                count = int((batch.labels != NO_LABEL).sum())
+                sums += torch.tensor([float(nats(self.language, engine, batch)), count], dtype=torch.float64)
         engine.train()
-        nats, count = engine.mesh.group("world").exchange(sums).sum(0).tolist()
+        total, count = engine.mesh.group("world").exchange(sums).sum(0).tolist()
         if not count:
             return None
         size = self.prepared.held_out_bytes
-        bits = nats / count / math.log(2) * self.prepared.held_out_labels / size if size else None
-        return Score(loss=nats / count, bits_per_byte=bits)
+        bits = total / count / math.log(2) * self.prepared.held_out_labels / size if size else None
+        return Score(loss=total / count, bits_per_byte=bits)
 
 
-def _sums(engine: Engine, batch: Batch) -> torch.Tensor:
-    """Nats and labels of a micro-batch, fp64."""
-    loss = engine(**arguments(batch.to(engine.device)))
-    count = int((batch.labels != NO_LABEL).sum())
-    return torch.tensor([float(loss) * count if count else 0.0, count], dtype=torch.float64)
-
-
-def arguments(batch: Batch) -> dict[str, torch.Tensor]:
-    """A batch as the decoder takes it."""
-    return {name: tensor for name, tensor in vars(batch).items() if tensor is not None}
+def nats(language: LanguageModel, engine: Engine, batch: Batch) -> torch.Tensor:
+    """What the labels of a micro-batch cost together: a scalar, in at least fp32."""
+    batch = batch.to(engine.device)
+    logits = language.logits(engine, batch)
+    # A sum over the vocabulary in 16 bits would lose most of its digits.
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, batch.labels.flatten(), ignore_index=NO_LABEL, reduction="sum")

@@ -1,8 +1,8 @@
-"""``zeromesh export``: from a run's checkpoint to a folder that ``from_pretrained`` opens, one layer after the other."""
+"""``zeromesh export``: from a run's checkpoint to a folder that ``from_pretrained`` opens, tensor by tensor."""
 
 from __future__ import annotations
 
-import json
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from zeromesh.checkpoint.boxes import Reader, locate
 from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.model import BuiltIn, Transformer, language_model
 from zeromesh.cli.screen import make_console
+from zeromesh.data.making import TOKENIZER_FOLDER
+from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.export import State, adapter_names, is_adapted, plain_model, plain_state, write_model
-from zeromesh.shard.deferred import read_from
-from zeromesh.shard.materialise import materialiser
 
 FILE = "model.safetensors"
 
@@ -88,7 +88,7 @@ def _reader(folder: RunFolder, tag: str | None) -> Reader:
 def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, output: Path, dtype: torch.dtype) -> None:
     import transformers
 
-    name, arguments = published.configuration(language.shape, folder.end_of_text())
+    name, arguments = published.configuration(language.shape, _end_of_text(folder))
     make = getattr(transformers, name)
     with torch.device("meta"):
         model = make(make.config_class(**arguments)).to(dtype)
@@ -100,37 +100,36 @@ def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, outpu
     write_model(model, states, output, FILE)
 
 
+def _end_of_text(folder: RunFolder) -> int:
+    tokenizer = folder.text / TOKENIZER_FOLDER
+    return load_tokenizer(tokenizer).end if tokenizer.is_dir() else 0
+
+
 def _export_transformer(language: Transformer, reader: Reader, output: Path, dtype: torch.dtype, merge: bool) -> None:
-    model: Any = language.unfilled(dtype)
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in tensors:
-            if (source := f"{kind}/{name}") in reader.names:
-                saved = Saved(reader, source)
-                if tensor.is_meta:
-                    read_from(tensor, saved)
-                else:
-                    tensor.data.copy_(saved.whole())
+    with torch.device("meta"):
+        model: Any = language.unfilled(dtype)
     if merge and not is_adapted(model):
         raise ValueError("--merge: the run has no adapters; leave it out")
     if is_adapted(model) and not merge:
-        wanted = adapter_names(model)
-        model.save_pretrained(str(output), state_dict={n: Saved(reader, f"parameter/{n}").whole() for n in wanted})
+        state = {name: Saved(reader, f"parameter/{name}").whole() for name in adapter_names(model)}
+        model.save_pretrained(str(output), state_dict=state)
     else:
-        write_model(plain_model(model), _states(model), output, FILE)
+        write_model(plain_model(model), _states(model, reader, dtype), output, FILE)
 
 
-def _states(model: nn.Module) -> Iterator[State]:
-    """What the layers add to the plain model's state, one after the other; each is there only while it is copied."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    materialise = materialiser(model)
-    for layer in _layers(model):
-        members = {names[id(parameter)]: parameter for parameter in layer.parameters() if id(parameter) in names}
-        for name, parameter in members.items():
-            source = materialise(name, parameter)
-            if source is not None:
-                shape = model.get_parameter(name).shape
-                parameter.data = source.read(0, shape.numel()).to(parameter.dtype).view(shape)
-        yield plain_state(model, members)
-        layer.to("meta")
-    kept = frozenset(model.state_dict())
-    yield plain_state(model, {name: buffer for name, buffer in model.named_buffers() if name in kept})
+def _states(model: nn.Module, reader: Reader, dtype: torch.dtype) -> Iterator[State]:
+    """What each tensor adds to the plain model's state."""
+
+    def real(path: str) -> nn.Module:
+        """An adapted layer with its values."""
+        layer = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+        values = {name: Saved(reader, f"parameter/{path}.{name}").whole() for name, _ in layer.named_parameters()}
+        layer.load_state_dict(values, strict=False)
+        return layer
+
+    for name, like in model.named_parameters():
+        yield plain_state(model, {name: Saved(reader, f"parameter/{name}").whole().to(like.dtype)}, real)
+    for name in reader.names:
+        kind, _, buffer = name.partition("/")
+        if kind == "buffer":
+            yield plain_state(model, {buffer: Saved(reader, name).whole()}, real)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeromesh.checkpoint.boxes import MANIFEST, latest
 from zeromesh.config.settings import Resolved
+from zeromesh.data.making import TOKENIZER_FOLDER
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,19 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The weights at the end of the run."""
-        return self.path / "model.safetensors"
+        """A folder with the weights at the end of the run, or the adapters."""
+        return self.path / "model"
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the run has come to its end once."""
+        return any(self.model.glob("*.safetensors"))
+
+    def copy_tokenizer(self, target: Path) -> None:
+        """Put the tokenizer's files beside a model; there are none where the text was tokens already."""
+        source = self.text / TOKENIZER_FOLDER
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
 
     @property
     def report(self) -> Path:
@@ -62,7 +75,7 @@ class RunFolder:
     @property
     def holds_a_beginning(self) -> bool:
         """Whether a run ended here before it had written a checkpoint or the weights, so that nothing of it counts."""
-        return self.metrics.exists() and self.last_checkpoint is None and not self.model.exists()
+        return self.metrics.exists() and self.last_checkpoint is None and not self.has_finished
 
     def settings(self) -> Resolved:
         """The settings that the run wrote down, without the log of those that have no effect.
@@ -84,10 +97,10 @@ class RunFolder:
         checkpoint = self.last_checkpoint
         if resume and checkpoint is None:
             remedy = "start the run without --resume, or name the folder of an earlier run"
-            if self.model.exists():
+            if self.has_finished:
                 remedy = "choose another folder with --set run.output=FOLDER, and leave --resume out"
             raise ValueError(f"run.output = {str(self.path)!r} holds no checkpoint to resume from; {remedy}")
-        if not resume and (checkpoint is not None or self.model.exists()):
+        if not resume and (checkpoint is not None or self.has_finished):
             remedies = [
                 *(["continue it with --resume"] if checkpoint is not None else []),
                 "choose another folder with --set run.output=FOLDER",

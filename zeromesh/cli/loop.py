@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zeromesh.architectures.flops import training_flops_per_token
 from zeromesh.cli.check import Job
-from zeromesh.cli.evaluate import HeldOut, Score, arguments
+from zeromesh.cli.evaluate import HeldOut, Score, nats
 from zeromesh.data.loader import Batch, Share
+from zeromesh.data.samples import NO_LABEL
 from zeromesh.engine import Engine
 from zeromesh.observe.machine import peak_flops
 from zeromesh.observe.metrics import MetricsLog
@@ -42,6 +42,7 @@ class Loop:
     job: Job
     share: Share
     held_out: HeldOut
+    flops_per_token: float
     metrics: MetricsLog | None
     display: Display
 
@@ -54,19 +55,34 @@ class Loop:
         peak = self._peak_flops()
         progress = logged = start
         self.engine.train()
-        inputs = map(arguments, batches)
         while progress.step < self.job.run.steps:
             began = time.perf_counter()
             rate = self.engine.get_lr()[0]
-            loss = self.engine.train_batch(inputs)
+            loss = self._step(batches)
             progress = self._advanced(progress, time.perf_counter() - began)
             if self._due(progress, self.job.run.log_every) or progress.step == 1:
-                peak = self._log(progress, logged, float(loss), rate, peak)
+                peak = self._log(progress, logged, loss, rate, peak)
                 logged = progress
             self._between_steps(progress)
         if progress.step > start.step and not self._due(progress, self.job.run.save_every, last=False):
             self._save(progress)
         return progress
+
+    def _step(self, batches: Iterator[Batch]) -> float:
+        """One update. Every label of the global batch counts the same, wherever it is. Returns nats per label."""
+        engine, world = self.engine, self.engine.mesh.group("world")
+        micro_batches = [next(batches) for _ in range(self.share.micro_batches)]
+        counts = torch.tensor([sum(int((batch.labels != NO_LABEL).sum()) for batch in micro_batches)])
+        labels = max(1, int(world.exchange(counts).sum()))
+        # The engine takes the mean over ranks and micro-batches.
+        factor = engine.data_size * self.share.micro_batches / labels
+        total = torch.zeros(1, dtype=torch.float64)
+        for batch in micro_batches:
+            summed = nats(self.job.language, engine, batch)
+            engine.backward(summed * factor)
+            engine.step()
+            total += summed.detach().double().cpu()
+        return float(world.exchange(total).sum()) / labels
 
     def _advanced(self, progress: Progress, seconds: float) -> Progress:
         return Progress(progress.step + 1, progress.samples + self.share.global_batch, progress.seconds + seconds)
@@ -97,9 +113,9 @@ class Loop:
 
     def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak: float) -> float:
         """Log a step. Returns the peak operations per second, which the step may have shown to be higher."""
-        tokens = (progress.samples - logged.samples) * self.job.model.sequence_length
+        tokens = (progress.samples - logged.samples) * self.job.language.sequence_length
         speed = tokens / (progress.seconds - logged.seconds)
-        achieved = speed * training_flops_per_token(self.job.model)
+        achieved = speed * self.flops_per_token
         peak = max(peak, achieved)
         norm = self.engine.get_global_grad_norm()
         assert norm is not None
@@ -121,7 +137,7 @@ class Loop:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that all ranks consume in one step."""
-        return self.share.global_batch * self.job.model.sequence_length
+        return self.share.global_batch * self.job.language.sequence_length
 
     def _write(self, progress: Progress, figures: Figures) -> None:
         assert self.metrics is not None
@@ -129,7 +145,7 @@ class Loop:
             "train",
             progress.step,
             samples=progress.samples,
-            tokens=progress.samples * self.job.model.sequence_length,
+            tokens=progress.samples * self.job.language.sequence_length,
             loss=figures.loss,
             learning_rate=figures.learning_rate,
             gradient_norm=figures.gradient_norm,

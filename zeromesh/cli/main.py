@@ -64,12 +64,29 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0.0, help="Randomness; 0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Texts to write.")] = 1,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says; write the answer.")] = False,
 ) -> None:
     """Continue a text with the model of a run."""
     with _errors():
         from zeromesh.cli.sample import continue_text
 
-        continue_text(run, prompt, tokens, temperature, seed, count)
+        continue_text(run, prompt, tokens, temperature, seed, count, chat)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")],
+    tag: Annotated[
+        str | None, typer.Option(help="The checkpoint, such as global_step100; the latest if left out.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Write adapters added to their model.")] = False,
+) -> None:
+    """Write the model of a run as a folder that from_pretrained of transformers, or of PEFT, opens."""
+    with _errors():
+        from zeromesh.cli.export import export as write
+
+        write(run, folder, tag, merge)
 
 
 @contextmanager

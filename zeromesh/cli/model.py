@@ -12,10 +12,13 @@ from torch import nn
 
 import zeromesh
 from zeromesh.architectures.decoder import Decoder
+from zeromesh.architectures.flops import training_cost, training_flops_per_token
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, Lora, ModelShape
 from zeromesh.data.loader import Batch
 from zeromesh.engine import Engine
+from zeromesh.export import plain_model
+from zeromesh.pretrained import build
 
 PROBE = 4
 """Tokens of each of the two documents with which a model is tried."""
@@ -36,8 +39,15 @@ class LanguageModel(Protocol):
     def tokenizer(self) -> str | None:
         """Where the tokenizer is that it was made for; None if there is none."""
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Entries of its vocabulary; None if they follow from the tokenizer."""
+
     def build(self) -> nn.Module:
         """The model, as the engine takes it; nobody holds it whole."""
+
+    def cost(self, model: nn.Module) -> float:
+        """Operations of forward and backward for one token, of the model that was built."""
 
     def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
         """Shape ``(rows, length, vocabulary)``."""
@@ -77,10 +87,19 @@ class BuiltIn:
         """None: one is trained."""
         return None
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Entries of its vocabulary; None if they follow from the tokenizer."""
+        return self.shape.vocab_size
+
     def build(self) -> nn.Module:
         """The model with the weights that the seed gives."""
         with zeromesh.zero.Init():
             return Decoder(self.shape)
+
+    def cost(self, model: nn.Module) -> float:
+        """By the formula."""
+        return training_flops_per_token(self.shape)
 
     def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
         """Shape ``(rows, length, vocabulary)``."""
@@ -124,14 +143,27 @@ class Transformer:
         # Pickles count: that they are not read is better said than shown by a model that starts from nothing.
         return any(any(self.folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin"))
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Entries of its vocabulary."""
+        return entries(self.unfilled(torch.float32))
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {} if self.source.attention is None else {"attn_implementation": self.source.attention}
+
+    def unfilled(self, dtype: torch.dtype) -> nn.Module:
+        """The model, whose parameters have no values yet."""
+        model = build(self.folder, None, dtype, draws=False, **self._options)
+        return model if self.lora is None else _with_adapters(model, self.lora)
+
     def build(self) -> nn.Module:
         """The model.
 
         Raises:
             ValueError: it cannot be built, is not causal, has not enough positions, or cannot have the adapters.
         """
-        options = {} if self.source.attention is None else {"attn_implementation": self.source.attention}
-        model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **options)
+        model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **self._options)
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and self.sequence_length > longest:
             raise ValueError(
@@ -139,6 +171,11 @@ class Transformer:
                 f"model in {self.source.path!r}; set it to {longest} or less"
             )
         return model if self.lora is None else _with_adapters(model, self.lora)
+
+    def cost(self, model: nn.Module) -> float:
+        """Counted, frozen parameters as what they cost."""
+        tokens = torch.zeros(1, self.sequence_length, dtype=torch.int64, device="meta")
+        return training_cost(model, {"input_ids": tokens, "use_cache": False}, self.sequence_length).operations
 
     def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
         """Shape ``(rows, length, vocabulary)``."""
@@ -173,16 +210,14 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     return adapted
 
 
-def vocabulary(model: nn.Module) -> int:
-    """Entries of a built model's vocabulary."""
-    if isinstance(model, Decoder):
-        return model.sizes.vocabulary
+def entries(model: nn.Module) -> int:
+    """How many entries the vocabulary of a model of transformers has."""
     config: Any = model.config
     return int(config.get_text_config().vocab_size)
 
 
 @torch.no_grad()
-def require_document_attention(engine: Engine, language: LanguageModel, entries: int) -> None:
+def require_document_attention(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
     """Try whether attention stays within documents: what is in the first must not matter in the second.
 
     All ranks call it. Rotary or learned positions alone do not show it, and not every model looks at them.
@@ -190,15 +225,18 @@ def require_document_attention(engine: Engine, language: LanguageModel, entries:
     Args:
         engine: of the model.
         language: how it is called.
-        entries: of its vocabulary.
+        vocabulary: entries that it has.
 
     Raises:
         ValueError: the second document saw the first.
     """
-    if isinstance(language, Transformer) and "position_ids" not in inspect.signature(_plain(engine).forward).parameters:
+    if (
+        isinstance(language, Transformer)
+        and "position_ids" not in inspect.signature(plain_model(engine.module).forward).parameters
+    ):
         raise ValueError(_leaks(language))
-    second = torch.arange(PROBE) % entries
-    rows = [torch.cat([torch.full((PROBE,), token), second]) for token in (0, entries - 1)]
+    second = torch.arange(PROBE) % vocabulary
+    rows = [torch.cat([torch.full((PROBE,), token), second]) for token in (0, vocabulary - 1)]
     tokens = torch.stack(rows)
     documents = torch.tensor([0] * PROBE + [1] * PROBE).expand_as(tokens)
     positions = torch.arange(PROBE).repeat(2).expand_as(tokens)
@@ -207,12 +245,6 @@ def require_document_attention(engine: Engine, language: LanguageModel, entries:
     engine.train()
     if not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4):
         raise ValueError(_leaks(language))
-
-
-def _plain(engine: Engine) -> nn.Module:
-    from zeromesh.export import plain_model
-
-    return plain_model(engine.module)
 
 
 def _leaks(language: LanguageModel) -> str:

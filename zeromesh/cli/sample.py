@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.cli.folder import RunFolder
+from zeromesh.cli.model import BuiltIn, Transformer, language_model
 from zeromesh.cli.screen import make_console, write
 from zeromesh.data.making import TOKENIZER_FOLDER
 from zeromesh.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
 
 
+Next = Callable[[Sequence[int]], torch.Tensor]
+"""From all ids so far, a longer list each time, to the logits of the next one, shape ``(vocabulary,)``."""
+
+
 @dataclass(frozen=True)
 class Writer:
-    """A model on one process, with its tokenizer."""
+    """A model on one process, with its tokenizer.
 
-    model: Decoder
+    Attributes:
+        begin: starts a text.
+        ends: ids after which a text is over.
+        tokenizer: of the model.
+    """
+
+    begin: Callable[[], Next]
+    ends: frozenset[int]
     tokenizer: TextTokenizer
 
-    def pieces(self, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
+    def pieces(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> Iterator[str]:
         """Continue ``prompt`` by up to ``tokens`` tokens, piece by piece; ends early at the end of a text.
 
         Args:
@@ -32,27 +45,29 @@ class Writer:
             tokens: most tokens to add.
             temperature: divides the logits; 0 takes the likeliest token.
             seed: of the choices.
+            chat: whether the prompt is what a user says, and what comes the answer.
         """
-        before = [self.tokenizer.end, *self.tokenizer.encode([prompt])[0].tolist()]
+        if chat:
+            before = self.tokenizer.prompt([{"role": "user", "content": prompt}]).tolist()
+        else:
+            before = [self.tokenizer.end, *self.tokenizer.encode([prompt])[0].tolist()]
         yield from stream_text(self.tokenizer, self._ids(before, tokens, temperature, seed), before)
 
     @torch.no_grad()
     def _ids(self, before: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
         context = list(before)
         generator = torch.Generator().manual_seed(seed)
-        longest = self.model.sizes.shape.sequence_length
-        self.model.eval()
+        following = self.begin()
         for _ in range(tokens):
-            logits = self.model(torch.tensor([context[-longest:]]))[0, -1, : self.tokenizer.size].float()
-            token = _choose(logits, temperature, generator)
-            if token == self.tokenizer.end:
+            token = _choose(following(context)[: self.tokenizer.size].float(), temperature, generator)
+            if token in self.ends:
                 break
             context.append(token)
             yield token
 
-    def text(self, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    def text(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> str:
         """The prompt and its continuation."""
-        return prompt + "".join(self.pieces(prompt, tokens, temperature, seed))
+        return prompt + ("\n" if chat else "") + "".join(self.pieces(prompt, tokens, temperature, seed, chat))
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -69,24 +84,65 @@ def load_writer(folder: RunFolder) -> Writer:
     """
     if not folder.config.is_file():
         raise ValueError(f"{str(folder.path)!r} holds no run; name the folder that run.output named in training")
-    if not folder.model.is_file():
+    if not folder.has_finished:
         raise ValueError(
-            f"the run in {str(folder.path)!r} has no {folder.model.name}: it has not finished; "
+            f"the run in {str(folder.path)!r} has no weights in {folder.model.name}: it has not finished; "
             "continue it with zeromesh train CONFIG --resume"
         )
-    shape = folder.settings().model
-    if shape is None:
-        raise ValueError(f"{str(folder.config)!r} has no section 'model'; it was not written by zeromesh train")
+    if not (folder.text / TOKENIZER_FOLDER).is_dir():
+        raise ValueError(f"the run in {str(folder.path)!r} has no tokenizer, since its text was tokens already")
+    tokenizer = load_tokenizer(folder.text / TOKENIZER_FOLDER)
+    language = language_model(folder.settings())
+    if isinstance(language, Transformer):
+        model = load_transformer(language, folder.model)
+        ends = model.generation_config.eos_token_id
+        known = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        return Writer(lambda: _cached(model), known | {tokenizer.end}, tokenizer)
+    assert isinstance(language, BuiltIn)
+    decoder, longest = _decoder(language, folder.model / "model.safetensors"), language.sequence_length
+    following: Next = lambda ids: decoder(torch.tensor([ids[-longest:]]))[0, -1]  # noqa: E731
+    return Writer(lambda: following, frozenset({tokenizer.end}), tokenizer)
+
+
+def _decoder(language: BuiltIn, weights: Path) -> Decoder:
     with torch.device("meta"):
-        model = Decoder(shape)
-    state = {name: tensor.float() for name, tensor in load_file(folder.model).items()}
+        model = Decoder(language.shape)
+    state = {name: tensor.float() for name, tensor in load_file(weights).items()}
     if model.sizes.tied:
         state["head.weight"] = state["embedding.weight"]
     model.load_state_dict(state, assign=True)
-    return Writer(model, load_tokenizer(folder.text / TOKENIZER_FOLDER))
+    return model.eval()
 
 
-def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed: int, count: int) -> None:
+def load_transformer(language: Transformer, folder: Path) -> Any:
+    """A model of transformers that a run wrote, whole, in fp32; with its adapters, if that is what the run trained."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
+    if language.lora is None:
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(language.folder, **options)
+    return PeftModel.from_pretrained(base, str(folder)).eval()
+
+
+def _cached(model: Any) -> Next:
+    """The next logits with keys and values kept, where the model keeps them."""
+    cache, seen = None, 0
+
+    def following(ids: Sequence[int]) -> torch.Tensor:
+        nonlocal cache, seen
+        output = model(input_ids=torch.tensor([ids[seen:]]), past_key_values=cache, use_cache=True)
+        cache = getattr(output, "past_key_values", None)
+        seen = len(ids) if cache is not None else 0
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+    return following
+
+
+def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed: int, count: int, chat: bool) -> None:
     """Write continuations to the terminal as they come.
 
     Raises:
@@ -99,7 +155,7 @@ def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed:
     for number in range(count):
         if number:
             console.rule()
-        write(prompt)
-        for piece in writer.pieces(prompt, tokens, temperature, seed + number):
+        write(prompt + ("\n" if chat else ""))
+        for piece in writer.pieces(prompt, tokens, temperature, seed + number, chat):
             write(piece)
         write("\n")

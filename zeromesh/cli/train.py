@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import nn
 
 import zeromesh
-from zeromesh.architectures.decoder import Decoder
-from zeromesh.architectures.flops import parameters
 from zeromesh.cli.check import Job, check, prepare_text
 from zeromesh.cli.closing import Span, close
 from zeromesh.cli.evaluate import HeldOut
 from zeromesh.cli.loop import Loop, Progress
+from zeromesh.cli.model import require_document_attention
 from zeromesh.cli.screen import is_first, make_console, shown_log
 from zeromesh.config.printing import jsonable
 from zeromesh.config.settings import Settings
@@ -109,21 +109,23 @@ def _run_rank(job: Job, began: float) -> None:
 
 
 def _train(job: Job, prepared: Prepared, began: float) -> None:
-    engine = _engine(job.settings)
+    engine, cost = _engine(job)
     try:
         console = make_console(quiet=engine.mesh.rank != 0)
         console.print(_settings_lines(engine.config))
         console.print(
-            f"{job.model.architecture}, {scaled_text(parameters(job.model))} parameters, "
+            f"{job.language.name}, {_parameters_text(engine.module)}, "
             f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
         )
+        if prepared.document_attention:
+            require_document_attention(engine, job.language, job.language.vocabulary or prepared.vocabulary)
         start = _resume(engine, job) if job.run.resume else Progress()
         if engine.mesh.rank == 0:
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
             job.folder.config.write_text(again.to_json())
         with Display(console, job.run.steps) as display:
-            loop = _loop(engine, job, prepared, start, display)
-            length, seed = job.model.sequence_length, job.settings.seed
+            loop = _loop(engine, job, prepared, start, display, cost)
+            length, seed = job.language.sequence_length, job.settings.seed
             reached = loop.run(training_batches(prepared, length, loop.share, seed, start.samples), start)
         close(loop, prepared, Span(began, start, reached), console)
     finally:
@@ -136,27 +138,38 @@ def _settings_lines(settings: Settings) -> str:
     return "\n".join(["settings beside the defaults:", *(f"  {key}: {json.dumps(changed[key])}" for key in changed)])
 
 
-def _loop(engine: Engine, job: Job, prepared: Prepared, start: Progress, display: Display) -> Loop:
+def _loop(engine: Engine, job: Job, prepared: Prepared, start: Progress, display: Display, cost: float) -> Loop:
     rows = engine.train_micro_batch_size_per_gpu()
     return Loop(
         engine=engine,
         job=job,
         share=Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps()),
-        held_out=HeldOut(prepared, job.model.sequence_length, rows),
+        held_out=HeldOut(prepared, job.language, rows),
+        flops_per_token=cost,
         metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
         display=display,
     )
 
 
-def _engine(settings: Settings) -> Engine:
-    """The model with the weights that the seed gives, and random numbers that differ from rank to rank after that."""
-    assert settings.model is not None
+def _engine(job: Job) -> tuple[Engine, float]:
+    """The model with the weights that the folder or the seed gives, and what a token of training costs.
+
+    Random numbers differ from rank to rank after that.
+    """
+    settings = job.settings
     torch.manual_seed(settings.seed)
-    with zeromesh.zero.Init():
-        model = Decoder(settings.model)
+    model = job.language.build()
+    cost = job.language.cost(model)
     engine, *_ = zeromesh.initialize(model, config=settings)
     torch.manual_seed(settings.seed + 1 + engine.mesh.rank)
-    return engine
+    return engine, cost
+
+
+def _parameters_text(model: nn.Module) -> str:
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    every = sum(parameter.numel() for parameter in model.parameters())
+    part = f", {scaled_text(trained)} of them trained" if trained < every else ""
+    return f"{scaled_text(every)} parameters{part}"
 
 
 def _resume(engine: Engine, job: Job) -> Progress:

@@ -181,6 +181,7 @@ class Sample(Section):
     """Texts that are continued at the end of a run."""
 
     prompts: Names = Field((), description="Beginnings of texts to continue.")
+    chat: bool = Field(False, description="The prompts are what a user says, and the assistant answers.")
     length: PositiveInt = Field(200, description="Tokens to add to each.")
     temperature: CountFloat = Field(0.8, description="Randomness of the choice; 0 takes the likeliest token.")
 

@@ -45,6 +45,7 @@ class TextTokenizer:
         encode: texts to ids, int64, without special tokens added.
         decode: ids to text, without special tokens.
         chat: messages to ids and to which of them the assistant has said, bool, of the same shape.
+        prompt: messages to the ids after which the assistant speaks next.
         save: writes all that ``load_tokenizer`` needs into a folder.
     """
 
@@ -54,6 +55,7 @@ class TextTokenizer:
     encode: Callable[[Sequence[str]], list[Ids]]
     decode: Callable[[Sequence[int]], str]
     chat: Callable[[Sequence[Message]], tuple[Ids, NDArray[np.bool_]]]
+    prompt: Callable[[Sequence[Message]], Ids]
     save: Callable[[Path], None]
 
 
@@ -159,7 +161,7 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
         encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encoded]
 
-    def chat(messages: Sequence[Message]) -> tuple[Ids, NDArray[np.bool_]]:
+    def chat(messages: Sequence[Message]) -> Any:
         raise ValueError(
             f"chats need a chat template, which {name} does not have; set data.tokenizer to the folder of a model's "
             "tokenizer"
@@ -172,6 +174,7 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
         encode=encode,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         chat=chat,
+        prompt=chat,
         save=lambda folder: tokenizer.save(str(folder / TOKENIZER_FILE)),
     )
 
@@ -212,6 +215,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
             tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         ),
         chat=lambda messages: _render(tokenizer, messages),
+        prompt=lambda messages: _render_ids(tokenizer, _with_template(tokenizer, messages), True),
         save=save,
     )
 
@@ -238,6 +242,12 @@ def _render(tokenizer: Any, messages: Sequence[Message]) -> tuple[Ids, NDArray[n
                 )
             mask[len(before) : len(after)] = True
     return whole, mask
+
+
+def _with_template(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Message]:
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; name one that has, or put chat_template.jinja beside it")
+    return messages
 
 
 def _render_ids(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> Ids:

@@ -23,8 +23,8 @@ from zeromesh.dist.collectives import Pending
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row
-from zeromesh.shard.deferred import Source
 from zeromesh.observe.spans import span
+from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment, round_up
 from zeromesh.shard.slots import Slot, attach, detach
