@@ -128,7 +128,7 @@ def test_bits_per_byte_are_those_of_all_held_out_bytes(finished: Path) -> None:
     assert settings.model is not None
     assert settings.data is not None
     model = Decoder(settings.model)
-    state = load_file(finished / "model.safetensors")
+    state = load_file(finished / "model" / "model.safetensors")
     model.load_state_dict(state)
     model.eval()
     prepared = prepare(settings.data, finished / "text", may_write=False, length=32)
@@ -151,7 +151,7 @@ def interrupted(finished: Path, copy: Path) -> None:
     shutil.copytree(finished, copy)
     shutil.rmtree(copy / "checkpoints" / f"global_step{STEPS}")
     (copy / "checkpoints" / "latest").write_text("global_step3")
-    (copy / "model.safetensors").unlink()
+    (copy / "model" / "model.safetensors").unlink()
 
 
 def test_a_resumed_run_is_bit_identical_to_an_undisturbed_one(finished: Path, corpus: Path, tmp_path: Path) -> None:
@@ -159,7 +159,9 @@ def test_a_resumed_run_is_bit_identical_to_an_undisturbed_one(finished: Path, co
     result = call("train", config(corpus, tmp_path), "--resume")
     assert result.exit_code == 0, result.output
     assert numbers(tmp_path / "run") == numbers(finished)
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == (
+        finished / "model" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_ranks_of_a_launcher_join_and_resume_exactly(corpus: Path, tmp_path: Path) -> None:
@@ -168,7 +170,7 @@ def test_ranks_of_a_launcher_join_and_resume_exactly(corpus: Path, tmp_path: Pat
     interrupted(tmp_path / "whole" / "run", tmp_path / "resumed" / "run")
     run_ranks(train, 2, config(corpus, tmp_path / "resumed"), [], resume=True)
     assert numbers(tmp_path / "resumed" / "run") == numbers(tmp_path / "whole" / "run")
-    weights = [(tmp_path / name / "run" / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    weights = [(tmp_path / name / "run" / "model" / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
     assert weights[0] == weights[1]
 
 
@@ -334,7 +336,7 @@ def test_a_run_may_be_resumed_on_other_ranks_and_with_settings_that_change_nothi
 
 def begun(finished: Path, copy: Path) -> None:
     """Copy a run as after an end before its first checkpoint."""
-    shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("global_step*", "latest", "model.safetensors"))
+    shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("global_step*", "latest", "model"))
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(
@@ -449,5 +451,5 @@ def test_output_that_knows_no_more_than_ascii_ends_no_run(corpus: Path, tmp_path
 
 def test_sampling_from_what_is_no_finished_run_is_refused(finished: Path, tmp_path: Path) -> None:
     refused(call("sample", tmp_path, "x"), "holds no run", "run.output")
-    shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("model.safetensors"))
+    shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("model"))
     refused(call("sample", tmp_path / "run", "x"), "has not finished", "--resume")

@@ -147,7 +147,7 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
 
     Unless it ``draws`` its initial values, those of its parameters are not defined.
     """
-    transformers = _transformers()
+    transformers = require_transformers()
     try:
         settings, arguments = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, return_unused_kwargs=True, **config
@@ -157,7 +157,7 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
     _require_plain(path, settings)
     make = model_class or transformers.AutoModelForCausalLM
     make = getattr(make, "from_config", None) or make._from_config
-    with Recording(), nullcontext() if draws else _transformers("initialization").no_init_weights():
+    with Recording(), nullcontext() if draws else require_transformers("initialization").no_init_weights():
         model: PreTrainedModel = make(settings, dtype=dtype, **arguments)
     model.tie_weights()
     return model
@@ -288,8 +288,8 @@ def _renaming(model: nn.Module, names: Mapping[str, Any]) -> tuple[Any, list[Any
     """A function from a tensor's name to (parameter, pattern of a converter), and transformers' table behind it."""
     if not hasattr(model, "base_model_prefix"):
         return lambda key: (key, None), []
-    core = _transformers("core_model_loading")
-    known = _transformers("conversion_mapping").get_model_conversion_mapping(model)
+    core = require_transformers("core_model_loading")
+    known = require_transformers("conversion_mapping").get_model_conversion_mapping(model)
     converters = [entry for entry in known if isinstance(entry, core.WeightConverter)]
     renamings = [entry for entry in known if isinstance(entry, core.WeightRenaming)]
     prefix = partial(core.rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=names)
@@ -351,8 +351,12 @@ def _require_plain(folder: Path, config: PretrainedConfig) -> None:
         raise ValueError(f"{str(folder)!r} is quantized ({kind}), which cannot be trained; use the original weights")
 
 
-def _transformers(module: str = "") -> Any:
-    """transformers, or a module of it."""
+def require_transformers(module: str = "") -> Any:
+    """transformers, or a module of it.
+
+    Raises:
+        ValueError: it is not installed.
+    """
     try:
         return import_module(f"transformers.{module}" if module else "transformers")
     except ImportError as error:

@@ -20,6 +20,7 @@ from zeromesh.cli.screen import make_console
 from zeromesh.data.making import TOKENIZER_FOLDER
 from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.export import State, adapter_names, is_adapted, plain_model, plain_state, write_model
+from zeromesh.pretrained import require_transformers
 
 FILE = "model.safetensors"
 
@@ -86,8 +87,7 @@ def _reader(folder: RunFolder, tag: str | None) -> Reader:
 
 
 def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, output: Path, dtype: torch.dtype) -> None:
-    import transformers
-
+    transformers = require_transformers()
     name, arguments = published.configuration(language.shape, _end_of_text(folder))
     make = getattr(transformers, name)
     with torch.device("meta"):

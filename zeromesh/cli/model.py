@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -154,6 +155,7 @@ class Transformer:
 
     def unfilled(self, dtype: torch.dtype) -> nn.Module:
         """The model, whose parameters have no values yet."""
+        quiet()
         model = build(self.folder, None, dtype, draws=False, **self._options)
         return model if self.lora is None else _with_adapters(model, self.lora)
 
@@ -163,6 +165,7 @@ class Transformer:
         Raises:
             ValueError: it cannot be built, is not causal, has not enough positions, or cannot have the adapters.
         """
+        quiet()
         model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **self._options)
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and self.sequence_length > longest:
@@ -182,6 +185,14 @@ class Transformer:
         positions = {} if batch.positions is None else {"position_ids": batch.positions}
         found: torch.Tensor = engine(input_ids=batch.tokens, use_cache=False, **positions).logits
         return found
+
+
+def quiet() -> None:
+    """Leave the terminal to us: transformers draws bars of its own, and warns of what PEFT asks it."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 def _architecture(folder: Path) -> str:

@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.cli.folder import RunFolder
-from zeromesh.cli.model import BuiltIn, Transformer, language_model
+from zeromesh.cli.model import BuiltIn, Transformer, language_model, quiet
 from zeromesh.cli.screen import make_console, write
 from zeromesh.data.making import TOKENIZER_FOLDER
 from zeromesh.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
-
 
 Next = Callable[[Sequence[int]], torch.Tensor]
 """From all ids so far, a longer list each time, to the logits of the next one, shape ``(vocabulary,)``."""
@@ -118,9 +117,10 @@ def load_transformer(language: Transformer, folder: Path) -> Any:
     """A model of transformers that a run wrote, whole, in fp32; with its adapters, if that is what the run trained."""
     from transformers import AutoModelForCausalLM
 
+    quiet()
     options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
     if language.lora is None:
-        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()  # type: ignore[no-untyped-call]
     from peft import PeftModel
 
     base = AutoModelForCausalLM.from_pretrained(language.folder, **options)

@@ -1,0 +1,59 @@
+"""Make a tiny Llama with a tokenizer and a chat template, to try fine-tuning on without a download.
+
+    python examples/tiny_model.py models/tiny
+
+Its weights are random: what it learns, it learns from the example's chats.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+
+def main() -> None:
+    """Write the folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="folder to write")
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    arguments = parser.parse_args()
+
+    chats = Path(__file__).with_name("chat.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [message["content"] for chat in chats for message in json.loads(chat)["messages"]]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", additional_special_tokens=SPECIAL[2:]
+    )
+    fast.chat_template = TEMPLATE
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=len(fast), hidden_size=arguments.hidden_size, intermediate_size=3 * arguments.hidden_size,
+        num_hidden_layers=arguments.layers, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(arguments.folder)
+    fast.save_pretrained(arguments.folder)
+    print(f"{arguments.folder} holds a model with a vocabulary of {len(fast)} entries")
+
+
+if __name__ == "__main__":
+    main()
