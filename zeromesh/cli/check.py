@@ -16,6 +16,7 @@ from zeromesh.config.settings import Resolved, Settings
 from zeromesh.config.train import ModelShape, Run, TextData
 from zeromesh.data.indexed import file_of
 from zeromesh.data.loader import training_samples
+from zeromesh.data.making import size_is_set
 from zeromesh.data.prepare import prepare
 from zeromesh.data.prepared import Prepared
 from zeromesh.data.store import first_beyond
@@ -45,10 +46,15 @@ class Job:
             raise ValueError(f"zeromesh train needs the section {missing[0]!r} in the configuration")
         return cls(settings, model, data, run)
 
-    def with_vocabulary(self, size: int) -> Job:
-        """The same run with a tokenizer of ``size`` entries, and so many in the model unless the settings say more."""
+    def with_vocabulary(self, size: int, trained: bool = True) -> Job:
+        """The same run with a vocabulary of ``size`` entries, and so many in the model unless the settings say more.
+
+        Args:
+            size: number of entries.
+            trained: whether they are those of a tokenizer that the run trains, which the settings then say.
+        """
         model = self.model.model_copy(update={"vocab_size": self.model.vocab_size or size})
-        data = self.data if self.data.tokenizer else self.data.model_copy(update={"vocabulary_size": size})
+        data = self.data.model_copy(update={"vocabulary_size": size}) if trained else self.data
         settings = self.settings.model_copy(update={"model": model, "data": data})
         return replace(self, settings=settings, model=model, data=data)
 
@@ -127,7 +133,7 @@ def _resolved(job: Job) -> Resolved:
 def _check_model(job: Job) -> Decoder:
     """Build the model without memory; it raises if its sizes do not fit together, or a unit is not in it."""
     entries, wanted = job.model.vocab_size, job.data.vocabulary_size
-    if entries is not None and job.data.tokenizer is None and entries < wanted:
+    if entries is not None and job.data.tokenizer is None and size_is_set(job.data) and entries < wanted:
         raise ValueError(
             f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
         )

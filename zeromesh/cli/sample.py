@@ -74,6 +74,12 @@ def load_writer(folder: RunFolder) -> Writer:
             f"the run in {str(folder.path)!r} has no {folder.model.name}: it has not finished; "
             "continue it with zeromesh train CONFIG --resume"
         )
+    tokenizer = folder.text / TOKENIZER_FOLDER
+    if not tokenizer.is_dir():
+        raise ValueError(
+            f"the run in {str(folder.path)!r} has no tokenizer, since it was trained on tokens; train with the one "
+            "that they were made with in data.tokenizer"
+        )
     shape = folder.settings().model
     if shape is None:
         raise ValueError(f"{str(folder.config)!r} has no section 'model'; it was not written by zeromesh train")
@@ -83,7 +89,7 @@ def load_writer(folder: RunFolder) -> Writer:
     if model.sizes.tied:
         state["head.weight"] = state["embedding.weight"]
     model.load_state_dict(state, assign=True)
-    return Writer(model, load_tokenizer(folder.text / TOKENIZER_FOLDER))
+    return Writer(model, load_tokenizer(tokenizer))
 
 
 def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed: int, count: int) -> None:
