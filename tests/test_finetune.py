@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from zeromesh.observe.metrics import read_metrics
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LIMIT = 200
 STEPS = 4
+ZEROMESH = (sys.executable, "-m", "zeromesh.cli.main")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A local model with a tokenizer that has a chat template."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     script = str(EXAMPLES / "tiny_model.py")
-    run_command("python", script, str(folder), "--hidden-size", "32", "--layers", "2", timeout=LIMIT)
+    run(sys.executable, script, folder, "--hidden-size", "32", "--layers", "2")
     return folder
 
 
@@ -50,6 +52,11 @@ def settings(model: Path, output: Path, **changes: Any) -> dict[str, Any]:
     for section, change in changes.items():
         values[section] = values.get(section, {}) | change if isinstance(change, dict) else change
     return {section: value for section, value in values.items() if value is not None}
+
+
+def run(*command: str | Path) -> None:
+    finished = run_command(command, timeout=LIMIT)
+    assert finished.returncode == 0, finished.stdout
 
 
 def write(folder: Path, values: dict[str, Any]) -> Path:
@@ -73,7 +80,7 @@ def tuned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuned")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
     path = write(folder, settings(tiny, folder / "run", run={"ranks": 2, "sample": sample}))
-    run_command("zeromesh", "train", str(path), timeout=LIMIT)
+    run(*ZEROMESH, "train", path)
     return folder / "run"
 
 
@@ -83,7 +90,7 @@ def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapted")
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
     path = write(folder, settings(tiny, folder / "run", lora=lora, run={"ranks": 2}, bf16={"enabled": True}))
-    run_command("zeromesh", "train", str(path), timeout=LIMIT)
+    run(*ZEROMESH, "train", path)
     return folder / "run"
 
 
@@ -147,7 +154,7 @@ def test_a_tuned_run_goes_on_as_if_it_had_not_been_stopped(tiny: Path, tuned: Pa
     (tmp_path / "run" / "checkpoints" / "latest").write_text("global_step2")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
     path = write(tmp_path, settings(tiny, tmp_path / "run", run={"sample": sample}))
-    run_command("zeromesh", "train", str(path), "--resume", timeout=LIMIT)
+    run(*ZEROMESH, "train", path, "--resume")
     assert losses(tmp_path / "run") == pytest.approx(losses(tuned), rel=1e-4)
     found, expected = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "run", tuned))
     for name, value in expected.items():
@@ -275,6 +282,8 @@ def test_models_that_look_across_documents_are_refused(name: str, tmp_path: Path
 
 # What is refused before the start.
 
+SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
+
 
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -282,9 +291,8 @@ def test_models_that_look_across_documents_are_refused(name: str, tmp_path: Path
         ({"huggingface": {"sequence_length": 1024}}, "sequence_length = 1024 is longer than the 512 positions of the"),
         ({"huggingface": {"path": "nowhere"}}, "'nowhere' has no readable config.json"),
         ({"lora": {"target_modules": "query"}}, "lora.target_modules: Target modules"),
-        ({"lora": {"target_modules": "q_proj"}, "huggingface": None, "model": {"hidden_size": 8, "layers": 1, "heads": 1,
-          "sequence_length": 8}}, "lora needs a model of transformers"),
-        ({"model": {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}}, "keep one of them"),
+        ({"lora": {"target_modules": "q_proj"}, "huggingface": None, "model": SHAPE}, "lora needs a model of transfor"),
+        ({"model": SHAPE}, "keep one of them"),
         ({"huggingface": None}, "needs a section 'model', or 'huggingface'"),
         ({"huggingface": {"sequence_length": 16}}, "longer than"),
         ({"train_batch_size": 4096}, "fewer than the 4096"),

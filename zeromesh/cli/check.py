@@ -16,6 +16,7 @@ from zeromesh.config.settings import Resolved, Settings
 from zeromesh.config.train import Run, TextData
 from zeromesh.data.indexed import file_of
 from zeromesh.data.loader import training_samples
+from zeromesh.data.making import size_is_set
 from zeromesh.data.prepare import prepare
 from zeromesh.data.prepared import Prepared
 from zeromesh.data.store import first_beyond
@@ -48,12 +49,17 @@ class Job:
             data = data.model_copy(update={"tokenizer": language.tokenizer})
         return cls(settings.model_copy(update={"data": data}), language, data, run)
 
-    def with_vocabulary(self, size: int) -> Job:
-        """The same run with a tokenizer of ``size`` entries, and so many in the model unless the settings say more."""
-        data = self.data if self.data.tokenizer else self.data.model_copy(update={"vocabulary_size": size})
+    def with_vocabulary(self, size: int, trained: bool = True) -> Job:
+        """The same run with a vocabulary of ``size`` entries, and so many in the model unless the settings say more.
+
+        Args:
+            size: number of entries.
+            trained: whether they are those of a tokenizer that the run trains, which the settings then say.
+        """
         model = self.settings.model
         if model is not None:
             model = model.model_copy(update={"vocab_size": model.vocab_size or size})
+        data = self.data.model_copy(update={"vocabulary_size": size}) if trained else self.data
         settings = self.settings.model_copy(update={"model": model, "data": data})
         return replace(self, settings=settings, language=language_model(settings), data=data)
 
@@ -132,10 +138,10 @@ def _resolved(job: Job) -> Resolved:
 def _check_model(job: Job) -> nn.Module:
     """Build the model without memory; it raises if its sizes do not fit together, or a unit is not in it."""
     shape, wanted = job.settings.model, job.data.vocabulary_size
-    if shape is not None and shape.vocab_size is not None and job.data.tokenizer is None and shape.vocab_size < wanted:
+    entries = None if shape is None else shape.vocab_size
+    if entries is not None and job.data.tokenizer is None and size_is_set(job.data) and entries < wanted:
         raise ValueError(
-            f"model.vocab_size = {shape.vocab_size} is smaller than data.vocabulary_size = {wanted}; leave out the "
-            "former"
+            f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
         )
     model = job.with_vocabulary(wanted).language.build()
     for targets in (job.settings.units, job.settings.activation_checkpointing.targets):

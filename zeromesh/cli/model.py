@@ -191,7 +191,7 @@ def quiet() -> None:
     """Leave the terminal to us: transformers draws bars of its own, and warns of what PEFT asks it."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 

@@ -103,7 +103,8 @@ def _run_rank(job: Job, began: float) -> None:
         # The first rank has written the tokens before it came here.
         torch.distributed.barrier()
         prepared = prepare_text(job, may_write=False)
-        _train(job.with_vocabulary(prepared.vocabulary), prepared, began)
+        trained = prepared.tokenizer is not None and job.data.tokenizer is None
+        _train(job.with_vocabulary(prepared.vocabulary, trained), prepared, began)
     finally:
         shutdown()
 
