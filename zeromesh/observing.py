@@ -13,6 +13,7 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.observe.monitors import Monitor, open_monitor
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.profile import FlopsPlan
+from zeromesh.observe.spans import collective
 from zeromesh.observe.trace import Window
 
 if TYPE_CHECKING:
@@ -58,6 +59,5 @@ def make_observer(model: nn.Module, settings: Resolved, mesh: Mesh, monitor: Mon
             output=Path(flops.output_file).absolute() if flops.output_file else None,
             dtype=settings.precision.compute or settings.precision.autocast or torch.float32,
         )
-    observer = Observer(model, mesh.device, mesh.rank, monitor, every, window, plan)
-    mesh.traffic.listener = observer.collective
-    return observer
+    mesh.traffic.listener = collective  # of no engine, as engines may share a mesh
+    return Observer(model, mesh.device, mesh.rank, monitor, every, window, plan)

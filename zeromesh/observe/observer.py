@@ -62,10 +62,6 @@ class Observer:
         both.enter_context(self._profile.count(name))
         return both
 
-    def collective(self, name: str, axis: str, sent: int) -> None:
-        """A collective begins that sends so many bytes from this rank."""
-        self.spans.mark(f"{name} {axis} {sent} bytes")
-
     def values(self, values: dict[str, float], samples: int, batch: int) -> None:
         """An update of ``batch`` samples has been taken, after which ``samples`` have been consumed."""
         now, before = time.perf_counter(), self._since

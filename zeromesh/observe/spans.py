@@ -137,12 +137,6 @@ class Spans:
         else:
             self._loose.append(span)  # the phase is open in another thread, which waits for this one
 
-    def mark(self, name: str) -> None:
-        """Name a moment, for traces."""
-        if self.traced:
-            with record_function(PREFIX + name):
-                pass
-
 
 _watching: Spans | None = None
 """Who watches the phase that is going on."""
@@ -156,3 +150,10 @@ def span(kind: str, of: object = "") -> AbstractContextManager[None]:
         of: with what, for traces.
     """
     return NOTHING if _watching is None else Span(_watching, kind, of, is_phase=False)
+
+
+def collective(name: str, axis: str, sent: int) -> None:
+    """A collective over an axis begins that sends so many bytes from this rank: a moment, for traces."""
+    if _watching is not None and _watching.traced:
+        with record_function(f"{PREFIX}{name} {axis} {sent} bytes"):
+            pass
