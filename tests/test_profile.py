@@ -246,7 +246,7 @@ BY_ROW = {0: {"all_gather"}, 3: {"all_gather", "fetch", "wait_fetch", "evict"}}
 
 
 def traced(row: int, folder: str) -> list[str]:
-    window = {"enabled": True, "start_step": 2, "steps": 2, "output": folder}
+    window = {"enabled": True, "start_step": 2, "steps": 2, "output": folder, "memory": row == 3}
     return logged(lambda: trained(row, 4, {"profile": window}).destroy())
 
 
@@ -258,6 +258,7 @@ def test_a_trace_names_every_span_on_every_rank(row: int, tmp_path: Path) -> Non
         names = [event["name"].removeprefix("zeromesh.") for event in events if event["name"].startswith("zeromesh.")]
         assert {name.split(" ")[0] for name in names} == EVERYWHERE | BY_ROW[row]
         assert names.count("step") == 2
+        assert any(event["name"] == "[memory]" for event in events) == (row == 3)
         assert names.count("forward") == 4
         assert {name for name in names if name.startswith("reduce ")} == {
             "reduce blocks.1", "reduce blocks.2", "reduce (root)",

@@ -358,6 +358,18 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(
     assert not logging.getLogger("zeromesh").handlers
 
 
+def test_monitors_show_the_losses_that_the_metrics_hold(corpus: Path, tmp_path: Path) -> None:
+    monitor = json.dumps({"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    result = call("train", config(corpus, tmp_path), "--set", f"csv_monitor={monitor}")
+    assert result.exit_code == 0, result.output
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for kind, name in (("train", "Train_Samples_train_loss"), ("validation", "Validation_Samples_loss")):
+        rows = [line.split(",") for line in (tmp_path / "job" / f"{name}.csv").read_text().splitlines()[1:]]
+        losses = [record["loss"] for record in records if record["kind"] == kind]
+        assert losses
+        assert [float(loss) for _, loss in rows] == pytest.approx(losses)
+
+
 def test_the_log_is_shown_in_short_lines_while_a_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     log = logging.getLogger("zeromesh.somewhere")
     with shown_log(), shown_log():

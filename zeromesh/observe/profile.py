@@ -63,7 +63,7 @@ class Profile:
         self._device = device
         self._spans = spans
         self._operations = Operations(model)
-        self._forwards = 0
+        self._micro_batches = 0
         self._was_timed = spans.timed
         self._first: int | None = None
 
@@ -71,7 +71,7 @@ class Profile:
         """In this context, a phase of the engine, operations are counted, if it is a part of training."""
         if phase not in ("forward", "backward"):
             return NOTHING
-        self._forwards += phase == "forward"
+        self._micro_batches += phase == "backward"
         return self._operations
 
     def read(self, step: int) -> None:
@@ -79,12 +79,12 @@ class Profile:
         if self._first is None:
             return
         clock, phases = self._spans.clock, self._spans.phases[self._first :]
-        seconds = {}
-        for kind in ("forward", "backward"):
-            members = [phase for phase in phases if phase.kind == kind]
-            for phase in members:
+        seconds = dict.fromkeys(("forward", "backward"), 0.0)
+        micro_batches = sum(phase.kind == "backward" for phase in phases)
+        for phase in phases:
+            if phase.kind in seconds:
                 clock.settle(phase.end)
-            seconds[kind] = sum(clock.seconds(p.begin, p.end) for p in members) / max(1, len(members))
+                seconds[phase.kind] += clock.seconds(phase.begin, phase.end) / micro_batches
         self._spans.timed = self._was_timed
         self._report("\n".join(self._lines(step - 1, seconds)))
 
@@ -111,13 +111,13 @@ class Profile:
             _log.info("the report on operations is in %s", path)
 
     def _lines(self, step: int, seconds: dict[str, float]) -> Iterator[str]:
-        counted, each = self._operations, max(1, self._forwards)
+        counted, each = self._operations, self._micro_batches
         forward, backward, again = counted.forward / each, counted.backward / each, counted.recomputed / each
         time, peak = sum(seconds.values()), peak_flops(self._device, self._plan.dtype)
         achieved = (forward + backward) / time if time > 0 else 0.0
         parameters = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
         trained = sum(count for count, trainable in parameters if trainable)
-        yield f"operations of update {step} on one rank, per micro-batch, of which there were {self._forwards}"
+        yield f"operations of update {step} on one rank, per micro-batch, of which there were {self._micro_batches}"
         rows = {
             "parameters": f"{scaled_text(sum(c for c, _ in parameters))}, of which trained: {scaled_text(trained)}",
             "forward": f"{_flops(forward)}, {1e3 * seconds['forward']:.2f} ms",

@@ -62,6 +62,7 @@ class Span:
         self._of = of
         self._outermost = is_phase and spans.phase_now is None
         self._function: Any = None
+        self._before: Spans | None = None
         self.kind = kind
         self.phase = spans.phase_now or kind
         self.begin: Any = None

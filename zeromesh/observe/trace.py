@@ -62,9 +62,17 @@ class Trace:
         if self._running and update >= self._window.start + self._window.steps - 1:
             self._stop()
         elif not self._running and update == self._window.start - 1:
-            self._profile.start()
-            self._running = self._spans.traced = True
+            self._start()
         return self._profile is not None
+
+    def _start(self) -> None:
+        try:
+            self._profile.start()
+        except RuntimeError as error:  # somebody else is recording
+            self._profile = None
+            _log.warning("nothing is recorded on rank %d: %s", self._rank, error)
+        else:
+            self._running = self._spans.traced = True
 
     def _stop(self) -> None:
         found, self._profile = self._profile, None

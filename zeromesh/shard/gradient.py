@@ -339,7 +339,8 @@ class Reducer:
         self.finish()
         if self._mesh.replicate.size > 1:
             for gradient in self.gradients:
-                self._sum_replicas(gradient)
+                with span("sum_replicas", gradient.unit):
+                    self._sum_replicas(gradient)
 
     def _sum_replicas(self, gradient: Gradient) -> None:
         assert gradient.home is not None
