@@ -198,6 +198,7 @@ def test_a_cut_off_line_and_lines_after_the_checkpoint_go_and_other_files_stay(t
     (tmp_path / "other.csv").write_text("x,y\n5,6\n")
     again = CsvFiles(tmp_path)
     again.rewind(2)
+    again.write({"a/b c": 8.0}, 2)  # as the last validation of a run that had ended
     again.write({"a/b c": 9.0}, 3)
     assert (tmp_path / "a_b_c.csv").read_text() == "step,b c\n1,0.5\n2,1.0\n3,9.0\n"
     assert (tmp_path / "other.csv").read_text() == "x,y\n5,6\n"

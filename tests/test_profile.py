@@ -222,6 +222,49 @@ def test_the_log_says_every_few_updates_where_the_time_went(row: int, tmp_path: 
         assert [float(line.split(",")[1]) for line in rows] == [1e3 * each.phases[name] for each in found]
 
 
+def lines_without_an_interval() -> list[str]:
+    return logged(lambda: trained(0, 10, {"wall_clock_breakdown": True}).destroy())
+
+
+def test_without_an_interval_there_is_a_breakdown_every_ten_updates() -> None:
+    [lines] = run_ranks(lines_without_an_interval, 1)
+    assert [line.splitlines()[0].split(",")[0] for line in lines if "ms each" in line] == ["update 10: 10 updates"]
+
+
+class FakeEvent:
+    """Of an accelerator: known only after it has been waited for."""
+
+    now = 0.0
+
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
+        assert (device.type, enable_timing) == ("cuda", True)
+        self.milliseconds: float | None = None
+        self.known = False
+
+    def record(self) -> None:
+        FakeEvent.now += 250.0
+        self.milliseconds = FakeEvent.now
+
+    def synchronize(self) -> None:
+        self.known = True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.milliseconds is not None
+        assert other.milliseconds is not None
+        return other.milliseconds - self.milliseconds
+
+
+def test_on_an_accelerator_events_are_read_when_a_breakdown_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    spans = Spans(torch.device("cuda"))
+    spans.timed = True
+    timer = Timer(spans)
+    with spans.phase("forward"):
+        pass
+    assert not spans.phases[0].end.known
+    assert timer.take(1).phases == {"data": 0.25, "forward": 0.25, "other": 0.25}
+
+
 def test_evaluation_and_saving_are_phases_of_their_own(tmp_path: Path) -> None:
     [kinds] = run_ranks(phases_of_a_save, 1, str(tmp_path))
     assert kinds == ["evaluation", "checkpoint"]
@@ -297,6 +340,19 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     [lines] = run_ranks(traced, 1, 0, str(tmp_path / "file"))
     assert any("the trace of rank 0 was not written" in line and "exists" in line for line in lines)
+
+
+def traced_twice(folder: str) -> tuple[list[str], int]:
+    with torch.profiler.profile() as users:
+        lines = traced(0, folder)
+    return lines, sum(event.name == "aten::tanh" for event in users.events())
+
+
+def test_a_trace_does_not_end_the_users_own(tmp_path: Path) -> None:
+    [(lines, recorded)] = run_ranks(traced_twice, 1, str(tmp_path))
+    assert any("nothing is recorded on rank 0: another profiler is at work" in line for line in lines)
+    assert not list(tmp_path.iterdir())
+    assert recorded == 4 * 2 * BLOCKS
 
 
 # Operations.

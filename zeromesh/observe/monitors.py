@@ -42,11 +42,14 @@ class CsvFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._kept: dict[Path, set[str]] = {}
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """See ``Writer``."""
+        """See ``Writer``. What a resumed run has from before is not written again."""
         for name, value in values.items():
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
+            if str(step) in self._kept.get(path, ()):
+                continue
             new = not path.exists()
             with path.open("a", newline="") as file:
                 writer = csv.writer(file, lineterminator="\n")
@@ -62,6 +65,7 @@ class CsvFiles:
             if head[:1] != ["step"]:
                 continue  # it is not of our making
             kept = [row for row in rows if len(row) == 2 and row[0].isdigit() and int(row[0]) <= step]
+            self._kept[path] = {row[0] for row in kept}
             if kept != rows:
                 part = path.with_name(path.name + ".part")
                 with part.open("w", newline="") as file:

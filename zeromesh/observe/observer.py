@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -55,12 +56,14 @@ class Observer:
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """In this context the engine is in a phase; see ``spans``."""
-        if self._profile is None or not self._profile.counting:
-            return self.spans.phase(name)
-        both = ExitStack()
-        both.enter_context(self.spans.phase(name))
-        both.enter_context(self._profile.count(name))
-        return both
+        if self._profile is not None and self._profile.counting:
+            return self._counted(self._profile, name)
+        return self.spans.phase(name)
+
+    @contextmanager
+    def _counted(self, profile: Profile, name: str) -> Iterator[None]:
+        with self.spans.phase(name), profile.count(name):
+            yield
 
     def values(self, values: dict[str, float], samples: int, batch: int) -> None:
         """An update of ``batch`` samples has been taken, after which ``samples`` have been consumed."""

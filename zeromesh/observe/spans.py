@@ -50,8 +50,7 @@ class Span:
     """One stretch of time. A context; entered once.
 
     Attributes:
-        phase: that it is a part of.
-        kind: what is done; equal to ``phase`` for the phase itself.
+        kind: what is done; of a phase its name.
         begin: the clock's mark.
         end: the clock's mark.
         inside: the spans directly inside this one.
@@ -64,7 +63,6 @@ class Span:
         self._function: Any = None
         self._before: Spans | None = None
         self.kind = kind
-        self.phase = spans.phase_now or kind
         self.begin: Any = None
         self.end: Any = None
         self.inside: list[Span] = []

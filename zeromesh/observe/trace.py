@@ -66,13 +66,12 @@ class Trace:
         return self._profile is not None
 
     def _start(self) -> None:
-        try:
-            self._profile.start()
-        except RuntimeError as error:  # somebody else is recording
+        if torch._C._autograd._profiler_enabled():
             self._profile = None
-            _log.warning("nothing is recorded on rank %d: %s", self._rank, error)
-        else:
-            self._running = self._spans.traced = True
+            _log.warning("nothing is recorded on rank %d: another profiler is at work, which would end", self._rank)
+            return
+        self._profile.start()
+        self._running = self._spans.traced = True
 
     def _stop(self) -> None:
         found, self._profile = self._profile, None
