@@ -389,6 +389,36 @@ def test_operations_of_attention_by_hand(device: str) -> None:
     assert (counted.forward, counted.backward) == (forward, 2 * forward)
 
 
+GROUPED = {
+    "rows of one matrix": ((16, 8), (3, 8, 32)),
+    "columns of another": ((3, 16, 8), (8, 32)),
+    "rows and columns": ((8, 16), (16, 32)),
+    "a product for each": ((3, 16, 8), (3, 8, 32)),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_operations_of_the_products_of_experts_by_hand(kind: str) -> None:
+    first, second = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in GROUPED[kind])
+    ends = None if kind == "a product for each" else torch.empty(3, dtype=torch.int32, device="meta")
+    with Operations(nn.Module()) as counted:
+        torch._grouped_mm(first, second, offs=ends)
+    assert counted.forward == 2 * 16 * 8 * 32 * (3 if ends is None else 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_operations_of_a_model_of_transformers_are_the_same_without_its_values(name: str) -> None:
+    pytest.importorskip("transformers")
+    from huggingface_models import MODELS
+
+    model, batch = MODELS[name].build(), MODELS[name].batch(torch.Generator().manual_seed(0))
+    with Operations(model) as counted:
+        model(**batch).loss.backward()
+    cost = training_cost(model, batch, batch["input_ids"].numel())
+    assert cost.operations == (counted.forward + counted.backward) / batch["input_ids"].numel()
+    assert cost.how == "counted on the meta device"
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_is_recomputed_counts_apart(checkpointed: bool) -> None:
     from torch.utils.checkpoint import checkpoint

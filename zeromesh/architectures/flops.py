@@ -77,26 +77,32 @@ def training_cost(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> T
         inputs: keyword arguments of its forward; of tensors only shape and dtype matter.
         tokens: in these inputs.
     """
-    try:
-        counted = training_operations(model, inputs)
-    except Exception as error:
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        frozen = sum(p.numel() for p in model.parameters()) - trained
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        return TokenCost(
-            6.0 * trained + 4.0 * frozen, f"from the number of parameters, since counting failed: {reason}"
-        )
-    return TokenCost((counted.forward + counted.backward) / tokens, "counted on the meta device")
+    reason = ""
+    for dtype in (None, torch.bfloat16):  # products of experts can do without values in 16 bits only
+        try:
+            counted = training_operations(model, inputs, dtype)
+        except Exception as error:
+            reason = reason or (str(error) or type(error).__name__).splitlines()[0]
+        else:
+            return TokenCost((counted.forward + counted.backward) / tokens, "counted on the meta device")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    return TokenCost(6.0 * trained + 4.0 * frozen, f"from the number of parameters, since counting failed: {reason}")
 
 
-def training_operations(model: nn.Module, inputs: Mapping[str, Any]) -> Operations:
+def training_operations(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None = None) -> Operations:
     """The operations of one forward and backward, counted on the meta device; see ``training_cost``.
+
+    Args:
+        model: as there.
+        inputs: as there.
+        dtype: of all that is floating-point; None leaves it as it is.
 
     Raises:
         Exception: whatever the model's forward raises there, or ValueError: no output depends on a trained parameter.
     """
-    state = {name: _meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    given = {name: _meta(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    state = {name: _meta(tensor, dtype) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    given = {name: _meta(value, dtype) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     with torch.enable_grad(), torch.device("meta"), Operations(model) as counted:
         outputs = [tensor for tensor in _losses(functional_call(model, state, kwargs=given)) if tensor.requires_grad]
         if not outputs:
@@ -105,8 +111,9 @@ def training_operations(model: nn.Module, inputs: Mapping[str, Any]) -> Operatio
     return counted
 
 
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+def _meta(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    dtype = dtype if tensor.is_floating_point() else None
+    return torch.empty_like(tensor, device="meta", dtype=dtype, requires_grad=tensor.requires_grad)
 
 
 def _losses(output: Any) -> Iterator[torch.Tensor]:

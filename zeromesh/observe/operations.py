@@ -32,6 +32,12 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: 
     return 2 * _attention(query, key, value)
 
 
+def _grouped_product(first: torch.Tensor, second: torch.Tensor, *rest: Any, **more: Any) -> int:
+    """Experts' products, of which each row, or column, takes part in one."""
+    groups = first.shape[0] if first.ndim > second.ndim else 1
+    return 2 * first.numel() * second.shape[-1] // groups
+
+
 FORMULAS: dict[Any, Formula] = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -39,6 +45,7 @@ FORMULAS: dict[Any, Formula] = {
     _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
     _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
+    _aten._grouped_mm: _grouped_product,
 }
 """By operator: its operations, from its arguments."""
 

@@ -25,7 +25,7 @@ FORMULAS = """\
   achieved = (forward + backward) / (seconds of forward + seconds of backward)
   MFU = achieved / peak, without operations that are done again; HFU = the same with them.
   For a decoder of which every parameter is trained this is 6 P + 12 L h s per token: P parameters in products, L blocks
-  of width h, s tokens. `zeromesh train` reports 6 P + 6 L h s: a causal mask leaves out half of the scores."""
+  of width h, s tokens. `zeromesh train` reports 6 P + 6 L h s of its own decoder, as a causal mask leaves out half."""
 
 
 @dataclass(frozen=True)
