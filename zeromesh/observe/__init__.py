@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics, progress, pictures, and the machine it runs on."""
+"""What a run shows of itself: values, progress, pictures, time, operations, and the machine it runs on."""
