@@ -16,7 +16,9 @@ PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations"),
-    ("__init__", "engine", "build", "saving", "report", "agree", "zero", "checkpointing"),
+    ("__init__", "engine", "build", "report", "zero", "checkpointing"),
+    ("saving",),
+    ("agree", "training_data"),
     ("shard", "activation", "precision", "optim", "checkpoint", "data", "architectures"),
     ("dist", "observe", "config"),
     ("model",),

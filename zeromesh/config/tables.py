@@ -16,6 +16,7 @@ OURS: tuple[str, ...] = (
     "activation_checkpointing.enabled",
     "activation_checkpointing.targets",
     "bf16.auto_cast",
+    "checkpoint.keep_last",
     "model",
     "data",
     "run",

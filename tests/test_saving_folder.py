@@ -1,0 +1,138 @@
+"""Folders of checkpoints: crashes, damage, what is found in them and what goes away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import run_ranks
+from runs import assert_same, config, everything, seed_everything, start, train
+from zeromesh.checkpoint import folder as folders
+
+# Runs that were cut off.
+
+
+def continue_after_a_crash(folder: str) -> None:
+    root = Path(folder)
+    engine = start(1, config(0, mesh="1"))
+    seed_everything(0)
+    train(engine, 1)
+    engine.save_checkpoint(root, tag="tag")
+    shutil.copytree(root / "tag", root / "tag.old")
+    (root / "tag.old" / "more").mkdir()
+    engine.save_checkpoint(root, tag="tag")
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "tag"]
+    (root / "tag").rename(root / "tag.old")
+    shutil.copytree(root / "tag.old", root / "tag.draft")
+    again = start(2, config(0, mesh="1"))
+    assert again.load_checkpoint(root)[0] == f"{folder}/tag.old"
+    assert_same(again.gathered_state_dict(), engine.gathered_state_dict())
+    again.save_checkpoint(root, tag="tag")
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "tag"]
+    assert again.load_checkpoint(root)[0] == f"{folder}/tag"
+
+
+def test_a_process_that_dies_as_it_replaces_a_checkpoint_leaves_one_that_can_be_loaded_and_replaced(
+    tmp_path: Path,
+) -> None:
+    run_ranks(continue_after_a_crash, 1, str(tmp_path))
+
+
+def write_manifest(folder: Path, when: int) -> None:
+    folder.mkdir(parents=True)
+    folders.write_manifest(folder, {"shards": []})
+    os.utime(folder / folders.MANIFEST, (when, when))
+
+
+@pytest.mark.parametrize(("text", "problem"), [("", "is empty"), ("gone", "names 'gone', which is no complete")])
+def test_where_the_latest_is_not_there_the_newest_complete_one_is_taken(
+    text: str, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "latest").write_text(text)
+    (tmp_path / "gone").mkdir()
+    assert folders.latest(tmp_path) == (text or None), "there is none to take instead"
+    for when, tag in enumerate(["first", "third.old", "second", "second.old", "fourth.draft"]):
+        write_manifest(tmp_path / tag, 1000 + when)
+    os.utime(tmp_path / "third.old" / "manifest.json", (2000, 2000))
+    assert not caplog.messages
+    assert folders.latest(tmp_path) == "third"
+    assert folders.locate(tmp_path, "third") == tmp_path / "third.old"
+    assert folders.locate(tmp_path, "second") == tmp_path / "second"
+    assert problem in caplog.messages[0]
+    assert "'third'" in caplog.messages[0]
+    (tmp_path / "latest").write_text("third")
+    caplog.clear()
+    assert folders.latest(tmp_path) == "third"
+    assert not caplog.messages
+    (tmp_path / "latest").unlink()
+    assert folders.latest(tmp_path) is None
+
+
+def refuse_tags(folder: str) -> None:
+    engine = start(1, config(1))
+    for tag in ("latest", "mine.old", "mine.draft"):
+        with pytest.raises(ValueError, match=f"cannot have the tag '{tag}'"):
+            engine.save_checkpoint(folder, tag=tag)
+    assert not list(Path(folder).iterdir())
+
+
+def test_names_of_the_folders_own_files_are_no_tags(tmp_path: Path) -> None:
+    run_ranks(refuse_tags, 2, str(tmp_path))
+
+
+# Folders that are not the same on all ranks.
+
+
+def load_from_own_folders(folder: str) -> dict[str, str]:
+    engine = start(1, config(1, mesh="3"))
+    rank, root = engine.mesh.rank, Path(folder)
+    for tag in ("first", "second"):
+        engine.save_checkpoint(root / "all", tag=tag)
+    world = engine.mesh.group("world")
+    world.exchange(torch.zeros(1))
+    own = root / str(rank)
+    shutil.copytree(root / "all", own)
+    before = everything(engine)
+    found = {}
+
+    def fails(name: str, tag: str | None = None) -> None:
+        with pytest.raises((ValueError, OSError, RuntimeError)) as caught:
+            engine.load_checkpoint(own, tag)
+        found[name] = f"{type(caught.value).__name__}: {caught.value}"
+
+    if rank == 1:
+        (own / "latest").write_text("first")
+    fails("other")
+    if rank == 1:
+        (own / "latest").unlink()
+    fails("none")
+    fails("tags", tag="first" if rank else "second")
+    if rank == 1:
+        (own / "latest").write_bytes(b"\xff\xfe")
+    fails("unreadable")
+    if rank == 1:
+        (own / "latest").write_text("second")
+        (own / "second" / "manifest.json").unlink()
+    fails("manifest", tag="second")
+    assert_same(everything(engine) | {"others": before["others"]}, before)
+    engine.load_checkpoint(own, tag="first")
+    return found
+
+
+def test_ranks_that_see_different_folders_all_fail_and_say_what_they_see(tmp_path: Path) -> None:
+    first, second, third = run_ranks(load_from_own_folders, 3, str(tmp_path))
+    for found in (first, second, third):
+        assert found["other"].startswith("ValueError: the ranks would load different checkpoints")
+        assert "by rank, 0, 2: second; 1: first; all ranks need" in found["other"]
+        assert "by rank, 0, 2: second; 1: none;" in found["none"]
+        assert "by rank, 0: second; 1, 2: first;" in found["tags"]
+    for found in (first, third):
+        assert found["unreadable"].startswith("RuntimeError: rank 1 could not find the latest checkpoint")
+        assert found["manifest"].startswith("RuntimeError: rank 1 could not open the checkpoint")
+    assert second["unreadable"].startswith("UnicodeDecodeError")
+    assert second["manifest"].startswith("FileNotFoundError")
+    assert "is no complete checkpoint" in second["manifest"]
