@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,3 +76,55 @@ def test_a_checkpoint_of_another_model_is_refused_or_what_is_in_both_is_taken(ro
     assert not silent
     assert len(messages) == 1
     assert "left as they are: decoder.weight, head.weight, decoder_mean, head_mean; only in it: deco" in messages[0]
+
+
+# Shapes.
+
+
+class Configured(nn.Module):
+    """Its shapes follow from a configuration, as those of Hugging Face's models do."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(width=width, layers=layers, rate=0.5 / width, _private=width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def load_other_shapes(folder: str) -> list[str]:
+    def begin(width: int, layers: int) -> zeromesh.Engine:
+        settings = config(3) | {"scheduler": None}
+        return zeromesh.initialize(model=Configured(width, layers).double(), config=settings)[0]
+
+    begin(4, 2).save_checkpoint(folder)
+    found = []
+    for width, layers in ((6, 2), (4, 3), (5, 1)):
+        engine = begin(width, layers)
+        before = engine.gathered_state_dict()
+        for strict in (True, False):
+            if (width, strict) == (4, False):
+                continue
+            with pytest.raises(ValueError, match="is of another model") as caught:
+                engine.load_checkpoint(folder, load_module_strict=strict)
+        found.append(str(caught.value))
+        after = engine.gathered_state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+    return found
+
+
+def test_other_shapes_are_listed_with_the_fields_of_the_configuration_that_differ(tmp_path: Path) -> None:
+    (wide, deep, both), _ = run_ranks(load_other_shapes, 2, str(tmp_path))
+    assert wide.splitlines()[1:] == [
+        "layers.0.weight: saved (4, 4), wanted (6, 6)",
+        "layers.0.bias: saved (4,), wanted (6,)",
+        "layers.1.weight: saved (4, 4), wanted (6, 6)",
+        "layers.1.bias: saved (4,), wanted (6,)",
+        "of the model's configuration, these differ: width (saved 4, wanted 6)",
+    ]
+    assert "layers.2.weight: not in the checkpoint" in deep
+    assert "these differ: layers (saved 2, wanted 3)" in deep
+    assert "width (saved 4, wanted 5), layers (saved 2, wanted 1)" in both

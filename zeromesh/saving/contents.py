@@ -121,7 +121,8 @@ def tied(sharded: Sharded) -> dict[str, str]:
 
 def model_fields(engine: Run) -> dict[str, Any]:
     """The numbers and words of the model's own configuration, if it has one; shapes follow from them."""
-    given = getattr(engine.sharded.model, "config", None) or engine.config.model
+    own = getattr(engine.sharded.model, "config", None)
+    given = engine.config.model if own is None else own
     fields = given if isinstance(given, dict) else getattr(given, "__dict__", {})
     plain = {key: value for key, value in fields.items() if isinstance(value, bool | int | str)}
     return {key: value for key, value in plain.items() if isinstance(key, str) and not key.startswith("_")}
