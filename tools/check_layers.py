@@ -16,19 +16,9 @@ PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations"),
-    (
-        "__init__",
-        "engine",
-        "build",
-        "saving",
-        "report",
-        "observing",
-        "agree",
-        "zero",
-        "checkpointing",
-        "pretrained",
-        "export",
-    ),
+    ("__init__", "engine", "build", "report", "export", "observing", "zero", "checkpointing"),
+    ("saving",),
+    ("agree", "training_data", "pretrained"),
     ("shard", "activation", "precision", "optim", "checkpoint", "data", "architectures"),
     ("dist", "observe", "config"),
     ("model",),

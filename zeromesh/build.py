@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data.distributed import DistributedSampler
 
 from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
@@ -34,11 +33,12 @@ from zeromesh.shard.materialise import materialiser
 from zeromesh.shard.sharded import Sharded, Slots
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import Dataset
 
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.model.piece import PieceExchange
     from zeromesh.observe.monitors import Monitor
+    from zeromesh.training_data import Loader
 
 Config = str | Path | Mapping[str, Any]
 
@@ -59,7 +59,7 @@ def initialize(
     args: Any = None,
     config_params: Config | None = None,
     dist_init_required: bool | None = None,
-) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
     """Make a model train as the configuration says.
 
     The process group is started if nobody has. The model is changed in place: its modules stay the same objects, its
@@ -73,7 +73,7 @@ def initialize(
             them; all trainable ones by default.
         training_data: a data set, for which a loader is made that gives each rank its share. Every pass over it has
             another order, which follows from the seed and the number of the pass; ``loader.sampler.set_epoch`` sets
-            the number.
+            the number. After ``load_checkpoint`` the next pass goes on where the checkpoint was written.
         lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one.
         collate_fn: for the loader.
         config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
@@ -116,7 +116,7 @@ def initialize(
     mesh = mesh or make_mesh(settings, environment)
     resolved = settings.resolve(mesh.data_size, mesh.sizes)
 
-    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, DataLoader[Any] | None, Monitor]:
+    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor]:
         """What can be made, or tried, while the model is as it was."""
         loader = _loader(training_data, collate_fn, resolved, mesh)
         monitor = open_monitors(resolved, mesh)
@@ -152,7 +152,7 @@ def initialize(
         error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
         raise
     _checkpoint_activations(model, resolved)
-    engine = Engine(sharded, resolved, built, scheduler, loss_fn, make_observer(model, resolved, mesh, monitor))
+    engine = Engine(sharded, resolved, built, scheduler, loss_fn, loader, make_observer(model, resolved, mesh, monitor))
     zero.register(engine)
     if mesh.rank == 0:
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
@@ -382,26 +382,18 @@ def _build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None
     return schedules.build(settings.scheduler.type, dict(settings.scheduler.params), optimizer)
 
 
-def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> DataLoader[Any] | None:
+def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> Loader | None:
     if data is None:
         return None
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import IterableDataset
 
-    batch = settings.train_micro_batch_size_per_gpu
-    drop = settings.dataloader_drop_last
+    from zeromesh.training_data import Loader, Sampler
+
     if isinstance(data, IterableDataset):
         raise ValueError(
             "training_data is an IterableDataset, which initialize cannot divide among the ranks; make the loader "
             "yourself and give each rank share engine.data_rank of engine.data_size"
         )
-    sampler = _Sampler(data, mesh.data_size, mesh.data_rank, shuffle=True, seed=settings.seed, drop_last=drop)
-    return DataLoader(data, batch, sampler=sampler, collate_fn=collate_fn, drop_last=drop)
-
-
-class _Sampler(DistributedSampler[Any]):
-    """Counts its passes, so that each has an order of its own without a call of ``set_epoch``."""
-
-    def __iter__(self) -> Iterator[Any]:
-        order = super().__iter__()
-        self.epoch += 1
-        return order
+    drop = settings.dataloader_drop_last
+    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop)
+    return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop)

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from zeromesh import export, report, saving
+from zeromesh import export, report
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
 from zeromesh.precision.scaler import LossScaler
+from zeromesh.saving import load, save, whole
 from zeromesh.shard.sharded import Agreement, Sharded
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
+    from zeromesh.training_data import Loader, Position
 
 _log = logging.getLogger("zeromesh")
 
@@ -38,6 +40,8 @@ class Engine:
         module: the model, the same object that was passed in.
         optimizer: updates this rank's pieces; None if there is none.
         lr_scheduler: stepped after every update; None if there is none.
+        training_dataloader: the loader of ``training_data``; None if there is none.
+        data_position: how far it was at the last update; what has been handed out since is not counted.
         config: the resolved settings.
         sharded: the model's states.
         global_steps: updates so far, skipped ones included.
@@ -48,7 +52,8 @@ class Engine:
 
     def __init__(
         self, sharded: Sharded, config: Resolved, optimizer: Optimizer | None, lr_scheduler: Any = None,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, observer: Observer | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, training_dataloader: Loader | None = None,
+        observer: Observer | None = None,
     ) -> None:  # fmt: skip
         self.sharded = sharded
         self.module = sharded.model
@@ -59,6 +64,8 @@ class Engine:
         self.lr_scheduler = lr_scheduler
         self.loss_scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale else None
         self.observer = observer or Observer(self.module, self.device)
+        self.training_dataloader = training_dataloader
+        self.data_position: Position | None = None if training_dataloader is None else training_dataloader.position
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
@@ -220,6 +227,8 @@ class Engine:
         self._norm = agreement.norm * factor
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+        if self.training_dataloader is not None:
+            self.data_position = self.training_dataloader.position
         if not self._must_skip(agreement):
             self._update(optimizer, factor)
         with span("monitor"):
@@ -471,9 +480,24 @@ class Engine:
         self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> Path:  # fmt: skip
-        """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. See ``saving``.
+        """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. All ranks call it.
+
+        It is there whole or not at all, and what was there before is not touched until then. With
+        ``checkpoint.keep_last`` older ones go away afterwards. See docs/checkpoints.md.
+
+        Args:
+            save_dir: a folder of checkpoints that all ranks see.
+            tag: its name; None is ``global_step`` and the number of updates.
+            client_state: what else to keep: numbers, strings, lists, tuples and dicts of them.
+            save_latest: whether ``load_checkpoint`` without a tag is to find this one.
+
+        Returns:
+            Its folder.
 
         Raises:
+            OSError: it could not be written, or there is too little space.
+            TypeError: JSON cannot hold the client state.
+            ValueError: the tag is one of the names that the folder itself needs.
             RuntimeError: there are gradients that wait for their update, which a checkpoint does not hold.
         """
         if self._since_update or self._unsynced or self._synced:
@@ -482,13 +506,13 @@ class Engine:
             )
         with self.observer.phase("checkpoint"):
             self.sharded.take_changes()
-            return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+            return save.save(self, Path(save_dir), tag, client_state or {}, save_latest)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_strict: bool = True,
+        load_lr_scheduler_states: bool = True, load_module_strict: bool = True, load_data_position: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
-        """Continue from a checkpoint. Returns its path and the client state; see ``saving``.
+        """Continue from a checkpoint, of any number of ranks and any row. All ranks call it. See docs/checkpoints.md.
 
         Args:
             load_dir: where it was saved.
@@ -496,11 +520,21 @@ class Engine:
             load_optimizer_states: False keeps the optimizer's present state.
             load_lr_scheduler_states: False keeps the scheduler's present state.
             load_module_strict: False leaves parameters that the checkpoint lacks as they are.
+            load_data_position: whether the next iterator of ``training_dataloader`` goes on where the checkpoint was
+                written; False leaves the loader where it is.
+
+        Returns:
+            Its path and the client state; (None, {}) if there is no checkpoint.
+
+        Raises:
+            FileNotFoundError: a file of it is missing.
+            ValueError: it does not fit, or is not what was written. Nothing has been loaded then.
         """
         self.sharded.take_changes()
         self.sharded.rest()
         states = load_optimizer_states, load_lr_scheduler_states
-        loaded = saving.load(self, Path(load_dir), tag, *states, strict=load_module_strict)
+        more = {"strict": load_module_strict, "data_position": load_data_position}
+        loaded = load.load(self, Path(load_dir), tag, *states, **more)
         self.zero_grad()
         if loaded[0] is not None:
             self.observer.rewind(self.global_samples)
@@ -535,7 +569,7 @@ class Engine:
 
     def gathered_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
-        return saving.gathered_state_dict(self.sharded)
+        return whole.gathered_state_dict(self.sharded)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", merge_adapters: bool = False

@@ -1,125 +1,186 @@
-"""Files that hold ranges of named tensors, and a manifest that says which.
+"""Files that hold parts of named tensors, and how any part of a tensor is read from them.
 
-A *box* is a range ``[start, stop)`` of a flattened tensor. Every rank writes the boxes it owns to one safetensors file;
-the manifest joins them. Reading asks for any range of a tensor and takes it from whichever files hold it. There is no
-pickle anywhere. A checkpoint is there when its folder has its name: it is written under another one, flushed to the
-disk, and renamed last. Where it takes the place of an earlier one, that has the name with ``.old`` for a moment.
+A *box* is a range ``[start, stop)`` of a flattened tensor, or of a flattened N-dimensional part of one. Every rank
+writes the boxes it owns to one safetensors file; the manifest joins them, with a SHA-256 of each. Reading asks for any
+range of a flattened tensor and takes it from whichever files hold it. There is no pickle anywhere.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-_log = logging.getLogger(__name__)
-
-MANIFEST = "manifest.json"
-LATEST = "latest"
-DRAFT = ".draft"
-OLD = ".old"
+from zeromesh.checkpoint.folder import read_manifest, remedy
 
 OPEN_FILES = 64
 """So many files of a checkpoint are kept open while it is read; processes may not have very many."""
 
+PART = 16 * 1024**2
+"""Bytes that are read, hashed, written or brought to the host at a time."""
+
+MOST_SHOWN = 6
+"""So many tensors of a damaged file are named."""
+
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of dtypes in safetensors files."""
+
 
 @dataclass(frozen=True)
 class Box:
-    """Elements ``[start, stop)`` of the flattened tensor ``name`` of global ``shape``."""
+    """Elements ``[start, stop)`` of a flattened box of the tensor ``name``.
+
+    Attributes:
+        name: of the tensor.
+        shape: global shape of the tensor.
+        start, stop: the range of the flattened box.
+        data: shape ``(stop - start,)``.
+        offsets, sizes: where the box begins in the tensor and how large it is, by dimension; None is the whole tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
     data: torch.Tensor
+    offsets: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        within = "" if self.offsets is None else f"@{','.join(map(str, self.offsets))}"
+        return f"{self.name}{within}[{self.start}:{self.stop}]"
 
 
-def write_shard(folder: Path, rank: int, boxes: list[Box]) -> dict[str, Any]:
-    """Write this rank's boxes; returns its entry for the manifest."""
-    from safetensors.torch import save_file
+def write_shard(folder: Path, rank: int, boxes: Iterable[Box]) -> dict[str, Any]:
+    """Write this rank's boxes and flush them to the disk; returns its entry for the manifest.
 
+    The file is written as the data are hashed, and at most ``PART`` bytes are copied at a time: safetensors' own
+    functions want all data on the host at once, in memory that no two tensors share, as shards of a flat buffer do.
+
+    Raises:
+        TypeError: a tensor has a dtype that safetensors files cannot hold.
+    """
+    ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # so that each lies at a multiple of its item's size
+    ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
+    header = _header(ordered, ends)
     path = folder / f"rank_{rank:05d}.safetensors"
-    keys = [f"{box.name}[{box.start}:{box.stop}]" for box in boxes]
-    # Copies, since safetensors refuses tensors that share memory, and shards are views of flat buffers.
-    save_file({key: box.data.detach().cpu().clone() for key, box in zip(keys, boxes, strict=True)}, path)
-    _flush(path)
-    listed = [
-        {"key": key, "name": b.name, "shape": list(b.shape), "start": b.start, "stop": b.stop}
-        for key, b in zip(keys, boxes, strict=True)
-    ]
-    return {"file": path.name, "sha256": _digest(path), "boxes": listed}
+    listed = []
+    with path.open("wb") as file:
+        file.write(header)
+        for box, begin, end in zip(ordered, ends, ends[1:], strict=False):
+            entry = {"key": box.key, "name": box.name, "shape": list(box.shape), "dtype": _name(box.data.dtype)}
+            if box.offsets is not None and box.sizes is not None:
+                entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
+            place = [len(header) + begin, len(header) + end]
+            listed.append(entry | {"start": box.start, "stop": box.stop, "bytes": place, "sha256": _write(file, box)})
+        file.flush()
+        os.fsync(file.fileno())
+    return {"file": path.name, "header": hashlib.sha256(header).hexdigest(), "boxes": listed}
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write and flush a JSON file; it appears whole or not at all."""
-    _write_text(path, json.dumps(value, indent=1))
+def _header(boxes: list[Box], ends: list[int]) -> bytes:
+    """The beginning of a safetensors file: its length in 8 bytes, then JSON, padded to a multiple of 8 bytes."""
+    entries: dict[str, Any] = {}
+    for box, begin, end in zip(boxes, ends, ends[1:], strict=False):
+        if box.data.dtype not in CODES:
+            raise TypeError(f"{box.name} is of {box.data.dtype}, which a checkpoint cannot hold; convert it")
+        assert box.key not in entries, f"{box.key} is written twice"
+        entries[box.key] = {"dtype": CODES[box.data.dtype], "shape": [box.data.numel()], "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
-def write_latest(folder: Path, tag: str) -> None:
-    """Let ``folder/latest`` name a checkpoint."""
-    _write_text(folder / LATEST, tag)
-    _flush(folder)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _write_text(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + DRAFT)
-    draft.write_text(text)
-    _flush(draft)
-    draft.rename(path)
+def _write(file: BinaryIO, box: Box) -> str:
+    """Write the data of a box; returns their hash."""
+    digest = hashlib.sha256()
+    for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
+        data = part.cpu().numpy()
+        file.write(data)
+        digest.update(data)
+    return digest.hexdigest()
 
 
-def commit(draft: Path, final: Path) -> None:
-    """Give a written folder its name; one that had the name before goes away."""
-    old = final.with_name(final.name + OLD)
-    _flush(draft)
-    if final.exists():
-        remove(old)  # of a process that died between the two renames, or before it could remove it
-        final.rename(old)
-    draft.rename(final)
-    _flush(final.parent)
-    remove(old)
+class _Stored(NamedTuple):
+    """A box as the manifest describes it. ``dtype`` is None in format 1."""
+
+    file: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    start: int
+    stop: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, file: str, entry: dict[str, Any]) -> _Stored:
+        shape = tuple(entry["shape"])
+        dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
+        offsets, sizes = tuple(entry.get("offsets", [0] * len(shape))), tuple(entry.get("sizes", shape))
+        return cls(file, entry["key"], shape, dtype, entry["start"], entry["stop"], offsets, sizes)
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """What it holds of elements ``[start, stop)`` of the flattened tensor, in pieces that lie together.
+
+        Each piece is (where it begins in the flattened tensor, where in the stored data, elements).
+        """
+        for place, within, length in _runs(self.shape, self.offsets, self.sizes):
+            low = max(start, place + max(0, self.start - within))
+            high = min(stop, place + min(length, self.stop - within))
+            if low < high:
+                yield low, low - place + within - self.start, high - low
 
 
-def require_tag(tag: str) -> None:
-    """Raise ValueError for a name that is needed for other things in a folder of checkpoints."""
-    if tag == LATEST or tag.endswith((DRAFT, OLD)):
-        raise ValueError(
-            f"a checkpoint cannot have the tag {tag!r}: {LATEST!r} and names that end in {DRAFT!r} or {OLD!r} are for "
-            "files of the folder itself; choose another tag"
-        )
-
-
-def remove(folder: Path) -> None:
-    """Delete a checkpoint's folder; nothing if there is none."""
-    import shutil
-
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """The pieces of a box that lie together in its tensor: (where in the tensor, where in the box, elements)."""
+    cut = max((axis for axis in range(len(shape)) if sizes[axis] != shape[axis]), default=0)
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    length = prod(sizes[cut:])
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    for number, index in enumerate(itertools.product(*map(range, sizes[:cut]))):
+        yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), number * length, length
 
 
 class Reader:
-    """Reads ranges of tensors from a checkpoint's folder.
+    """Reads tensors, or ranges of them, from a checkpoint's folder; what is not asked for is not read.
+
+    Attributes:
+        folder: of the checkpoint.
+        manifest: see docs/checkpoints.md.
+        names: all tensors in it.
 
     Raises:
         FileNotFoundError: the folder, its manifest or a file is missing.
@@ -127,150 +188,119 @@ class Reader:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / MANIFEST).is_file():
-            raise FileNotFoundError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another tag")
         self.folder = folder
-        self.manifest = _read_manifest(folder / MANIFEST)
-        self._boxes: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        self.manifest = read_manifest(folder)
+        self._stored: dict[str, list[_Stored]] = {}
         for shard in self.manifest["shards"]:
-            for box in shard["boxes"]:
-                self._boxes.setdefault(box["name"], []).append((shard["file"], box))
-        self._digests = {shard["file"]: shard["sha256"] for shard in self.manifest["shards"]}
+            for entry in shard["boxes"]:
+                self._stored.setdefault(entry["name"], []).append(_Stored.of(shard["file"], entry))
         self._open = lru_cache(maxsize=OPEN_FILES)(partial(_open, folder))
-        self.names = frozenset(self._boxes)
-        """All tensors in the checkpoint."""
+        self.names = frozenset(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Global shape of a tensor."""
-        return tuple(self._boxes[name][0][1]["shape"])
+        return self._stored[name][0].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor was written."""
-        file, box = self._boxes[name][0]
-        dtype: torch.dtype = self._open(file).get_slice(box["key"])[:0].dtype
+        first = self._stored[name][0]
+        if first.dtype is not None:
+            return first.dtype
+        dtype: torch.dtype = self._open(first.file).get_slice(first.key)[:0].dtype
         return dtype
 
+    def files(self, name: str) -> list[str]:
+        """The files that hold a tensor."""
+        return sorted({stored.file for stored in self._stored[name]})
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor, on the host, in the dtype in which it was written."""
+        shape = self.shape(name)
+        out = torch.empty(prod(shape), dtype=self.dtype(name))
+        self.read(name, 0, out.numel(), out)
+        return out.view(shape)
+
     def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Copy elements ``[start, stop)`` of a flattened tensor into ``out``, shape ``(stop - start,)``."""
+        """Copy elements ``[start, stop)`` of a flattened tensor into ``out``, shape ``(stop - start,)``, any dtype."""
         missing = stop - start
-        for file, box in self._boxes.get(name, []):
-            low, high = max(start, box["start"]), min(stop, box["stop"])
-            if low >= high:
-                continue
-            part = self._open(file).get_slice(box["key"])[low - box["start"] : high - box["start"]]
-            out[low - start : high - start].copy_(part)
-            missing -= high - low
+        for stored in self._stored.get(name, []):
+            for place, within, length in stored.overlaps(start, stop):
+                data = self._open(stored.file).get_slice(stored.key)
+                for part in out[place - start :][:length].split(PART // 8):
+                    part.copy_(data[within : within + part.numel()])
+                    within += part.numel()
+                missing -= length
         if missing:
             raise ValueError(f"{self.folder} lacks {missing} of the {stop - start} elements of {name} that are needed")
 
-    def verify(self, first: int = 0, step: int = 1) -> None:
-        """Compare every ``step``-th file, from ``first`` on, with what was written.
+    def verify(self, first: int = 0, step: int = 1, names: Collection[str] | None = None) -> None:
+        """Compare every ``step``-th part, from ``first`` on, with what was written; all files must be there, and whole.
+
+        Args:
+            first: so that several processes may share the work.
+            step: as in a slice.
+            names: the tensors that matter; None is all of them. (In format 1, whose files have one hash each, all.)
 
         Raises:
-            FileNotFoundError: one is missing.
-            ValueError: one has another content.
+            FileNotFoundError: a file is missing.
+            ValueError: one is cut off, or has another content. Each message names the files and what they held.
         """
-        for file, digest in list(self._digests.items())[first::step]:
-            path = self.folder / file
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} is missing from the checkpoint; choose another tag")
-            if _digest(path) != digest:
-                raise ValueError(f"{path} is not the file that was written (SHA-256 differs); choose another tag")
+        damaged: dict[str, list[str]] = {}
+        parts = [(shard, *part) for shard in self.manifest["shards"] for part in self._parts(shard, names)]
+        for shard, begin, end, digest, keys in parts[first::step]:
+            with (self.folder / shard["file"]).open("rb") as file:
+                if _hash(file, begin, end) != digest:
+                    damaged.setdefault(shard["file"], []).extend(keys)
+        if damaged:
+            files = [f"{self.folder / file}, of which {_listed(keys)}" for file, keys in damaged.items()]
+            raise ValueError(
+                f"not what was written (SHA-256 differs): {'; '.join(files)}, cannot be used; {remedy(self.folder)}"
+            )
+
+    def _parts(
+        self, shard: dict[str, Any], names: Collection[str] | None
+    ) -> Iterator[tuple[int, int | None, str, list[str]]]:
+        """What of a file has a hash: (first byte, last byte + 1, hash, the keys that lie there)."""
+        path, boxes = self.folder / shard["file"], shard["boxes"]
+        keys = [box["key"] for box in boxes]
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing, which held {_listed(keys)}; {remedy(self.folder)}")
+        if "sha256" in shard:
+            yield 0, None, shard["sha256"], keys
+            return
+        size = path.stat().st_size
+        lost = [box["key"] for box in boxes if box["bytes"][1] > size]
+        if lost:
+            raise ValueError(
+                f"{path} is cut off after {size:,} of {boxes[-1]['bytes'][1]:,} bytes, and lacks {_listed(lost)}; "
+                f"{remedy(self.folder)}"
+            )
+        if boxes:
+            yield 0, boxes[0]["bytes"][0], shard["header"], keys
+        for box in boxes:
+            if names is None or box["name"] in names:
+                yield *box["bytes"], box["sha256"], [box["key"]]
+
+
+def _hash(file: BinaryIO, begin: int, end: int | None) -> str:
+    digest = hashlib.sha256()
+    file.seek(begin)
+    left = end - begin if end is not None else None
+    while data := file.read(PART if left is None else min(PART, left)):
+        digest.update(data)
+        left = None if left is None else left - len(data)
+    return digest.hexdigest()
+
+
+def _listed(keys: list[str]) -> str:
+    more = f" and {len(keys) - MOST_SHOWN} more" if len(keys) > MOST_SHOWN else ""
+    return ", ".join(keys[:MOST_SHOWN]) + more
 
 
 def _open(folder: Path, file: str) -> Any:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    return safe_open(str(folder / file), framework="pt")
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not the file that was written: {error}; choose another tag") from error
-    return manifest
-
-
-def locate(folder: Path, tag: str) -> Path:
-    """The folder of a checkpoint. It has another name if a process died as it put a new one in its place."""
-    path = folder / tag
-    old = path.with_name(path.name + OLD)
-    return old if not path.exists() and _is_complete(old) else path
-
-
-def _is_complete(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
-
-
-def latest(folder: Path) -> str | None:
-    """The tag that ``folder/latest`` names; None if there is no such file.
-
-    If that is empty, or names what is not there, the newest complete checkpoint is taken, with a warning.
-    """
-    path = folder / LATEST
-    if not path.is_file():
-        return None
-    tag = path.read_text().strip()
-    if tag and _is_complete(locate(folder, tag)):
-        return tag
-    newest = _newest(folder)
-    if newest is None:
-        return tag or None
-    problem = f"names {tag!r}, which is no complete checkpoint" if tag else "is empty"
-    _log.warning("%s %s; the newest complete checkpoint is taken instead: %r", path, problem, newest)
-    return newest
-
-
-def _newest(folder: Path) -> str | None:
-    """The tag of the complete checkpoint that was written last."""
-    found: dict[str, int] = {}
-    for manifest in folder.glob(f"*/{MANIFEST}"):
-        tag = manifest.parent.name.removesuffix(OLD)
-        if not tag.endswith(DRAFT) and locate(folder, tag) == manifest.parent:
-            found[tag] = manifest.stat().st_mtime_ns
-    return max(found, key=lambda tag: (found[tag], tag)) if found else None
-
-
-def pack(value: Any) -> Any:
-    """What JSON holds of ``value``.
-
-    Tuples, dicts with keys that are not strings, and tensors of one element are marked as such.
-    """
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
-            return {key: pack(item) for key, item in value.items()}
-        return {"__items__": [[pack(key), pack(item)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {"__tuple__": [pack(item) for item in value]}
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return {"__tensor__": [value.tolist(), str(value.dtype).removeprefix("torch.")]}
-    return [pack(item) for item in value] if isinstance(value, list) else value
-
-
-def unpack(value: Any) -> Any:
-    """What ``pack`` was given."""
-    if isinstance(value, list):
-        return [unpack(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "__items__" in value:
-        return {unpack(key): unpack(item) for key, item in value["__items__"]}
-    if "__tuple__" in value:
-        return tuple(unpack(item) for item in value["__tuple__"])
-    if "__tensor__" in value:
-        number, dtype = value["__tensor__"]
-        return torch.tensor(number, dtype=getattr(torch, dtype))
-    return {key: unpack(item) for key, item in value.items()}
-
-
-def require_json(what: str, value: Mapping[str, Any]) -> None:
-    """Raise TypeError naming the key of ``value`` that JSON cannot hold."""
-    for key, item in value.items():
-        try:
-            json.dumps(pack(item))
-        except TypeError as error:
-            raise TypeError(
-                f"{what}[{key!r}] is a {type(item).__name__}, which a checkpoint's JSON cannot hold; "
-                "convert it to numbers, strings, lists and dicts"
-            ) from error
+        return safe_open(str(folder / file), framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{folder / file} is not the file that was written: {error}; {remedy(folder)}") from error

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from zeromesh.architectures import published
-from zeromesh.checkpoint.boxes import Reader, locate
+from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.folder import locate
 from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.model import BuiltIn, Transformer, language_model
 from zeromesh.cli.screen import make_console

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeromesh.checkpoint.boxes import MANIFEST, latest
+from zeromesh.checkpoint.folder import MANIFEST, latest
 from zeromesh.config.settings import Resolved
 from zeromesh.data.making import TOKENIZER_FOLDER
 

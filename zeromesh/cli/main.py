@@ -89,6 +89,21 @@ def export(
         write(run, folder, tag, merge)
 
 
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="The folder of a run, a folder of checkpoints, or one checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare all files with their hashes.")] = False,
+) -> None:
+    """Show what checkpoints hold, and whether they are whole."""
+    with _errors():
+        from zeromesh.cli.inspect import inspect as show
+
+        sound = show(path, as_json, verify)
+    if not sound:
+        raise typer.Exit(FAILED)
+
+
 @contextmanager
 def _errors() -> Iterator[None]:
     """Show the log, and what went wrong in words instead of a traceback; choose the exit code."""

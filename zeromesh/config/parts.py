@@ -171,6 +171,11 @@ class CheckpointParallelWrite(Section):
 class Checkpoint(Section):
     """How checkpoints are written and loaded."""
 
+    keep_last: PositiveInt | None = Field(
+        None,
+        description="How many checkpoints of a series (such as global_step1, global_step2) stay in a folder; older "
+        "ones are deleted when a new one is complete. Null: all.",
+    )
     tag_validation: TagValidation = Field(
         "Warn", description="What to do when ranks save under different tags: Ignore, Warn or Fail."
     )

@@ -17,6 +17,7 @@ OURS: tuple[str, ...] = (
     "activation_checkpointing.targets",
     "bf16.auto_cast",
     "profile",
+    "checkpoint.keep_last",
     "model",
     "huggingface",
     "lora",

@@ -1,0 +1,240 @@
+"""Folders of checkpoints: how one appears in them whole or not at all, which is the latest, which go away.
+
+A checkpoint is there when its folder has its name: it is written under another one (``.draft``), flushed to the disk,
+and renamed last. Where it takes the place of an earlier one, that has the name with ``.old`` for a moment.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 2
+"""Of the manifests that are written; those of format 1 are read, too."""
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+DRAFT = ".draft"
+OLD = ".old"
+
+
+# The manifest.
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write and flush the manifest of a checkpoint, with a hash of itself; it appears whole or not at all."""
+    content = {"format": FORMAT, **content}
+    write_json(folder / MANIFEST, {**content, "sha256": _digest(content)})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not what was written, or of a format that is not known here.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; {remedy(folder)}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        ours = isinstance(manifest, dict) and isinstance(manifest.get("shards"), list)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} is an incomplete save: {MANIFEST} is no whole JSON file ({error}); {remedy(folder)}"
+        ) from None
+    if not ours or manifest.get("format") not in (1, FORMAT):
+        found = f"of format {manifest['format']!r}" if ours and "format" in manifest else "not of ZeroMesh"
+        raise ValueError(f"{path} is {found}; this version reads the formats 1 and {FORMAT}")
+    if manifest["format"] > 1 and manifest.pop("sha256", None) != _digest(manifest):
+        raise ValueError(f"{path} is not the file that was written (SHA-256 differs); {remedy(folder)}")
+    return dict(manifest)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _is_readable(folder: Path) -> bool:
+    """Whether it is a checkpoint with a manifest as it was written."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    try:
+        return bool(read_manifest(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def remedy(folder: Path) -> str:
+    """What to do where this checkpoint cannot be used, as the end of a sentence."""
+    newest = _newest(folder.parent, besides=folder)
+    if newest is None:
+        return f"{folder.parent} has no other checkpoint"
+    return f"the newest other one is {newest!r}: load it with tag={newest!r}"
+
+
+# Writing.
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write and flush a JSON file; it appears whole or not at all."""
+    _write_text(path, json.dumps(value, indent=1))
+
+
+def write_latest(folder: Path, tag: str) -> None:
+    """Let ``folder/latest`` name a checkpoint."""
+    _write_text(folder / LATEST, tag)
+    _flush(folder)
+
+
+def _write_text(path: Path, text: str) -> None:
+    draft = path.with_name(path.name + DRAFT)
+    draft.write_text(text, encoding="utf-8")
+    _flush(draft)
+    draft.rename(path)
+
+
+def begin(draft: Path, needed: int) -> None:
+    """Make the folder that a checkpoint is written to, empty.
+
+    Args:
+        draft: the folder; what an earlier attempt left in it goes away.
+        needed: bytes that will be written.
+
+    Raises:
+        OSError: it cannot be made, or there is not enough space.
+    """
+    try:
+        remove(draft)
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot write a checkpoint to {draft.parent} ({error.strerror}); save to a folder that can be written to",
+        ) from error
+    free = shutil.disk_usage(draft).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint needs {needed:,} bytes in {draft.parent}, where {free:,} are free; make room, set "
+            "checkpoint.keep_last, or save to another folder",
+        )
+
+
+def commit(draft: Path, final: Path) -> None:
+    """Give a written folder its name; one that had the name before goes away."""
+    old = final.with_name(final.name + OLD)
+    _flush(draft)
+    if final.exists():
+        remove(old)  # of a process that died between the two renames, or before it could remove it
+        final.rename(old)
+    draft.rename(final)
+    _flush(final.parent)
+    remove(old)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint's folder; nothing if there is none."""
+    if folder.exists():
+        (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half deleted is no checkpoint
+        shutil.rmtree(folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Names.
+
+
+def require_tag(tag: str) -> None:
+    """Raise ValueError for a name that is needed for other things in a folder of checkpoints."""
+    if tag == LATEST or tag.endswith((DRAFT, OLD)):
+        raise ValueError(
+            f"a checkpoint cannot have the tag {tag!r}: {LATEST!r} and names that end in {DRAFT!r} or {OLD!r} are for "
+            "files of the folder itself; choose another tag"
+        )
+
+
+def locate(folder: Path, tag: str) -> Path:
+    """The folder of a checkpoint. It has another name if a process died as it put a new one in its place."""
+    path = folder / tag
+    old = path.with_name(path.name + OLD)
+    return old if not path.exists() and (old / MANIFEST).is_file() else path
+
+
+def latest(folder: Path) -> str | None:
+    """The tag that ``folder/latest`` names; None if there is no such file.
+
+    If that is empty, or names what is not there or was not written to its end, the newest complete checkpoint is taken,
+    with a warning.
+    """
+    path = folder / LATEST
+    if not path.is_file():
+        return None
+    tag = path.read_text(encoding="utf-8").strip()
+    if tag and _is_readable(locate(folder, tag)):
+        return tag
+    newest = _newest(folder)
+    if newest is None:
+        return tag or None
+    problem = f"names {tag!r}, which is no complete checkpoint" if tag else "is empty"
+    _log.warning("%s %s; the newest complete checkpoint is taken instead: %r", path, problem, newest)
+    return newest
+
+
+def tags(folder: Path) -> list[str]:
+    """The tags of the checkpoints that have a readable manifest, the one that was written last first."""
+    return [tag for tag in _by_age(folder) if _is_readable(locate(folder, tag))]
+
+
+def _newest(folder: Path, besides: Path | None = None) -> str | None:
+    return next((tag for tag in _by_age(folder, besides) if _is_readable(locate(folder, tag))), None)
+
+
+def _by_age(folder: Path, besides: Path | None = None) -> Iterator[str]:
+    """The tags of what has a manifest, newest first."""
+    found: dict[str, int] = {}
+    for manifest in folder.glob(f"*/{MANIFEST}"):
+        tag = manifest.parent.name.removesuffix(OLD)
+        if not tag.endswith(DRAFT) and locate(folder, tag) == manifest.parent != besides:
+            found[tag] = manifest.stat().st_mtime_ns
+    return iter(sorted(found, key=lambda tag: (found[tag], tag), reverse=True))
+
+
+def keep_last(folder: Path, tag: str, count: int) -> None:
+    """Delete all but the last ``count`` checkpoints of a series, which are those that differ in a last number only.
+
+    Never deleted are the one that was just written, the one that ``latest`` names, and what is no checkpoint. A failure
+    is a warning: what was to be saved is saved.
+
+    Args:
+        folder: of the checkpoints.
+        tag: of the one that was just written; if it does not end in a number, nothing is deleted.
+        count: how many to keep, this one included.
+    """
+    series = tag.rstrip("0123456789")
+    if series == tag:
+        return
+    try:
+        kept = {tag, (folder / LATEST).read_text(encoding="utf-8").strip()}
+        others = [other for other in tags(folder) if other.startswith(series) and other[len(series) :].isdigit()]
+        for other in others[count:]:
+            if other not in kept:
+                remove(locate(folder, other))
+    except OSError as error:
+        _log.warning("could not remove old checkpoints from %s: %s", folder, error)

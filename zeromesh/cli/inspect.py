@@ -1,0 +1,191 @@
+"""``zeromesh inspect``: what checkpoints hold, and whether they are whole."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.folder import LATEST, MANIFEST
+from zeromesh.cli.screen import make_console, write
+from zeromesh.model.placement import ROWS
+from zeromesh.observe.units import bytes_text
+
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in the folder of a run."""
+
+PIPED_WIDTH = 1000
+"""Characters of a line where the screen is a file or another program: nothing is cut off."""
+
+MOST_FILES = 3
+"""So many files of a tensor are named on the screen."""
+
+
+def inspect(path: Path, as_json: bool, verify: bool) -> bool:
+    """Show what a checkpoint, the checkpoints of a folder, or those of a run hold.
+
+    Args:
+        path: of any of the three.
+        as_json: write JSON, with every tensor, instead of tables.
+        verify: compare all files with their hashes.
+
+    Returns:
+        Whether nothing is wrong with any of them.
+
+    Raises:
+        ValueError: there is no checkpoint.
+    """
+    folders = _checkpoints(path)
+    listed = [_summary(folder, verify) for folder in folders]
+    usable = [row for row in listed if row["problem"] is None]
+    newest = max(usable, key=lambda row: row["modified"], default=None)
+    shown = next((row for row in usable if row["latest"]), newest)
+    details = _details(Reader(Path(shown["path"]))) if shown is not None else None
+    if as_json:
+        write(json.dumps({"verified": verify, "checkpoints": listed, "shown": details}, indent=1) + "\n")
+    else:
+        _show(make_console(), listed, details, verify)
+    return len(usable) == len(listed)
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """The checkpoints that a path stands for, incomplete ones too, by time."""
+    for folder in (path, path / CHECKPOINTS):
+        found = [folder] if _is_checkpoint(folder) else [*filter(_is_checkpoint, _folders_in(folder))]
+        if found:
+            return sorted(found, key=lambda one: one.stat().st_mtime_ns)
+    raise ValueError(
+        f"{str(path)!r} holds no checkpoint; name the folder of a run, a folder of checkpoints, or one checkpoint"
+    )
+
+
+def _folders_in(path: Path) -> list[Path]:
+    return [one for one in path.iterdir() if one.is_dir()] if path.is_dir() else []
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or any(path.glob("rank_*.safetensors"))
+
+
+def _summary(folder: Path, verify: bool) -> dict[str, Any]:
+    named = folder.parent / LATEST
+    files = [file for file in folder.iterdir() if file.is_file()]
+    found: dict[str, Any] = {
+        "tag": folder.name,
+        "path": str(folder),
+        "latest": named.is_file() and named.read_text(encoding="utf-8").strip() == folder.name,
+        "bytes": sum(file.stat().st_size for file in files),
+        "modified": folder.stat().st_mtime,
+        "problem": None,
+    }
+    try:
+        reader = Reader(folder)
+        if verify:
+            reader.verify()
+    except (ValueError, OSError) as error:
+        return {**found, "problem": str(error)}
+    manifest = reader.manifest
+    return {
+        **found,
+        "format": manifest["format"],
+        "step": manifest.get("global_steps"),
+        "written": manifest.get("written"),
+        "world_size": manifest.get("world_size"),
+        "row": _row(manifest.get("placement")),
+    }
+
+
+def _row(placement: dict[str, str] | None) -> int | None:
+    """The ZeRO row of placements, if it is known."""
+    known = {(row.parameter.value, row.gradient.value, row.optimizer.value): number for number, row in ROWS.items()}
+    return known.get((placement["parameter"], placement["gradient"], placement["optimizer"])) if placement else None
+
+
+def _details(reader: Reader) -> dict[str, Any]:
+    manifest = reader.manifest
+    sizes: dict[str, int] = defaultdict(int)
+    tensors = []
+    for name in sorted(reader.names):
+        shape, dtype = reader.shape(name), reader.dtype(name)
+        size = prod(shape) * dtype.itemsize
+        sizes[name.split("/")[0]] += size
+        tensors.append(
+            {
+                "name": name,
+                "shape": list(shape),
+                "dtype": str(dtype).removeprefix("torch."),
+                "bytes": size,
+                "files": reader.files(name),
+            }
+        )
+    plain = ("zeromesh", "mesh", "optimizer", "data", "loss_scaler", "client_state", "model", "parameters", "tied")
+    return {
+        "path": str(reader.folder),
+        **{key: manifest.get(key) for key in plain},
+        "bytes_by_kind": sizes,
+        "tensors": tensors,
+    }
+
+
+# On the screen.
+
+
+def _show(console: Console, listed: list[dict[str, Any]], details: dict[str, Any] | None, verify: bool) -> None:
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    table = _table("checkpoint", "step", "ranks", "row", "written", "format", "size", "")
+    for row in listed:
+        state = "incomplete" if row["problem"] else "latest" if row["latest"] else ""
+        keys = ("step", "world_size", "row", "written", "format")
+        values = ["" if row.get(key) is None else str(row[key]) for key in keys]
+        table.add_row(row["tag"], *values, bytes_text(row["bytes"]), state)
+    console.print(table)
+    for row in listed:
+        if row["problem"]:
+            console.print(f"{row['tag']}: {row['problem']}")
+    if verify:
+        sound = sum(row["problem"] is None for row in listed)
+        console.print(f"{sound} of {len(listed)} checkpoints hold what was written (SHA-256)")
+    if details is not None:
+        _show_details(console, details)
+
+
+def _show_details(console: Console, details: dict[str, Any]) -> None:
+    console.print(f"\n{details['path']}")
+    sizes = [f"{kind} {bytes_text(size)}" for kind, size in details["bytes_by_kind"].items()]
+    console.print(f"  bytes: {', '.join(sizes)}")
+    if details["optimizer"] != "NoneType":
+        console.print(f"  optimizer: {details['optimizer']}")
+    if details["data"]:
+        console.print("  data: pass {number}, {samples} of {length} samples".format_map(details["data"]))
+    states = defaultdict(list)
+    for tensor in details["tensors"]:
+        if tensor["name"].startswith("optimizer/"):
+            _, key, name = tensor["name"].split("/", 2)
+            states[name].append(key)
+    table = _table("tensor", "shape", "dtype", "optimizer", "files")
+    for tensor in details["tensors"]:
+        kind, name = tensor["name"].split("/", 1)
+        if kind in ("parameter", "buffer"):
+            own = states[name] if kind == "parameter" else []
+            shape = " x ".join(map(str, tensor["shape"])) or "a number"
+            table.add_row(tensor["name"], shape, tensor["dtype"], ", ".join(own), _files(tensor["files"]))
+    console.print(table)
+
+
+def _files(names: list[str]) -> str:
+    short = [name.removesuffix(".safetensors") for name in names]
+    return ", ".join(short) if len(short) <= MOST_FILES else f"{short[0]} to {short[-1]}, {len(short)} files"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

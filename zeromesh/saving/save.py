@@ -1,0 +1,120 @@
+"""Writing a checkpoint: each rank what it owns, the first rank the manifest."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.agree import together
+from zeromesh.checkpoint.boxes import Box, write_shard
+from zeromesh.checkpoint.folder import (
+    DRAFT,
+    begin,
+    commit,
+    keep_last,
+    remove,
+    require_tag,
+    write_json,
+    write_latest,
+    write_manifest,
+)
+from zeromesh.checkpoint.packing import pack, require_json
+from zeromesh.saving.contents import Run, boxes, model_fields, parameters, tied
+from zeromesh.saving.optimizer import options, scalars
+
+MANIFEST_BYTES = 400
+"""About so many of the manifest tell of one box."""
+
+
+def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
+    """Write a checkpoint; all ranks call it. ``folder/latest`` names it afterwards, and old ones may go away.
+
+    Raises:
+        OSError: a rank could not write, or there is too little space; every rank raises, and what was there before is
+            untouched.
+        TypeError: the client state holds something that JSON cannot.
+        ValueError: a checkpoint cannot have that tag, or an optimizer's state cannot be cut.
+    """
+    tag = tag or f"global_step{engine.global_steps}"
+    draft, final = folder / f"{tag}{DRAFT}", folder / tag
+    rank, world = engine.mesh.rank, engine.mesh.group("world")
+    mine: list[Box] = []
+
+    def collect() -> None:
+        require_tag(tag)
+        _require_json(engine, client_state)
+        mine.extend(boxes(engine))
+
+    def write() -> None:
+        entry = write_shard(draft, rank, mine)
+        write_json(draft / f"rank_{rank:05d}.json", {"shard": entry, "scalars": scalars(engine)})
+
+    def finish() -> None:
+        if rank == 0:
+            write_manifest(draft, _state(engine, client_state) | _joined(draft))
+            commit(draft, final)
+            if save_latest:
+                write_latest(folder, tag)
+
+    together(world, "save the checkpoint", collect)
+    sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
+    try:
+        together(world, "save the checkpoint", lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
+        together(world, "save the checkpoint", write)
+        together(world, "save the checkpoint", finish)
+    except Exception:
+        if rank == 0:
+            remove(draft)
+        raise
+    if rank == 0 and save_latest and (count := engine.config.checkpoint.keep_last) is not None:
+        keep_last(folder, tag, count)
+    return final
+
+
+def _joined(draft: Path) -> dict[str, Any]:
+    """What the ranks wrote about their shards, in one; their own files go away."""
+    shards: list[Any] = []
+    numbers: dict[str, Any] = {}
+    for path in sorted(draft.glob("rank_*.json")):
+        part = json.loads(path.read_text(encoding="utf-8"))
+        shards.append(part["shard"])
+        numbers |= part["scalars"]
+        path.unlink()
+    return {"shards": shards, "scalars": numbers}
+
+
+def _require_json(engine: Run, client_state: dict[str, Any]) -> None:
+    require_json("client_state", client_state)
+    if engine.lr_scheduler is not None:
+        require_json("the scheduler's state", engine.lr_scheduler.state_dict())
+
+
+def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
+    scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
+    groups = engine.optimizer.param_groups if engine.optimizer else []
+    sharded, loader = engine.sharded, engine.training_dataloader
+    return {
+        "zeromesh": version("zeromesh"),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": engine.mesh.world_size,
+        "mesh": engine.mesh.sizes,
+        "placement": {state: getattr(sharded.row, state).value for state in ("parameter", "gradient", "optimizer")},
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "micro_steps": engine.micro_steps,
+        "skipped_steps": engine.skipped_steps,
+        "data": None if loader is None or engine.data_position is None else loader.state(engine.data_position),
+        "loss_scaler": engine.loss_scaler.state_dict() if engine.loss_scaler else None,
+        "scheduler": pack(scheduler),
+        "optimizer": type(engine.optimizer).__name__,
+        "groups": [pack(options(group)) for group in groups],
+        "client_state": pack(client_state),
+        "model": model_fields(engine),
+        "parameters": parameters(sharded),
+        "tied": tied(sharded),
+    }

@@ -1,0 +1,119 @@
+"""The loader that ``initialize(training_data=...)`` makes: passes over a data set, which can be taken up in the middle.
+
+A pass has one order of all samples, which follows from the seed and the number of the pass alone. The ranks take its
+samples in turn, so that how far a pass is can be said in samples of that order, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+_log = logging.getLogger(__name__)
+
+
+class Position(NamedTuple):
+    """How far a run is in its data: the pass, from 0, and the samples of its order that all ranks have taken of it."""
+
+    number: int
+    samples: int
+
+
+class Sampler(DistributedSampler[Any]):
+    """torch's, but counts its passes, so that each has an order of its own, and may begin a pass in its middle.
+
+    Attributes:
+        length: samples in the data set.
+        start: samples of the next pass that are left out, over all ranks.
+        begun: where the pass that was begun last began.
+    """
+
+    def __init__(self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool) -> None:
+        super().__init__(data, ranks, rank, shuffle=True, seed=seed, drop_last=drop_last)
+        self.length = len(data)
+        self.start = 0
+        self.begun = Position(0, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun = Position(self.epoch, self.start)
+        self.epoch, self.start = self.epoch + 1, 0
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.begun.number)
+        order = torch.randperm(self.length, generator=generator).tolist()
+        rest = order[self.begun.samples :]
+        if self.drop_last:
+            rest = rest[: len(rest) // self.num_replicas * self.num_replicas]
+        else:  # the ranks need the same number; as torch does, the first ones are taken again
+            rest += islice(cycle(order), -len(rest) % self.num_replicas)
+        return iter(rest[self.rank :: self.num_replicas])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the next pass; it begins at its beginning, unless it is the one that would have come anyway."""
+        if epoch != self.epoch:
+            self.start = 0
+        super().set_epoch(epoch)
+
+
+class Loader(DataLoader[Any]):
+    """Batches of this rank's share of the data set; knows how far it is.
+
+    Attributes:
+        position: up to where batches were handed out, by whichever iterator handed out the last one.
+    """
+
+    sampler: Sampler
+
+    def __init__(self, data: Any, sampler: Sampler, batch_size: int, collate_fn: Any, drop_last: bool) -> None:
+        # torch draws a number for every pass; from the model's generator, it would draw it again for a resumed one.
+        own = torch.Generator()
+        own.manual_seed(sampler.seed + sampler.rank)
+        options: Any = {"collate_fn": collate_fn, "drop_last": drop_last, "generator": own}
+        super().__init__(data, batch_size, sampler=sampler, **options)
+        self.position = Position(0, 0)
+
+    def __iter__(self) -> Any:
+        return self._counted(super().__iter__())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        begun = None
+        for count, batch in enumerate(batches, 1):
+            begun = begun or self.sampler.begun
+            assert self.batch_size is not None
+            taken = begun.samples + count * self.batch_size * self.sampler.num_replicas
+            self.position = Position(begun.number, min(taken, self.sampler.length))
+            yield batch
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """What a checkpoint keeps of a position, and of what it refers to."""
+        return {**position._asdict(), "length": self.sampler.length, "seed": self.sampler.seed}
+
+    def require_same_data(self, saved: dict[str, Any] | None) -> None:
+        """Raise ValueError if a saved position refers to another data set, or to another order of it."""
+        for key, wanted, what in (
+            ("length", self.sampler.length, "training_data of length {}"),
+            ("seed", self.sampler.seed, "the order of seed {}"),
+        ):
+            if saved is not None and saved[key] != wanted:
+                raise ValueError(
+                    f"the checkpoint was trained on {what.format(saved[key])}, but this run has "
+                    f"{what.format(wanted)}; pass load_data_position=False to begin with the first pass over it"
+                )
+
+    def go_to(self, saved: dict[str, Any] | None) -> Position:
+        """Let the next iterator go on at a saved position; after a whole pass that is the beginning of the next one.
+
+        Without one, at the beginning of the first pass.
+        """
+        number, samples = (0, 0) if saved is None else (saved["number"], saved["samples"])
+        left = (self.sampler.length - samples) // self.sampler.num_replicas
+        assert self.batch_size is not None
+        over = left < self.batch_size if self.drop_last else samples >= self.sampler.length
+        self.position = Position(number + 1, 0) if over and samples else Position(number, samples)
+        self.sampler.epoch, self.sampler.start = self.position
+        return self.position
