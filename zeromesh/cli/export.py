@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +23,6 @@ from zeromesh.export import State, adapter_names, is_adapted, plain_model, plain
 from zeromesh.pretrained import require_transformers
 
 FILE = "model.safetensors"
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A tensor in a checkpoint."""
-
-    reader: Reader
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name} in {self.reader.folder}"
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor."""
-        out = torch.empty(stop - start, dtype=self.reader.dtype(self.name))
-        self.reader.read(self.name, start, stop, out)
-        return out
-
-    def whole(self) -> torch.Tensor:
-        """All of it, in its shape."""
-        shape = self.reader.shape(self.name)
-        return self.read(0, math.prod(shape)).view(shape)
 
 
 def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
@@ -83,7 +60,7 @@ def _reader(folder: RunFolder, tag: str | None) -> Reader:
     if chosen is None:
         raise ValueError(f"{str(folder.path)!r} holds no checkpoint; name the folder that run.output named in training")
     reader = Reader(locate(folder.checkpoints, chosen))
-    reader.verify()
+    reader.verify(names={name for name in reader.names if name.startswith(("parameter/", "buffer/"))})
     return reader
 
 
@@ -95,7 +72,7 @@ def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, outpu
         model = make(make.config_class(**arguments)).to(dtype)
 
     def read(parameter: str) -> torch.Tensor:
-        return Saved(reader, f"parameter/{parameter}").whole().to(dtype)
+        return reader.tensor(f"parameter/{parameter}").to(dtype)
 
     states = ({tensor.name: tensor.make(read)} for tensor in published.tensors(language.shape))
     write_model(model, states, output, FILE)
@@ -112,25 +89,33 @@ def _export_transformer(language: Transformer, reader: Reader, output: Path, dty
     if merge and not is_adapted(model):
         raise ValueError("--merge: the run has no adapters; leave it out")
     if is_adapted(model) and not merge:
-        state = {name: Saved(reader, f"parameter/{name}").whole() for name in adapter_names(model)}
+        state = {name: reader.tensor(f"parameter/{name}") for name in adapter_names(model)}
         model.save_pretrained(str(output), state_dict=state)
     else:
         write_model(plain_model(model), _states(model, reader, dtype), output, FILE)
 
 
 def _states(model: nn.Module, reader: Reader, dtype: torch.dtype) -> Iterator[State]:
-    """What each tensor adds to the plain model's state."""
+    """What each block adds to the plain model's state; conversions of transformers never cross blocks."""
 
     def real(path: str) -> nn.Module:
         """An adapted layer with its values."""
         layer = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
-        values = {name: Saved(reader, f"parameter/{path}.{name}").whole() for name, _ in layer.named_parameters()}
+        values = {name: reader.tensor(f"parameter/{path}.{name}") for name, _ in layer.named_parameters()}
         layer.load_state_dict(values, strict=False)
         return layer
 
-    for name, like in model.named_parameters():
-        yield plain_state(model, {name: Saved(reader, f"parameter/{name}").whole().to(like.dtype)}, real)
+    for _, members in groupby(model.named_parameters(), lambda named: _block(named[0])):
+        state = {name: reader.tensor(f"parameter/{name}").to(like.dtype) for name, like in members}
+        yield plain_state(model, state, real)
     for name in reader.names:
         kind, _, buffer = name.partition("/")
         if kind == "buffer":
-            yield plain_state(model, {buffer: Saved(reader, name).whole()}, real)
+            yield plain_state(model, {buffer: reader.tensor(name)}, real)
+
+
+def _block(name: str) -> str:
+    """The path of the block that a parameter is in: up to the first number."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else ""

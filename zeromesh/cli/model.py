@@ -177,8 +177,13 @@ class Transformer:
 
     def cost(self, model: nn.Module) -> float:
         """Counted, frozen parameters as what they cost."""
-        tokens = torch.zeros(1, self.sequence_length, dtype=torch.int64, device="meta")
-        return training_cost(model, {"input_ids": tokens, "use_cache": False}, self.sequence_length).operations
+        length = self.sequence_length
+        tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+        # With a whole mask the model does not look into the tokens for where documents begin.
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
+        return training_cost(
+            model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length
+        ).operations
 
     def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
         """Shape ``(rows, length, vocabulary)``."""
