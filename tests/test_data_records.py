@@ -203,6 +203,8 @@ def test_tables_are_read_as_json_lines_are(tmp_path: Path) -> None:
         assert found.documents == count
         for number in range(count):
             assert found.indexed.document(number).tolist() == expected.indexed.document(number).tolist()
+    both = prepare(data(tmp_path, suffixes=["single", "arrow"], tokenizer=str(folder)), tmp_path / "run" / "text")
+    assert both.train[0].documents == 40 + 40 + 1
     datasets.DatasetDict({"test": table}).save_to_disk(str(tmp_path / "untrained"))
     with pytest.raises(ValueError, match=r"untrained.*no split 'train', but \['test'\]"):
         prepare(data(tmp_path / "untrained"), tmp_path / "text")

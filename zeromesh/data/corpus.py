@@ -243,8 +243,10 @@ def _of_folder(
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         here = Path(root)
-        if here != folder and _is_written(here, output):
+        if here != folder and (is_dataset(here) or _is_written(here, output)):
             folders.clear()
+            if is_dataset(here):
+                yield Document(here.relative_to(folder).as_posix(), here)
             continue
         for name in files:
             path = here / name

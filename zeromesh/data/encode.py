@@ -10,6 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,9 @@ def encode_all(tasks: Iterable[Sequence[Side]], encoder: Encoder, workers: int) 
     if workers == 1:
         yield from map(encoder.encode, tasks)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (encoder.settings,))
+    context = get_context("spawn")
+    stopped = context.Event()
+    pool = ProcessPoolExecutor(workers, context, _start, (encoder.settings, stopped))
     waiting: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
@@ -198,6 +201,7 @@ def encode_all(tasks: Iterable[Sequence[Side]], encoder: Encoder, workers: int) 
             "try fewer with data.workers = 1"
         ) from None
     finally:
+        stopped.set()  # tasks that are queued in a process already cannot be cancelled
         pool.shutdown(cancel_futures=True)
 
 
@@ -216,17 +220,19 @@ def grouped(sides: Iterable[Side]) -> Iterator[list[Side]]:
 
 
 _encoder: Encoder | None = None
+_stopped: Event | None = None
 """Of a process that was started for it."""
 
 
-def _start(settings: Settings) -> None:
+def _start(settings: Settings, stopped: Event) -> None:
     """Ctrl-C goes to all processes; the one that gave out the tasks ends the others."""
-    global _encoder
+    global _encoder, _stopped
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encoder = Encoder(settings)
+    _encoder, _stopped = Encoder(settings), stopped
 
 
 def _encode(task: Sequence[Side]) -> Encoded:
     assert _encoder is not None
-    return _encoder.encode(task)
+    assert _stopped is not None
+    return _encoder.encode([] if _stopped.is_set() else task)

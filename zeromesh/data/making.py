@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -20,6 +19,7 @@ from zeromesh.data.prepared import Prepared, TokenSet
 from zeromesh.data.records import KINDS, kind_of, read_record, share_of
 from zeromesh.data.store import divide, gzip_size, scan_documents, write_documents
 from zeromesh.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from zeromesh.dist.launch import available_cores
 from zeromesh.observe.reading import ReadingBar
 
 _log = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ def _make_part(
     else:
         assert encoder is not None
         size = sum(file.document.size for file in files)
-        workers = 1 if size < SMALL else data.workers or len(os.sched_getaffinity(0))
+        workers = 1 if size < SMALL else data.workers or available_cores()
         counted = _Counted(bar)
         encoded = counted.watch(encode_all(grouped(chain.from_iterable(f.sides() for f in files)), encoder, workers))
         packed = files[0].kind is not None and KINDS[files[0].kind].packed

@@ -25,6 +25,9 @@ END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 """What tokenizers call the token between two documents."""
 
+WEIGHTS = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
+"""Ends of the names of files that are no part of a tokenizer, though they lie beside it."""
+
 SMALLEST_VOCABULARY = 257
 TOKENIZER_FILE = "tokenizer.json"
 STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")
@@ -79,7 +82,7 @@ def content_key(path: Path) -> str:
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     digest = hashlib.sha256()
     for file in files:
-        if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
+        if file.suffix not in WEIGHTS:
             digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
