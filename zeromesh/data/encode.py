@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
@@ -185,12 +186,13 @@ def encode_all(tasks: Iterable[Sequence[Side]], encoder: Encoder, workers: int) 
         yield from map(encoder.encode, tasks)
         return
     context = get_context("spawn")
-    stopped = context.Event()
+    stopped = context.Event()  # it also starts a helper of Python's, which would undo _uninterrupted
     pool = ProcessPoolExecutor(workers, context, _start, (encoder.settings, stopped))
     waiting: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_encode, task))
+            with _uninterrupted():
+                waiting.append(pool.submit(_encode, task))
             if len(waiting) >= WAITING * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -203,6 +205,16 @@ def encode_all(tasks: Iterable[Sequence[Side]], encoder: Encoder, workers: int) 
     finally:
         stopped.set()  # tasks that are queued in a process already cannot be cancelled
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let processes that are started meanwhile know no Ctrl-C, which goes to all: this one ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def grouped(sides: Iterable[Side]) -> Iterator[list[Side]]:
@@ -225,9 +237,7 @@ _stopped: Event | None = None
 
 
 def _start(settings: Settings, stopped: Event) -> None:
-    """Ctrl-C goes to all processes; the one that gave out the tasks ends the others."""
     global _encoder, _stopped
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder, _stopped = Encoder(settings), stopped
 
