@@ -340,9 +340,8 @@ def test_the_side_of_a_record_depends_on_what_it_holds(tmp_path: Path) -> None:
     kept = {f"question {n}|answer {n}" for n in range(100, 300)}
     assert held(other) - {"new|n"} == every & kept
     assert len(held(records[:2])) == 1
-    assert not prepare(
-        data(lines(tmp_path / "a.jsonl", records[:1]), validation_fraction=0.1), tmp_path / "text"
-    ).validation
+    one = prepare(data(lines(tmp_path / "a.jsonl", records[:1]), validation_fraction=0.99), tmp_path / "text")
+    assert (one.train[0].documents, one.validation) == (1, ())
 
 
 def pairs(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, None]]:
