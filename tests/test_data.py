@@ -14,11 +14,13 @@ import zeromesh.data.encode as encode_module
 import zeromesh.data.making as making_module
 import zeromesh.data.portions as portions_module
 from zeromesh.config.train import TextData
-from zeromesh.data.corpus import Document, find_documents, is_text, parts, read_document, split_documents
-from zeromesh.data.making import Known, sample_texts
+from zeromesh.data.corpus import Document, find_documents
+from zeromesh.data.making import sample_texts
 from zeromesh.data.prepare import Changed, prepare
 from zeromesh.data.prepared import TokenSet
 from zeromesh.data.python_lines import count_lines
+from zeromesh.data.sources import Known
+from zeromesh.data.texts import is_text, parts, read_document, split_documents
 from zeromesh.data.tokenizer import END_OF_TEXT, load_tokenizer, stream_text, train_tokenizer
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # naïve ✓ {END_OF_TEXT}\n" * 5 for n in range(12)]

@@ -11,6 +11,7 @@ import pytest
 
 from test_data_indexed import published
 from test_data_records import CHAT, MARKED, chat_tokenizer, lines
+from test_readme import ROOT, blocks_of
 from test_train_cli import call, config, numbers, refused
 from zeromesh.config.settings import Settings
 
@@ -99,3 +100,22 @@ def test_what_was_left_out_is_said(parts: dict[str, Path], tmp_path: Path) -> No
     result = call("train", config(tmp_path, tmp_path, data=data, run={"steps": 1, "sample": {}}))
     assert result.exit_code == 0, result.output
     assert "13 longer than a sample" in result.stdout.replace("\n", " ")
+
+
+def test_the_example_of_a_blend_takes_a_step_with_the_tokenizer_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    (tokenizer, *_) = [block.text for block in blocks_of(page) if block.language == "python"]
+    exec(compile(tokenizer, "data.md", "exec"), {})
+    example = json.loads((ROOT / "examples" / "blend.json").read_text())
+    assert [json.loads(block.text) for block in blocks_of(page) if block.language == "json"] == [
+        {key: example["data"][key] for key in ("train", "tokenizer")}
+    ]
+    (tmp_path / "some.py").write_text((Path(json.__file__)).read_text())
+    sources = json.dumps([{"source": "some.py", "weight": 0.7}, example["data"]["train"][1]])
+    less = ["run.steps=1", "run.ranks=1", "train_batch_size=2", "model.layers=1", f"data.train={sources}"]
+    result = call("train", "examples/blend.json", *(word for change in less for word in ("--set", change)))
+    assert result.exit_code == 0, result.output

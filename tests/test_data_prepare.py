@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import zeromesh.data.encode as encode_module
 import zeromesh.data.making as making_module
@@ -22,6 +24,7 @@ from zeromesh.config.train import TextData
 from zeromesh.data.encode import Encoder, Side, encode_all
 from zeromesh.data.prepare import Changed, prepare
 from zeromesh.data.tokenizer import train_tokenizer
+from zeromesh.observe.reading import ReadingBar
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -100,12 +103,14 @@ def test_a_process_that_is_ended_is_reported(tmp_path: Path) -> None:
 INTERRUPTED = """
 import sys
 from pathlib import Path
+import zeromesh.data.encode as encode
 import zeromesh.data.making as making
+import zeromesh.data.portions as portions
 from zeromesh.config.train import TextData
 from zeromesh.data.prepare import prepare
 
 if __name__ == "__main__":
-    making.SMALL = 0
+    making.SMALL, portions.PIECE_BYTES, encode.TASK_BYTES = 0, 50_000, 100_000
     source, folder, tokenizer = sys.argv[1:]
     prepare(TextData(train=(source,), workers=2, tokenizer=tokenizer), Path(folder))
 """
@@ -114,7 +119,7 @@ if __name__ == "__main__":
 def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
     source = tmp_path / "corpus"
     source.mkdir()
-    (source / "a.txt").write_text(words(3_000_000, 0))
+    (source / "a.txt").write_text(words(30_000, 0) * 100)
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
     command = [sys.executable, str(script), str(source), str(tmp_path / "run" / "text"), _tokenizer(tmp_path)]
@@ -246,3 +251,32 @@ def test_ids_of_a_large_vocabulary_take_32_bits(tmp_path: Path) -> None:
         part = prepare(data, tmp_path / "run" / "text").train[0]
         assert part.indexed.tokens.dtype == dtype
         assert part.indexed.tokens[:3].tolist() == [1, 65_000, 2]
+
+
+def test_named_records_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
+    for name, count in (("a", 20), ("b", 5)):
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            file.writelines(json.dumps({"prompt": name, "response": f"{name}{n}"}) + "\n" for n in range(count))
+    (tmp_path / "c.txt").write_text("held out text\n" * 9)
+    held = (str(tmp_path / "b.jsonl"), str(tmp_path / "c.txt"))
+    data = TextData(train=(str(tmp_path / "*.jsonl"),), validation=held, validation_fraction=0.5)
+    prepared = prepare(data, tmp_path / "run" / "text")
+    assert [(part.documents, part.packed) for part in prepared.train] == [(20, True)]
+    assert [(part.documents, part.packed) for part in prepared.validation] == [(5, True), (1, False)]
+    assert prepared.held_out_bytes == 5 * 2 + 9 * 14
+
+
+def test_reading_shows_plain_lines_or_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeromesh.observe.reading.PLAIN_SECONDS", 0.0)
+    plain = io.StringIO()
+    with ReadingBar(Console(file=plain), "text to tokens", 4_000_000) as bar:
+        bar.advance(1_000_000)
+        bar.advance(2_000_000)
+    assert plain.getvalue().splitlines() == [f"text to tokens: {n}.00 MB of 4.00 MB" for n in (1, 3)]
+    live = io.StringIO()
+    with ReadingBar(Console(file=live, force_terminal=True, width=100), "text to tokens", 4_000_000) as bar:
+        bar.advance(1_000_000)
+    assert "text to tokens" in live.getvalue()
+    assert "1.0/4.0 MB" in live.getvalue()
+    with ReadingBar(None, "text to tokens", 1) as bar:
+        bar.advance(1)

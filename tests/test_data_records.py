@@ -203,6 +203,8 @@ def test_tables_are_read_as_json_lines_are(tmp_path: Path) -> None:
         assert found.documents == count
         for number in range(count):
             assert found.indexed.document(number).tolist() == expected.indexed.document(number).tolist()
+    both = prepare(data(tmp_path, suffixes=["single", "arrow"], tokenizer=str(folder)), tmp_path / "run" / "text")
+    assert both.train[0].documents == 40 + 40 + 1
     datasets.DatasetDict({"test": table}).save_to_disk(str(tmp_path / "untrained"))
     with pytest.raises(ValueError, match=r"untrained.*no split 'train', but \['test'\]"):
         prepare(data(tmp_path / "untrained"), tmp_path / "text")
@@ -338,9 +340,8 @@ def test_the_side_of_a_record_depends_on_what_it_holds(tmp_path: Path) -> None:
     kept = {f"question {n}|answer {n}" for n in range(100, 300)}
     assert held(other) - {"new|n"} == every & kept
     assert len(held(records[:2])) == 1
-    assert not prepare(
-        data(lines(tmp_path / "a.jsonl", records[:1]), validation_fraction=0.1), tmp_path / "text"
-    ).validation
+    one = prepare(data(lines(tmp_path / "a.jsonl", records[:1]), validation_fraction=0.99), tmp_path / "text")
+    assert (one.train[0].documents, one.validation) == (1, ())
 
 
 def pairs(part: TokenSet, tokenizer: TextTokenizer) -> list[tuple[str, None]]:

@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +185,14 @@ def encode_all(tasks: Iterable[Sequence[Side]], encoder: Encoder, workers: int) 
     if workers == 1:
         yield from map(encoder.encode, tasks)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (encoder.settings,))
+    context = get_context("spawn")
+    stopped = context.Event()  # it also starts a helper of Python's, which would undo _uninterrupted
+    pool = ProcessPoolExecutor(workers, context, _start, (encoder.settings, stopped))
     waiting: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_encode, task))
+            with _uninterrupted():
+                waiting.append(pool.submit(_encode, task))
             if len(waiting) >= WAITING * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -198,7 +203,18 @@ def encode_all(tasks: Iterable[Sequence[Side]], encoder: Encoder, workers: int) 
             "try fewer with data.workers = 1"
         ) from None
     finally:
+        stopped.set()  # tasks that are queued in a process already cannot be cancelled
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let processes that are started meanwhile know no Ctrl-C, which goes to all: this one ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def grouped(sides: Iterable[Side]) -> Iterator[list[Side]]:
@@ -216,17 +232,17 @@ def grouped(sides: Iterable[Side]) -> Iterator[list[Side]]:
 
 
 _encoder: Encoder | None = None
+_stopped: Event | None = None
 """Of a process that was started for it."""
 
 
-def _start(settings: Settings) -> None:
-    """Ctrl-C goes to all processes; the one that gave out the tasks ends the others."""
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _start(settings: Settings, stopped: Event) -> None:
+    global _encoder, _stopped
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encoder = Encoder(settings)
+    _encoder, _stopped = Encoder(settings), stopped
 
 
 def _encode(task: Sequence[Side]) -> Encoded:
     assert _encoder is not None
-    return _encoder.encode(task)
+    assert _stopped is not None
+    return _encoder.encode([] if _stopped.is_set() else task)

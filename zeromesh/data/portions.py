@@ -11,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from zeromesh.data.corpus import Document, is_dataset, parts, read_document
+from zeromesh.data.corpus import Document, is_dataset
 from zeromesh.data.indexed import prefix_of
+from zeromesh.data.texts import parts, read_document
 
 PIECE_BYTES = 2**18
 """Longer texts are read and encoded in pieces of at most this size."""

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from zeromesh.config.train import TextData
 from zeromesh.data.corpus import Document, find_documents
-from zeromesh.data.making import Part, make, size_is_set
+from zeromesh.data.making import make, size_is_set
 from zeromesh.data.prepared import Prepared, load_summary, save_summary
+from zeromesh.data.sources import Part
 from zeromesh.data.tokenizer import content_key
 
 SUMMARY_FILE = "data.json"

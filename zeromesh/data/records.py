@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from zeromesh.config.errors import show
 from zeromesh.config.train import TextData
-from zeromesh.data.tokenizer import Ids, TextTokenizer
+from zeromesh.data.chat import Ids
+from zeromesh.data.tokenizer import TextTokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak in a chat."""

@@ -118,9 +118,9 @@ def divide(
         folder: where the numbers of the documents are written.
     """
     held = documents.shares < fraction
-    if 0 < fraction < 1 and len(held) > 1 and (held.all() or not held.any()):
+    if 0 < fraction < 1 and (held.all() or not held.any()):
         lowest = float(documents.shares.min())
-        held = (np.arange(len(held)) == documents.shares.argmin()) & (lowest < 1)
+        held = (np.arange(len(held)) == documents.shares.argmin()) & (len(held) > 1 and lowest < 1)
     sides = []
     for name, side in (("train", ~held), ("validation", held)):
         chosen = None

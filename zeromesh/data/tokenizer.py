@@ -7,29 +7,26 @@ Rare Words with Subword Units", 2016; on bytes, as in GPT-2.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-Ids = NDArray[np.int64]
-Message = dict[str, Any]
+from zeromesh.data.chat import Ids, Message, render, render_prompt
 
 END_OF_TEXT = "<|endoftext|>"
 
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 """What tokenizers call the token between two documents."""
 
+WEIGHTS = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
+"""Ends of the names of files that are no part of a tokenizer, though they lie beside it."""
+
 SMALLEST_VOCABULARY = 257
 TOKENIZER_FILE = "tokenizer.json"
-STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")
-"""The first words of the statements of a chat template."""
-
 UNKNOWN = "�"
 """What decoding writes for bytes that are no character, or not yet."""
 
@@ -81,7 +78,7 @@ def content_key(path: Path) -> str:
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     digest = hashlib.sha256()
     for file in files:
-        if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
+        if file.suffix not in WEIGHTS:
             digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
@@ -214,58 +211,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
         decode=lambda ids: str(
             tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         ),
-        chat=lambda messages: _render(tokenizer, messages),
-        prompt=lambda messages: _render_ids(tokenizer, _with_template(tokenizer, messages), True),
+        chat=lambda messages: render(tokenizer, messages),
+        prompt=lambda messages: render_prompt(tokenizer, messages),
         save=save,
     )
-
-
-def _render(tokenizer: Any, messages: Sequence[Message]) -> tuple[Ids, NDArray[np.bool_]]:
-    """A chat by the tokenizer's template: its own marks say what the assistant has said, else its beginnings do."""
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template; name one that has, or put chat_template.jinja beside it")
-    if "generation" in STATEMENTS.findall(tokenizer.get_chat_template()):
-        _require_text(tokenizer, messages)
-        found = tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
-        return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
-    whole = _render_ids(tokenizer, messages, False)
-    mask = np.zeros(len(whole), dtype=bool)
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _render_ids(tokenizer, messages[:place], True) if place else np.empty(0, dtype=np.int64)
-            after = _render_ids(tokenizer, messages[: place + 1], False)
-            if not (place and _begins(after, before) and _begins(whole, after)):
-                raise ValueError(
-                    f"messages[{place}]: where the assistant's turn is cannot be told from the tokenizer's chat "
-                    "template, since a chat up to there is not a beginning of the whole one; mark what the assistant "
-                    "says in the template with {% generation %} and {% endgeneration %}"
-                )
-            mask[len(before) : len(after)] = True
-    return whole, mask
-
-
-def _with_template(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Message]:
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template; name one that has, or put chat_template.jinja beside it")
-    return messages
-
-
-def _render_ids(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> Ids:
-    found = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=prompt, return_dict=True, sanitize_control_tokens=True
-    )
-    return np.array(found["input_ids"], dtype=np.int64)
-
-
-def _begins(whole: Ids, part: Ids) -> bool:
-    return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
-
-
-def _require_text(tokenizer: Any, messages: Sequence[Message]) -> None:
-    """Where a template has marks, transformers cannot tell a special token in a message from one of the template's."""
-    for place, message in enumerate(messages):
-        for token in tokenizer.all_special_tokens:
-            if token in str(message.get("content", "")):
-                raise ValueError(
-                    f"messages[{place}].content has {token!r}, which is a special token of the tokenizer; take it out"
-                )

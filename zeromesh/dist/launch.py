@@ -121,7 +121,7 @@ def _threads(ranks: int) -> Iterator[None]:
     if "OMP_NUM_THREADS" in os.environ:
         yield
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     try:
         yield
@@ -138,3 +138,8 @@ def _silence() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
