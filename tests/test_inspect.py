@@ -111,6 +111,9 @@ def test_a_save_that_was_cut_off_is_listed_as_incomplete(saved: Path, tmp_path: 
     (folder / "global_step1" / MANIFEST).unlink()
     result = call(folder)
     assert result.exit_code == 1
+    (folder / "global_step1").rename(folder / "global_step1.draft")
+    assert call(folder).exit_code == 0, "it may be under way"
+    assert "global_step1.draft: " in call(folder).stdout
     assert "global_step1: " in result.stdout
     assert "no complete checkpoint: manifest.json is missing" in result.stdout
 

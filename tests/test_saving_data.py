@@ -151,11 +151,9 @@ def by_loop(engine: zeromesh.Engine, updates: int, folder: str | None = None) ->
     last = engine.global_steps + updates
     while True:
         for x, index in engine.training_dataloader:
-            if engine.global_steps == last and engine.is_gradient_accumulation_boundary() is False:
+            if engine.global_steps == last:
                 if folder is not None:
                     engine.save_checkpoint(folder)
-                return losses
-            if engine.global_steps == last:
                 return losses
             loss = engine(x, index)
             engine.backward(loss)

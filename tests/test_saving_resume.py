@@ -92,7 +92,7 @@ def go_on(folder: str, row: int, mesh: dict[str, int], precision: str) -> list[f
     return train(engine, AFTER)
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "1 rank, row 0": (0, {"data": 1}),
     "2 ranks, row 3": (3, {"data": 2}),
     "3 ranks, row 2": (2, {"data": 3}),
@@ -107,7 +107,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder, run_ranks(write, 2, str(folder), request.param)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*list(LAYOUTS)[:4], pytest.param("2 x 2 ranks, row 3", marks=pytest.mark.full)])
 def test_all_of_the_state_comes_back_and_the_losses_are_those_of_the_undisturbed_run(
     layout: str, saved: tuple[str, Path, list[float]]
 ) -> None:

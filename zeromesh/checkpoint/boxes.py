@@ -11,9 +11,9 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -22,11 +22,11 @@ import torch
 
 from zeromesh.checkpoint.folder import read_manifest, remedy
 
-OPEN_FILES = 64
-"""So many files of a checkpoint are kept open while it is read; processes may not have very many."""
-
 PART = 16 * 1024**2
-"""Bytes that are read, hashed, written or brought to the host at a time."""
+"""Bytes that are written, hashed and brought to the host at a time."""
+
+BUFFER = 1024**2
+"""Bytes that are read at a time; few enough for a processor's cache."""
 
 MOST_SHOWN = 6
 """So many tensors of a damaged file are named."""
@@ -134,12 +134,12 @@ def _write(file: BinaryIO, box: Box) -> str:
 
 
 class _Stored(NamedTuple):
-    """A box as the manifest describes it. ``dtype`` is None in format 1."""
+    """A box as the manifest describes it; ``begin`` is its first byte in the file."""
 
     file: str
-    key: str
+    begin: int
     shape: tuple[int, ...]
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     start: int
     stop: int
     offsets: tuple[int, ...]
@@ -147,10 +147,9 @@ class _Stored(NamedTuple):
 
     @classmethod
     def of(cls, file: str, entry: dict[str, Any]) -> _Stored:
-        shape = tuple(entry["shape"])
-        dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
+        shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
         offsets, sizes = tuple(entry.get("offsets", [0] * len(shape))), tuple(entry.get("sizes", shape))
-        return cls(file, entry["key"], shape, dtype, entry["start"], entry["stop"], offsets, sizes)
+        return cls(file, entry["bytes"][0], shape, dtype, entry["start"], entry["stop"], offsets, sizes)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """What it holds of elements ``[start, stop)`` of the flattened tensor, in pieces that lie together.
@@ -190,11 +189,12 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
+        if self.manifest["format"] == 1:
+            _find_bytes(self.manifest, folder)
         self._stored: dict[str, list[_Stored]] = {}
         for shard in self.manifest["shards"]:
             for entry in shard["boxes"]:
                 self._stored.setdefault(entry["name"], []).append(_Stored.of(shard["file"], entry))
-        self._open = lru_cache(maxsize=OPEN_FILES)(partial(_open, folder))
         self.names = frozenset(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -203,11 +203,7 @@ class Reader:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor was written."""
-        first = self._stored[name][0]
-        if first.dtype is not None:
-            return first.dtype
-        dtype: torch.dtype = self._open(first.file).get_slice(first.key)[:0].dtype
-        return dtype
+        return self._stored[name][0].dtype
 
     def files(self, name: str) -> list[str]:
         """The files that hold a tensor."""
@@ -225,10 +221,8 @@ class Reader:
         missing = stop - start
         for stored in self._stored.get(name, []):
             for place, within, length in stored.overlaps(start, stop):
-                data = self._open(stored.file).get_slice(stored.key)
-                for part in out[place - start :][:length].split(PART // 8):
-                    part.copy_(data[within : within + part.numel()])
-                    within += part.numel()
+                first = stored.begin + within * stored.dtype.itemsize
+                _read(self.folder / stored.file, first, stored.dtype, out[place - start :][:length])
                 missing -= length
         if missing:
             raise ValueError(f"{self.folder} lacks {missing} of the {stop - start} elements of {name} that are needed")
@@ -263,8 +257,7 @@ class Reader:
         """What of a file has a hash: (first byte, last byte + 1, hash, the keys that lie there)."""
         path, boxes = self.folder / shard["file"], shard["boxes"]
         keys = [box["key"] for box in boxes]
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing, which held {_listed(keys)}; {remedy(self.folder)}")
+        _require_file(path, shard)
         if "sha256" in shard:
             yield 0, None, shard["sha256"], keys
             return
@@ -283,13 +276,30 @@ class Reader:
 
 
 def _hash(file: BinaryIO, begin: int, end: int | None) -> str:
-    digest = hashlib.sha256()
+    """Of the bytes ``[begin, end)``; None is the end of the file."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER))
     file.seek(begin)
-    left = end - begin if end is not None else None
-    while data := file.read(PART if left is None else min(PART, left)):
-        digest.update(data)
-        left = None if left is None else left - len(data)
+    left = end - begin if end is not None else sys.maxsize
+    while count := file.readinto(buffer[:left]):  # type: ignore[attr-defined]
+        digest.update(buffer[:count])
+        left -= count
     return digest.hexdigest()
+
+
+def _read(path: Path, first: int, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """Fill ``out`` with elements of a file, from byte ``first`` on; it may be elsewhere and of another dtype."""
+    buffer = torch.empty(BUFFER // dtype.itemsize, dtype=dtype)
+    with path.open("rb", buffering=0) as file:
+        file.seek(first)
+        for part in out.split(buffer.numel()):
+            source = buffer[: part.numel()]
+            view = source.view(torch.uint8).numpy().data
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise ValueError(f"{path} is cut off after {file.tell():,} bytes; {remedy(path.parent)}")
+                view = view[count:]
+            part.copy_(source)
 
 
 def _listed(keys: list[str]) -> str:
@@ -297,10 +307,25 @@ def _listed(keys: list[str]) -> str:
     return ", ".join(keys[:MOST_SHOWN]) + more
 
 
-def _open(folder: Path, file: str) -> Any:
-    from safetensors import SafetensorError, safe_open
+def _require_file(path: Path, shard: dict[str, Any]) -> None:
+    if not path.is_file():
+        held = _listed([box["key"] for box in shard["boxes"]])
+        raise FileNotFoundError(f"{path} is missing, which held {held}; {remedy(path.parent)}")
 
-    try:
-        return safe_open(str(folder / file), framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{folder / file} is not the file that was written: {error}; {remedy(folder)}") from error
+
+def _find_bytes(manifest: dict[str, Any], folder: Path) -> None:
+    """Complete a manifest of format 1 by what the headers of its files say."""
+    dtypes = {code: _name(dtype) for dtype, code in CODES.items()}
+    for shard in manifest["shards"]:
+        path = folder / shard["file"]
+        _require_file(path, shard)
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+            for box in shard["boxes"]:
+                entry = header[box["key"]]
+                begin, end = entry["data_offsets"]
+                box.update(dtype=dtypes[entry["dtype"]], bytes=[8 + size + begin, 8 + size + end])
+        except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
+            raise ValueError(f"{path} is not the file that was written; {remedy(folder)}") from error

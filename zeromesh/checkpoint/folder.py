@@ -197,11 +197,6 @@ def latest(folder: Path) -> str | None:
     return newest
 
 
-def tags(folder: Path) -> list[str]:
-    """The tags of the checkpoints that have a readable manifest, the one that was written last first."""
-    return [tag for tag in _by_age(folder) if _is_readable(locate(folder, tag))]
-
-
 def _newest(folder: Path, besides: Path | None = None) -> str | None:
     return next((tag for tag in _by_age(folder, besides) if _is_readable(locate(folder, tag))), None)
 
@@ -232,8 +227,8 @@ def keep_last(folder: Path, tag: str, count: int) -> None:
         return
     try:
         kept = {tag, (folder / LATEST).read_text(encoding="utf-8").strip()}
-        others = [other for other in tags(folder) if other.startswith(series) and other[len(series) :].isdigit()]
-        for other in others[count:]:
+        others = [other for other in _by_age(folder) if other.rstrip("0123456789") == series != other]
+        for other in [other for other in others if _is_readable(locate(folder, other))][count:]:
             if other not in kept:
                 remove(locate(folder, other))
     except OSError as error:

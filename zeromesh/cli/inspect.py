@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.folder import LATEST, MANIFEST
+from zeromesh.checkpoint.folder import DRAFT, LATEST, MANIFEST
 from zeromesh.cli.screen import make_console, write
 from zeromesh.model.placement import ROWS
 from zeromesh.observe.units import bytes_text
@@ -36,7 +36,7 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
         verify: compare all files with their hashes.
 
     Returns:
-        Whether nothing is wrong with any of them.
+        Whether nothing is wrong with any of them; saves that are under way, or were cut off, do not count.
 
     Raises:
         ValueError: there is no checkpoint.
@@ -51,7 +51,7 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
         write(json.dumps({"verified": verify, "checkpoints": listed, "shown": details}, indent=1) + "\n")
     else:
         _show(make_console(), listed, details, verify)
-    return len(usable) == len(listed)
+    return all(row["problem"] is None or row["tag"].endswith(DRAFT) for row in listed)
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,7 +159,7 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
         encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encoded]
 
-    def chat(messages: Sequence[Message]) -> Any:
+    def chat(messages: Sequence[Message]) -> NoReturn:
         raise ValueError(
             f"chats need a chat template, which {name} does not have; set data.tokenizer to the folder of a model's "
             "tokenizer"

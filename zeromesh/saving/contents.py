@@ -7,7 +7,7 @@ buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -19,7 +19,9 @@ from zeromesh.precision.scaler import LossScaler
 from zeromesh.saving.random_state import random_state
 from zeromesh.shard.sharded import Sharded
 from zeromesh.shard.unit import Flat
-from zeromesh.training_data import Loader, Position
+
+if TYPE_CHECKING:
+    from zeromesh.training_data import Loader, Position
 
 
 class Run(Protocol):

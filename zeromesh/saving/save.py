@@ -56,7 +56,7 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
 
     def finish() -> None:
         if rank == 0:
-            write_manifest(draft, _state(engine, client_state) | _joined(draft))
+            write_manifest(draft, _state(engine, client_state) | _joined(draft, world.size))
             commit(draft, final)
             if save_latest:
                 write_latest(folder, tag)
@@ -76,7 +76,7 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
     return final
 
 
-def _joined(draft: Path) -> dict[str, Any]:
+def _joined(draft: Path, ranks: int) -> dict[str, Any]:
     """What the ranks wrote about their shards, in one; their own files go away."""
     shards: list[Any] = []
     numbers: dict[str, Any] = {}
@@ -85,6 +85,11 @@ def _joined(draft: Path) -> dict[str, Any]:
         shards.append(part["shard"])
         numbers |= part["scalars"]
         path.unlink()
+    if len(shards) != ranks:
+        raise OSError(
+            f"the first rank sees the files of {len(shards)} of {ranks} ranks in {draft}; "
+            "save to a folder that all ranks see"
+        )
     return {"shards": shards, "scalars": numbers}
 
 
