@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
+from zeromesh.dist.environment import shutdown
 from zeromesh.shard import deferred
 
 pytest.importorskip("peft")
@@ -32,6 +34,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed_tokens", "lm_head"]},
     "head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leave_the_group() -> Iterator[None]:
+    """Some tests here are the only rank."""
+    yield
+    shutdown()
 
 
 def adapted(model: nn.Module, kind: str, dtype: torch.dtype) -> Any:

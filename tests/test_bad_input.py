@@ -593,7 +593,7 @@ def test_a_checkpoint_that_is_not_this_runs_or_is_damaged_is_refused_and_nothing
         assert "AdamW" in found["optimizer"]
         assert "SGD" in found["optimizer"]
         assert "goods is no complete checkpoint" in found["tag"]
-        assert "manifest.json is not the file that was written" in found["manifest"]
+        assert "is an incomplete save: manifest.json is no whole JSON" in found["manifest"]
     for tag, text in (("truncated", "SHA-256 differs"), ("missing", "is missing from the checkpoint")):
         told = [found[tag] for found in ranks]
         assert any("rank_00001.safetensors" in words and text in words for words in told)

@@ -38,3 +38,10 @@ def test_the_memory_of_a_variant_is_measured(tmp_path: Path) -> None:
     assert "peak MB" in printed
     assert peaks["ZeroMesh 3"] > 0
     assert peaks["ZeroMesh 0"] > 0
+
+
+@pytest.mark.full
+def test_the_checkpoint_benchmark_measures_saving_and_loading(tmp_path: Path) -> None:
+    printed = run("checkpoint_speed.py", "--size", "tiny", "--rounds", "1", "--folder", tmp_path / "speed")
+    assert {"zeros:", "save:", "load:"} <= {line.split()[0] for line in printed.splitlines() if line}
+    assert not (tmp_path / "speed").exists()

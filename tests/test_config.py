@@ -275,10 +275,13 @@ def test_auto_means_unset_for_every_key(path: str) -> None:
         document[path.split(".")[0]]["type"] = {"optimizer": "sgd", "scheduler": "WarmupLR"}[path.split(".")[0]]
     required = {
         "model": {"hidden_size": 8, "layers": 1, "heads": 2, "sequence_length": 8},
+        "huggingface": {"path": "a", "sequence_length": 8},
         "data": {"train": ["a"]},
         "run": {"steps": 1},
     }
     top = path.split(".")[0]
+    if path.startswith("lora."):
+        document["huggingface"] = required["huggingface"]
     if "." in path and top in required:
         document[top].update(required[top])
     off = ("expert_parallel", "weight_quantization", "pipeline", "zero_optimization.zenflow")

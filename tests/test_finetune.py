@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,20 @@ from zeromesh.cli.model import Transformer, language_model, require_document_att
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, ModelShape
 from zeromesh.data.loader import Batch
+from zeromesh.dist.environment import shutdown
 from zeromesh.observe.metrics import read_metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LIMIT = 200
 STEPS = 4
 ZEROMESH = (sys.executable, "-m", "zeromesh.cli.main")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leave_the_group() -> Iterator[None]:
+    """Some tests here are the only rank."""
+    yield
+    shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,7 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from zeromesh import export
+from zeromesh.dist.environment import shutdown
 from zeromesh.pretrained import INDEX, SINGLE, FileTensor
 from zeromesh.shard import deferred
 from zeromesh.shard.deferred import source_of
@@ -26,6 +27,13 @@ from zeromesh.shard.deferred import source_of
 LIMIT = 120
 FAST = ("gpt2", "llama", "mixtral", "bert", "t5", "resnet")
 """Fused and separate projections, tied embeddings, experts that are stored apart, batch statistics."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leave_the_group() -> Iterator[None]:
+    """Some tests here are the only rank."""
+    yield
+    shutdown()
 
 
 def transformers() -> Any:

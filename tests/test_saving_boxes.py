@@ -12,14 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zeromesh.checkpoint import boxes
-from zeromesh.checkpoint.boxes import CODES, Box, Reader, write_shard
+from zeromesh.checkpoint import boxes, shards
+from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import MANIFEST, write_json, write_manifest
+from zeromesh.checkpoint.shards import CODES, Box, write_shard
 
 
-def write(folder: Path, *shards: list[Box]) -> Reader:
+def write(folder: Path, *owned: list[Box]) -> Reader:
     folder.mkdir(exist_ok=True)
-    write_manifest(folder, {"shards": [write_shard(folder, rank, shard) for rank, shard in enumerate(shards)]})
+    write_manifest(folder, {"shards": [write_shard(folder, rank, shard) for rank, shard in enumerate(owned)]})
     return Reader(folder)
 
 
@@ -82,7 +83,7 @@ def test_a_dtype_that_the_files_cannot_hold_is_refused_by_name(tmp_path: Path) -
 def test_parts_of_more_dimensions_hold_any_range_of_the_flattened_tensor(
     shape: tuple[int, ...], parts: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boxes, "PART", 16)
+    monkeypatch.setattr(shards, "PART", 16)
     monkeypatch.setattr(boxes, "BUFFER", 16)
     values = torch.arange(float(torch.Size(shape).numel())).view(shape)
     written = []

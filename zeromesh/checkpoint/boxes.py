@@ -1,8 +1,7 @@
-"""Files that hold parts of named tensors, and how any part of a tensor is read from them.
+"""Reading a checkpoint: any part of a named tensor, from whichever files hold it.
 
-A *box* is a range ``[start, stop)`` of a flattened tensor, or of a flattened N-dimensional part of one. Every rank
-writes the boxes it owns to one safetensors file; the manifest joins them, with a SHA-256 of each. Reading asks for any
-range of a flattened tensor and takes it from whichever files hold it. There is no pickle anywhere.
+Every rank has written the boxes it owned to one file (see ``shards``); the manifest joins them, with a SHA-256 of each.
+There is no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -10,127 +9,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import sys
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from zeromesh.checkpoint.folder import read_manifest, remedy
-
-PART = 16 * 1024**2
-"""Bytes that are written, hashed and brought to the host at a time."""
+from zeromesh.checkpoint.shards import CODES, dtype_name
 
 BUFFER = 1024**2
 """Bytes that are read at a time; few enough for a processor's cache."""
 
 MOST_SHOWN = 6
 """So many tensors of a damaged file are named."""
-
-CODES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The names of dtypes in safetensors files."""
-
-
-@dataclass(frozen=True)
-class Box:
-    """Elements ``[start, stop)`` of a flattened box of the tensor ``name``.
-
-    Attributes:
-        name: of the tensor.
-        shape: global shape of the tensor.
-        start, stop: the range of the flattened box.
-        data: shape ``(stop - start,)``.
-        offsets, sizes: where the box begins in the tensor and how large it is, by dimension; None is the whole tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    data: torch.Tensor
-    offsets: tuple[int, ...] | None = None
-    sizes: tuple[int, ...] | None = None
-
-    @property
-    def key(self) -> str:
-        """Its name in the file."""
-        within = "" if self.offsets is None else f"@{','.join(map(str, self.offsets))}"
-        return f"{self.name}{within}[{self.start}:{self.stop}]"
-
-
-def write_shard(folder: Path, rank: int, boxes: Iterable[Box]) -> dict[str, Any]:
-    """Write this rank's boxes and flush them to the disk; returns its entry for the manifest.
-
-    The file is written as the data are hashed, and at most ``PART`` bytes are copied at a time: safetensors' own
-    functions want all data on the host at once, in memory that no two tensors share, as shards of a flat buffer do.
-
-    Raises:
-        TypeError: a tensor has a dtype that safetensors files cannot hold.
-    """
-    ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # so that each lies at a multiple of its item's size
-    ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
-    header = _header(ordered, ends)
-    path = folder / f"rank_{rank:05d}.safetensors"
-    listed = []
-    with path.open("wb") as file:
-        file.write(header)
-        for box, begin, end in zip(ordered, ends, ends[1:], strict=False):
-            entry = {"key": box.key, "name": box.name, "shape": list(box.shape), "dtype": _name(box.data.dtype)}
-            if box.offsets is not None and box.sizes is not None:
-                entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
-            place = [len(header) + begin, len(header) + end]
-            listed.append(entry | {"start": box.start, "stop": box.stop, "bytes": place, "sha256": _write(file, box)})
-        file.flush()
-        os.fsync(file.fileno())
-    return {"file": path.name, "header": hashlib.sha256(header).hexdigest(), "boxes": listed}
-
-
-def _header(boxes: list[Box], ends: list[int]) -> bytes:
-    """The beginning of a safetensors file: its length in 8 bytes, then JSON, padded to a multiple of 8 bytes."""
-    entries: dict[str, Any] = {}
-    for box, begin, end in zip(boxes, ends, ends[1:], strict=False):
-        if box.data.dtype not in CODES:
-            raise TypeError(f"{box.name} is of {box.data.dtype}, which a checkpoint cannot hold; convert it")
-        assert box.key not in entries, f"{box.key} is written twice"
-        entries[box.key] = {"dtype": CODES[box.data.dtype], "shape": [box.data.numel()], "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _write(file: BinaryIO, box: Box) -> str:
-    """Write the data of a box; returns their hash."""
-    digest = hashlib.sha256()
-    for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
-        data = part.cpu().numpy()
-        file.write(data)
-        digest.update(data)
-    return digest.hexdigest()
 
 
 class _Stored(NamedTuple):
@@ -220,10 +115,13 @@ class Reader:
         """Copy elements ``[start, stop)`` of a flattened tensor into ``out``, shape ``(stop - start,)``, any dtype."""
         missing = stop - start
         for stored in self._stored.get(name, []):
-            for place, within, length in stored.overlaps(start, stop):
-                first = stored.begin + within * stored.dtype.itemsize
-                _read(self.folder / stored.file, first, stored.dtype, out[place - start :][:length])
-                missing -= length
+            pieces = [*stored.overlaps(start, stop)]
+            missing -= sum(length for _, _, length in pieces)
+            if pieces:
+                with (self.folder / stored.file).open("rb", buffering=0) as file:
+                    for place, within, length in pieces:
+                        file.seek(stored.begin + within * stored.dtype.itemsize)
+                        _read(file, stored.dtype, out[place - start :][:length])
         if missing:
             raise ValueError(f"{self.folder} lacks {missing} of the {stop - start} elements of {name} that are needed")
 
@@ -242,7 +140,7 @@ class Reader:
         damaged: dict[str, list[str]] = {}
         parts = [(shard, *part) for shard in self.manifest["shards"] for part in self._parts(shard, names)]
         for shard, begin, end, digest, keys in parts[first::step]:
-            with (self.folder / shard["file"]).open("rb") as file:
+            with (self.folder / shard["file"]).open("rb", buffering=0) as file:
                 if _hash(file, begin, end) != digest:
                     damaged.setdefault(shard["file"], []).extend(keys)
         if damaged:
@@ -275,31 +173,29 @@ class Reader:
                 yield *box["bytes"], box["sha256"], [box["key"]]
 
 
-def _hash(file: BinaryIO, begin: int, end: int | None) -> str:
+def _hash(file: FileIO, begin: int, end: int | None) -> str:
     """Of the bytes ``[begin, end)``; None is the end of the file."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER))
     file.seek(begin)
     left = end - begin if end is not None else sys.maxsize
-    while count := file.readinto(buffer[:left]):  # type: ignore[attr-defined]
+    while count := file.readinto(buffer[:left]):
         digest.update(buffer[:count])
         left -= count
     return digest.hexdigest()
 
 
-def _read(path: Path, first: int, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """Fill ``out`` with elements of a file, from byte ``first`` on; it may be elsewhere and of another dtype."""
-    buffer = torch.empty(BUFFER // dtype.itemsize, dtype=dtype)
-    with path.open("rb", buffering=0) as file:
-        file.seek(first)
-        for part in out.split(buffer.numel()):
-            source = buffer[: part.numel()]
-            view = source.view(torch.uint8).numpy().data
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise ValueError(f"{path} is cut off after {file.tell():,} bytes; {remedy(path.parent)}")
-                view = view[count:]
-            part.copy_(source)
+def _read(file: FileIO, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """Fill ``out`` with the next elements of a file; it may be on another device and of another dtype."""
+    buffer = torch.empty(min(BUFFER // dtype.itemsize, out.numel()), dtype=dtype)
+    for part in out.split(buffer.numel()):
+        source = buffer[: part.numel()]
+        view = source.view(torch.uint8).numpy().data
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise ValueError(f"{file.name} is cut off after {file.tell():,} bytes; choose another checkpoint")
+            view = view[count:]
+        part.copy_(source)
 
 
 def _listed(keys: list[str]) -> str:
@@ -315,7 +211,7 @@ def _require_file(path: Path, shard: dict[str, Any]) -> None:
 
 def _find_bytes(manifest: dict[str, Any], folder: Path) -> None:
     """Complete a manifest of format 1 by what the headers of its files say."""
-    dtypes = {code: _name(dtype) for dtype, code in CODES.items()}
+    dtypes = {code: dtype_name(dtype) for dtype, code in CODES.items()}
     for shard in manifest["shards"]:
         path = folder / shard["file"]
         _require_file(path, shard)

@@ -89,7 +89,10 @@ def load_writer(folder: RunFolder) -> Writer:
             "continue it with zeromesh train CONFIG --resume"
         )
     if not (folder.text / TOKENIZER_FOLDER).is_dir():
-        raise ValueError(f"the run in {str(folder.path)!r} has no tokenizer, since its text was tokens already")
+        raise ValueError(
+            f"the run in {str(folder.path)!r} has no tokenizer, since it was trained on tokens; train with the one "
+            "that they were made with in data.tokenizer"
+        )
     tokenizer = load_tokenizer(folder.text / TOKENIZER_FOLDER)
     language = language_model(folder.settings())
     if isinstance(language, Transformer):

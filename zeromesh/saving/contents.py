@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.shards import Box
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.precision.scaler import LossScaler

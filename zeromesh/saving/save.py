@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from zeromesh.agree import together
-from zeromesh.checkpoint.boxes import Box, write_shard
 from zeromesh.checkpoint.folder import (
     DRAFT,
     begin,
@@ -24,11 +23,14 @@ from zeromesh.checkpoint.folder import (
     write_manifest,
 )
 from zeromesh.checkpoint.packing import pack, require_json
+from zeromesh.checkpoint.shards import Box, write_shard
 from zeromesh.saving.contents import Run, boxes, model_fields, parameters, tied
 from zeromesh.saving.optimizer import options, scalars
 
 MANIFEST_BYTES = 400
 """About so many of the manifest tell of one box."""
+
+ONE_FOLDER = "save to a folder that all ranks see"
 
 
 def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
@@ -51,6 +53,8 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
         mine.extend(boxes(engine))
 
     def write() -> None:
+        if not draft.is_dir():
+            raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
         entry = write_shard(draft, rank, mine)
         write_json(draft / f"rank_{rank:05d}.json", {"shard": entry, "scalars": scalars(engine)})
 
@@ -86,10 +90,7 @@ def _joined(draft: Path, ranks: int) -> dict[str, Any]:
         numbers |= part["scalars"]
         path.unlink()
     if len(shards) != ranks:
-        raise OSError(
-            f"the first rank sees the files of {len(shards)} of {ranks} ranks in {draft}; "
-            "save to a folder that all ranks see"
-        )
+        raise OSError(f"the first rank sees the files of {len(shards)} of {ranks} ranks in {draft}; {ONE_FOLDER}")
     return {"shards": shards, "scalars": numbers}
 
 
