@@ -324,6 +324,23 @@ def test_a_tokenizer_that_the_model_has_no_entries_for_is_refused(tiny: Path, tm
     assert "vocabulary has 96 entries" in result.output
 
 
+def test_weights_are_not_trained_with_another_tokenizer(tiny: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    (tmp_path / "text.txt").write_text("a b c d e f g h\n" * 400)
+    data = {"train": str(tmp_path / "text.txt"), "vocabulary_size": 260}
+    options = {"huggingface": {"path": str(bare), "sequence_length": 16}, "data": data}
+    result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "run", **options)))
+    assert result.exit_code == 2
+    assert "know the ids of their own tokenizer" in result.output
+    own = {"path": str(tiny), "sequence_length": 16}
+    other = tmp_path / "run" / "text" / "tokenizer"
+    options = {"huggingface": own, "data": {"train": str(tmp_path / "text.txt"), "tokenizer": str(other)}}
+    result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "other", **options)))
+    assert result.exit_code == 2
+    assert "has 260 entries, and the model's own in" in result.output
+
+
 def test_an_unknown_role_is_named_with_its_line(tiny: Path, tmp_path: Path) -> None:
     lines = (EXAMPLES / "chat.jsonl").read_text().splitlines()
     lines[4] = json.dumps({"messages": [{"role": "robot", "content": "beep"}, {"role": "assistant", "content": "a"}]})

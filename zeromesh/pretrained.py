@@ -147,6 +147,21 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
 
     Unless it ``draws`` its initial values, those of its parameters are not defined.
     """
+    settings, arguments = configuration(path, **config)
+    make = model_class or require_transformers().AutoModelForCausalLM
+    make = getattr(make, "from_config", None) or make._from_config
+    with Recording(), nullcontext() if draws else require_transformers("initialization").no_init_weights():
+        model: PreTrainedModel = make(settings, dtype=dtype, **arguments)
+    model.tie_weights()
+    return model
+
+
+def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
+    """What a folder's config.json says, with some values replaced, and those that it has no place for.
+
+    Raises:
+        ValueError: there is none, or it is of quantized weights.
+    """
     transformers = require_transformers()
     try:
         settings, arguments = transformers.AutoConfig.from_pretrained(
@@ -155,12 +170,7 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{str(path)!r} holds no configuration that transformers can read: {error}") from None
     _require_plain(path, settings)
-    make = model_class or transformers.AutoModelForCausalLM
-    make = getattr(make, "from_config", None) or make._from_config
-    with Recording(), nullcontext() if draws else require_transformers("initialization").no_init_weights():
-        model: PreTrainedModel = make(settings, dtype=dtype, **arguments)
-    model.tie_weights()
-    return model
+    return settings, arguments
 
 
 def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Loaded:

@@ -10,7 +10,7 @@ from torch import nn
 
 from zeromesh.cli.changes import require_unchanged
 from zeromesh.cli.folder import RunFolder
-from zeromesh.cli.model import LanguageModel, language_model
+from zeromesh.cli.model import LanguageModel, Transformer, language_model
 from zeromesh.cli.updates import check_optimizer
 from zeromesh.config.settings import Resolved, Settings
 from zeromesh.config.train import Run, TextData
@@ -107,6 +107,8 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
             f"the model's vocabulary has {vocabulary} entries, and the tokenizer {prepared.vocabulary}; use the "
             "model's own tokenizer, or raise model.vocab_size"
         )
+    if prepared.tokenizer is not None and isinstance(job.language, Transformer):
+        job.language.require_tokenizer(job.data.tokenizer, prepared.vocabulary)
     for part in (*prepared.train, *prepared.validation):
         if part.highest >= vocabulary:
             place, token = first_beyond(part.indexed, vocabulary)

@@ -17,9 +17,10 @@ from zeromesh.architectures.flops import training_cost, training_flops_per_token
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, Lora, ModelShape
 from zeromesh.data.loader import Batch
+from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.engine import Engine
 from zeromesh.export import plain_model
-from zeromesh.pretrained import build
+from zeromesh.pretrained import build, configuration
 
 PROBE = 4
 """Tokens of each of the two documents with which a model is tried."""
@@ -147,7 +148,7 @@ class Transformer:
     @property
     def vocabulary(self) -> int | None:
         """Entries of its vocabulary."""
-        return entries(self.unfilled(torch.float32))
+        return int(configuration(self.folder)[0].get_text_config().vocab_size)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -174,6 +175,30 @@ class Transformer:
                 f"model in {self.source.path!r}; set it to {longest} or less"
             )
         return model if self.lora is None else _with_adapters(model, self.lora)
+
+    def require_tokenizer(self, named: str | None, size: int) -> None:
+        """Refuse a tokenizer that the weights were not trained with, as far as that can be told.
+
+        Args:
+            named: where it is; None if it was trained on the text.
+            size: its entries.
+
+        Raises:
+            ValueError: it is another one than the model's.
+        """
+        if not self.has_weights:
+            return
+        own = self.tokenizer
+        if named is None:
+            raise ValueError(
+                f"the weights in {self.source.path!r} know the ids of their own tokenizer, which is not there; "
+                "name it in data.tokenizer, or set huggingface.weights to false"
+            )
+        if own is not None and Path(named) != Path(own) and (entries := load_tokenizer(Path(own)).size) != size:
+            raise ValueError(
+                f"data.tokenizer = {named!r} has {size} entries, and the model's own in {own!r} has {entries}; leave "
+                "data.tokenizer out, or set huggingface.weights to false"
+            )
 
     def cost(self, model: nn.Module) -> float:
         """Counted, frozen parameters as what they cost."""
@@ -224,12 +249,6 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     except ValueError as error:
         raise ValueError(f"lora.target_modules: {error}") from None
     return adapted
-
-
-def entries(model: nn.Module) -> int:
-    """How many entries the vocabulary of a model of transformers has."""
-    config: Any = model.config
-    return int(config.get_text_config().vocab_size)
 
 
 @torch.no_grad()
