@@ -52,10 +52,11 @@ def _shapes(sharded: Sharded) -> Shapes:
 
 def _fields(engine: Run, reader: Reader) -> str:
     """Which fields of the model's own configuration differ, as a line; empty if that is not known."""
-    saved, wanted = reader.manifest.get("model", {}), model_fields(engine)
-    lines = [f"{key} (saved {saved[key]!r}, wanted {wanted[key]!r})" for key in wanted if key in saved]
+    saved = reader.manifest.get("model", {})
     differ = [
-        line for key, line in zip((k for k in wanted if k in saved), lines, strict=True) if saved[key] != wanted[key]
+        f"{key} (saved {saved[key]!r}, wanted {value!r})"
+        for key, value in model_fields(engine).items()
+        if key in saved and saved[key] != value
     ]
     return f"\nof the model's configuration, these differ: {some(differ, 'fields')}" if differ else ""
 
