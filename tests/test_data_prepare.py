@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +24,7 @@ import zeromesh.data.making as making_module
 from test_data_indexed import published
 from zeromesh.config.train import TextData
 from zeromesh.data.encode import Encoder, Side, encode_all
+from zeromesh.data.indexed import IndexedWriter
 from zeromesh.data.prepare import Changed, prepare
 from zeromesh.data.tokenizer import train_tokenizer
 from zeromesh.observe.reading import ReadingBar
@@ -100,6 +103,19 @@ def test_a_process_that_is_ended_is_reported(tmp_path: Path) -> None:
         list(encode_all([Deadly()], Encoder(settings), 2))
 
 
+def test_a_full_disk_ends_the_processes(tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(IndexedWriter, "add", full)
+    data = TextData(train=(str(corpus(tmp_path / "corpus")),), workers=2)
+    with pytest.raises(OSError, match="No space left") as error:
+        prepare(data, tmp_path / "run" / "text")
+    assert multiprocessing.active_children() == []  # while the error still holds its frames
+    assert error.value.errno == errno.ENOSPC
+    assert not list((tmp_path / "run").iterdir())
+
+
 INTERRUPTED = """
 import sys
 from pathlib import Path
@@ -107,6 +123,7 @@ import zeromesh.data.encode as encode
 import zeromesh.data.making as making
 import zeromesh.data.portions as portions
 from zeromesh.config.train import TextData
+from zeromesh.data.indexed import IndexedWriter
 from zeromesh.data.prepare import prepare
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromesh.config.train import TextData
+from zeromesh.data.indexed import token_dtype
 from zeromesh.data.portions import Portion, placed, read_portion
 from zeromesh.data.records import KINDS, Tokens, encode_text, read_record, share_of
 from zeromesh.data.tokenizer import TextTokenizer, load_tokenizer
@@ -69,7 +70,7 @@ class Encoded:
     """What becomes of a task; a sequence is a record, or a piece of a text.
 
     Attributes:
-        ids: of all sequences, one after the other, shape ``(tokens,)``.
+        ids: of all sequences, one after the other, shape ``(tokens,)``, in the dtype that they are stored in.
         mask: u8, 1 for labels, of the same shape; None where all are.
         lengths: int32, tokens of each sequence.
         last: bool, whether a document ends with the sequence.
@@ -100,6 +101,7 @@ class Encoder:
     def __init__(self, settings: Settings, tokenizer: TextTokenizer | None = None) -> None:
         self.settings = settings
         self.tokenizer = load_tokenizer(settings.tokenizer) if tokenizer is None else tokenizer
+        self.dtype = token_dtype(self.tokenizer.size)
 
     def encode(self, task: Sequence[Side]) -> Encoded:
         """The tokens of all portions.
@@ -120,10 +122,11 @@ class Encoder:
                     dropped += 1
                 else:
                     found.append((tokens, True, share))
+        ids = [tokens.ids.astype(self.dtype) for tokens, _, _ in found]
         masks = [tokens.mask for tokens, _, _ in found if tokens.mask is not None]
         masked = any(side.kind is not None and KINDS[side.kind].packed for side in task)
         return Encoded(
-            ids=np.concatenate([np.empty(0, dtype=np.int64), *(tokens.ids for tokens, _, _ in found)]),
+            ids=np.concatenate([np.empty(0, dtype=self.dtype), *ids]),
             mask=np.concatenate([np.empty(0, dtype=np.uint8), *masks]) if masked else None,
             lengths=np.array([len(tokens.ids) for tokens, _, _ in found], dtype=np.int32),
             last=np.array([last for _, last, _ in found], dtype=bool),
@@ -170,7 +173,7 @@ class Encoder:
         return Tokens(tokens.ids[: length + 1], mask, size)
 
 
-def encode_all(tasks: Iterable[Sequence[Side]], encoder: Encoder, workers: int) -> Iterator[Encoded]:
+def encode_all(tasks: Iterable[Sequence[Side]], encoder: Encoder, workers: int) -> Generator[Encoded, None, None]:
     """Encode tasks, in their order.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from rich.console import Console
 from zeromesh.config.train import TextData
 from zeromesh.data.corpus import Document
 from zeromesh.data.encode import SMALL, Encoded, Encoder, Settings, encode_all, grouped
-from zeromesh.data.indexed import token_dtype
 from zeromesh.data.portions import Portion, placed, read_portion
 from zeromesh.data.prepared import Prepared, TokenSet
 from zeromesh.data.records import KINDS, read_record, share_of
@@ -130,10 +130,12 @@ def _make_part(
         size = sum(file.document.size for file in files)
         workers = 1 if size < SMALL else data.workers or available_cores()
         counted = _Counted(bar)
-        encoded = counted.watch(encode_all(grouped(chain.from_iterable(f.sides() for f in files)), encoder, workers))
         packed = files[0].kind is not None and KINDS[files[0].kind].packed
         prefix = folder / part.name
-        documents = write_documents(prefix, encoded, token_dtype(encoder.tokenizer.size), packed)
+        tasks = grouped(chain.from_iterable(file.sides() for file in files))
+        # Closed at once where writing fails, or the processes would live as long as the error is looked at.
+        with closing(encode_all(tasks, encoder, workers)) as encoded:
+            documents = write_documents(prefix, counted.watch(encoded), encoder.dtype, packed)
         dropped = counted.dropped
     if not len(documents.tokens):
         raise ValueError(

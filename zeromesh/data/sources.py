@@ -70,10 +70,9 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Known]:
             form = format_of(document)
             if form == INDEXED:
                 found.append(Known(document, INDEXED, None))
-            elif form:
-                kind = kind or _kind(data, document)
-                (found.append(Known(document, kind, None)) if kind else skipped.append(document))
-            elif is_text(document):
+            elif form and (kind := kind or _kind(data, document)) is not None:
+                found.append(Known(document, kind, None))
+            elif not form and is_text(document):
                 texts.append(document)
             else:
                 skipped.append(document)

@@ -52,7 +52,7 @@ def write_documents(prefix: Path, encoded: Iterable[Encoded], dtype: np.dtype[An
         masks = stack.enter_context(IndexedWriter(file_of(prefix, MASK), np.dtype("u1"))) if packed else None
         for part in encoded:
             writer.add(part.ids, part.lengths, part.last)
-            highest = max(highest, int(part.ids.max(initial=-1)))
+            highest = max(highest, int(part.ids.max(initial=0)))
             labels = part.lengths.astype(np.int64)
             if masks is not None:
                 assert part.mask is not None
