@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ if __name__ == "__main__":
 """
 
 
-def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.fixture
+def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that prepares text into ``tmp_path / "run"`` with two others, and has begun to write."""
     source = tmp_path / "corpus"
     source.mkdir()
     (source / "a.txt").write_text(words(30_000, 0) * 100)
@@ -148,17 +151,26 @@ def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
     while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
-    _, error = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert error.count("Traceback") == 1
-    assert error.rstrip().endswith("KeyboardInterrupt")
-    assert list((tmp_path / "run").iterdir()) == []
+    yield process
     # One that only cleans up after the others may take a moment longer.
     deadline = time.monotonic() + 30
     while any_left(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_killing_the_process_that_prepares_ends_the_others(preparing: subprocess.Popen[str]) -> None:
+    preparing.kill()
+    preparing.communicate(timeout=60)  # the others hold the pipe, too
+
+
+def test_ctrl_c_ends_all_processes_and_leaves_nothing(preparing: subprocess.Popen[str], tmp_path: Path) -> None:
+    os.killpg(preparing.pid, signal.SIGINT)  # as a terminal does, to all of them
+    _, error = preparing.communicate(timeout=60)
+    assert preparing.returncode != 0
+    assert error.count("Traceback") == 1
+    assert error.rstrip().endswith("KeyboardInterrupt")
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def any_left(group: int) -> bool:

@@ -10,9 +10,10 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -241,8 +242,17 @@ _stopped: Event | None = None
 
 def _start(settings: Settings, stopped: Event) -> None:
     global _encoder, _stopped
+    Thread(target=_end_with_the_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder, _stopped = Encoder(settings), stopped
+
+
+def _end_with_the_parent() -> None:
+    """A process that was killed cannot end those that it started, and they would wait for tasks for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode(task: Sequence[Side]) -> Encoded:
