@@ -303,7 +303,7 @@ SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
         ({"lora": {"target_modules": "q_proj"}, "huggingface": None, "model": SHAPE}, "lora needs a model of transfor"),
         ({"model": SHAPE}, "keep one of them"),
         ({"huggingface": None}, "needs a section 'model', or 'huggingface'"),
-        ({"huggingface": {"sequence_length": 16}}, "and a sample of model.sequence_length = 16 holds"),
+        ({"huggingface": {"sequence_length": 16}}, "and a sample of sequence_length = 16 holds"),
         ({"train_batch_size": 4096}, "fewer than the 4096"),
     ],
 )  # fmt: skip

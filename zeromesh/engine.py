@@ -79,6 +79,7 @@ class Engine:
         self._syncs = True
         self._losses: list[torch.Tensor] = []
         self._norm: float | None = None
+        self._mean_loss: float | None = None
         self._skipped_in_a_row = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -232,8 +233,8 @@ class Engine:
         if not self._must_skip(agreement):
             self._update(optimizer, factor)
         with span("monitor"):
-            loss = float(agreement.notes[:, 1].sum() / agreement.notes[:, 2].sum())
-            values = learning_values(loss, rates, self._norm, scale)
+            self._mean_loss = float(agreement.notes[:, 1].sum() / agreement.notes[:, 2].sum())
+            values = learning_values(self._mean_loss, rates, self._norm, scale)
             self.observer.values(values, self.global_samples, self.train_batch_size())
 
     def _update(self, optimizer: Optimizer, factor: float) -> None:
@@ -336,12 +337,15 @@ class Engine:
             StopIteration: there are too few micro-batches left for an update; none was used.
         """
         self.train()
+        whole, updates = self._since_update + self._unsynced == 0, self.global_steps
         losses = []
         for batch in [next(data_iter) for _ in range(self._accumulation)]:  # all, or an update would be left half done
             loss = self._loss(batch)
             self.backward(loss)
             losses.append(loss.detach())
             self.step()
+        if whole and self.global_steps == updates + 1 and self._mean_loss is not None:  # the update was of just these
+            return torch.tensor(self._mean_loss, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
 
     def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
@@ -412,6 +416,10 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """Global norm of the last update's gradient before clipping; None before the first."""
         return self._norm
+
+    def get_mean_loss(self) -> float | None:
+        """Mean loss of the last update over ranks and micro-batches; None before the first. No rank asks another."""
+        return self._mean_loss
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""

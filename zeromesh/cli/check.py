@@ -120,7 +120,7 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     wanted = _resolved(job).train_batch_size
     if samples < wanted:
         raise ValueError(
-            f"data.train gives {samples} samples of model.sequence_length = {length} tokens, fewer than the {wanted} "
+            f"data.train gives {samples} samples of sequence_length = {length} tokens, fewer than the {wanted} "
             "of one step (train_batch_size); add text, or make the batch or the sequence smaller"
         )
     return prepared

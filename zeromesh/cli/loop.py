@@ -76,13 +76,12 @@ class Loop:
         labels = max(1, int(world.exchange(counts).sum()))
         # The engine takes the mean over ranks and micro-batches.
         factor = engine.data_size * self.share.micro_batches / labels
-        total = torch.zeros(1, dtype=torch.float64)
         for batch in micro_batches:
-            summed = nats(self.job.language, engine, batch)
-            engine.backward(summed * factor)
+            engine.backward(nats(self.job.language, engine, batch) * factor)
             engine.step()
-            total += summed.detach().double().cpu()
-        return float(world.exchange(total).sum()) / labels
+        loss = engine.get_mean_loss()
+        assert loss is not None
+        return loss
 
     def _advanced(self, progress: Progress, seconds: float) -> Progress:
         return Progress(progress.step + 1, progress.samples + self.share.global_batch, progress.seconds + seconds)

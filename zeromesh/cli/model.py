@@ -171,7 +171,7 @@ class Transformer:
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and self.sequence_length > longest:
             raise ValueError(
-                f"huggingface.sequence_length = {self.sequence_length} is longer than the {longest} positions of the "
+                f"sequence_length = {self.sequence_length} is longer than the {longest} positions of the "
                 f"model in {self.source.path!r}; set it to {longest} or less"
             )
         return model if self.lora is None else _with_adapters(model, self.lora)

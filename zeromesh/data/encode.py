@@ -162,7 +162,7 @@ class Encoder:
             return tokens
         if self.settings.data.too_long == "error":
             raise ValueError(
-                f"has {count} tokens, and a sample of model.sequence_length = {length} holds {length + 1} with its "
+                f"has {count} tokens, and a sample of sequence_length = {length} holds {length + 1} with its "
                 'last label; set data.too_long to "truncate" or "drop", or make the sequence longer'
             )
         assert tokens.mask is not None

@@ -74,7 +74,7 @@ def training_samples(prepared: Prepared, length: int, seed: int) -> list[Samples
         parts.append(open_samples(part, length, seed_of(seed, number), prepared.packing, prepared.pad))
         if not parts[-1].count:
             raise ValueError(
-                f"model.sequence_length = {length} needs {length + 1} tokens of training text, and there are "
+                f"sequence_length = {length} needs {length + 1} tokens of training text, and there are "
                 f"{part.tokens} in {str(part.prefix)!r}; shorten the sequence, or add text"
             )
     return parts
