@@ -139,7 +139,7 @@ def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that prepares text into ``tmp_path / "run"`` with two others, and has begun to write."""
     source = tmp_path / "corpus"
     source.mkdir()
-    (source / "a.txt").write_text(words(30_000, 0) * 100)
+    (source / "a.txt").write_text(words(30_000, 0) * 400)
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
     command = [sys.executable, str(script), str(source), str(tmp_path / "run" / "text"), _tokenizer(tmp_path)]

@@ -73,7 +73,7 @@ def run_page(page: Path, folder: Path) -> None:
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             }
-            finished = run_command([*command, file], timeout=120, cwd=folder, **variables)
+            finished = run_command([*command, file], timeout=300, cwd=folder, **variables)
             assert finished.returncode == 0, f"the {language} blocks of {page}:\n{finished.stdout}"
 
 
