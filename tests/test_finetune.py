@@ -20,7 +20,7 @@ from huggingface_models import MODELS, VOCABULARY
 from zeromesh.architectures import published
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.cli.main import app
-from zeromesh.cli.model import Transformer, language_model, require_document_attention
+from zeromesh.cli.model import Transformer, language_model, require_causal, require_document_attention
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, ModelShape
 from zeromesh.data.loader import Batch
@@ -289,6 +289,24 @@ def test_models_that_look_across_documents_are_refused(name: str, tmp_path: Path
     assert "attends across documents whatever positions it is given; set it to false" in str(packed(name, tmp_path))
 
 
+def causal(name: str, folder: Path) -> str:
+    torch.manual_seed(3)
+    MODELS[name].build().save_pretrained(folder)
+    language = Transformer(HuggingFace(path=str(folder), sequence_length=16))
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
+    engine = zeromesh.initialize(language.build(), config=config)[0]
+    try:
+        require_causal(engine, language, VOCABULARY)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("name", "refused"), [("bert", True), ("roberta", True), ("llama", False), ("mamba", False)])
+def test_models_that_look_ahead_are_refused(name: str, refused: bool, tmp_path: Path) -> None:
+    assert ("is no causal model" in causal(name, tmp_path)) == refused
+
+
 # What is refused before the start.
 
 SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
@@ -302,6 +320,7 @@ SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
         ({"lora": {"target_modules": "query"}}, "lora.target_modules: Target modules"),
         ({"lora": {"target_modules": "q_proj"}, "huggingface": None, "model": SHAPE}, "lora needs a model of transfor"),
         ({"model": SHAPE}, "keep one of them"),
+        ({"lora": {"r": 2}, "huggingface": {"weights": False}}, "lora adapts the weights of a model"),
         ({"huggingface": None}, "needs a section 'model', or 'huggingface'"),
         ({"huggingface": {"sequence_length": 16}}, "and a sample of sequence_length = 16 holds"),
         ({"train_batch_size": 4096}, "fewer than the 4096"),

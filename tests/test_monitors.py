@@ -191,17 +191,21 @@ def test_a_loss_that_its_owner_divides_is_written_as_it_was(tmp_path: Path, one_
 
 def test_a_cut_off_line_and_lines_after_the_checkpoint_go_and_other_files_stay(tmp_path: Path) -> None:
     writer = CsvFiles(tmp_path)
+    others = {"other.csv": "x,y\n5,6\n", "Train_Samples_own.csv": "step,loss,accuracy\n7,8,9\n"}
     for step in (1, 2, 3):
-        writer.write({"a/b c": step / 2}, step)
-    with (tmp_path / "a_b_c.csv").open("a") as file:
+        writer.write({"Train/Samples/b c": step / 2, "mine": 1.0}, 1000 * step if step == 3 else step)
+    (tmp_path / "Train_Samples_b_c.csv").write_text("step,b c\n1,0.5\n2,1.0\n3,1.5\n")
+    with (tmp_path / "Train_Samples_b_c.csv").open("a") as file:
         file.write("4")
-    (tmp_path / "other.csv").write_text("x,y\n5,6\n")
+    for name, text in others.items():
+        (tmp_path / name).write_text(text)
     again = CsvFiles(tmp_path)
     again.rewind(2)
-    again.write({"a/b c": 8.0}, 2)  # as the last validation of a run that had ended
-    again.write({"a/b c": 9.0}, 3)
-    assert (tmp_path / "a_b_c.csv").read_text() == "step,b c\n1,0.5\n2,1.0\n3,9.0\n"
-    assert (tmp_path / "other.csv").read_text() == "x,y\n5,6\n"
+    again.write({"Train/Samples/b c": 8.0}, 2)  # as the last validation of a run that had ended
+    again.write({"Train/Samples/b c": 9.0, "mine": 2.0}, 3)
+    assert (tmp_path / "Train_Samples_b_c.csv").read_text() == "step,b c\n1,0.5\n2,1.0\n3,9.0\n"
+    assert (tmp_path / "mine.csv").read_text() == "step,mine\n1,1.0\n2,1.0\n3000,1.0\n3,2.0\n"
+    assert {name: (tmp_path / name).read_text() for name in others} == others
 
 
 def test_a_writer_that_fails_is_given_up_with_one_warning(

@@ -298,7 +298,7 @@ def absent(folder: Path) -> None:
     ("damage", "message"),
     [
         (truncated, "model.safetensors' is truncated or not a safetensors file"),
-        (other_sizes, r"model.embed_tokens.weight is \(96, 32\) there and \(96, 64\) in the model"),
+        (other_sizes, r"model.embed_tokens.weight, is \(96, 32\) there and \(96, 64\) in the model"),
         (without_a_tensor, r"lacks model.norm.weight of LlamaForCausalLM \(it has model.normal.weight for model.norm"),
         (pickled, "only pytorch_model.bin, which are pickles and may run any code; convert them"),
         (without_a_file, "lacks model-00001-of-.* with .*; copy it again"),
@@ -314,6 +314,31 @@ def test_what_cannot_be_read_is_named(damage: Callable[[Path], None], message: s
     damage(folder)
     with pytest.raises(ValueError, match=message):
         zeromesh.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("expert", "message"),
+    [("experts.1.", r"gate_up_proj, made of .* is \(3, 128, 32\) there and \(4, 128, 32\) in the model"),
+     ("experts.1.w3", "gate_up_proj, made of .* is incomplete there")],
+)  # fmt: skip
+def test_a_mixture_that_lacks_a_part_of_an_expert_is_refused(expert: str, message: str, tmp_path: Path) -> None:
+    folder = saved("mixtral", tmp_path)
+    state = load_file(folder / SINGLE)
+    kept = {key: value for key, value in state.items() if not (key.startswith("model.layers.0.") and expert in key)}
+    assert len(kept) < len(state)
+    save_file(kept, folder / SINGLE, {"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        zeromesh.from_pretrained(folder)
+
+
+def test_a_checkpoint_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path)
+    engine = start(zeromesh.from_pretrained(folder), 3)
+    tokens = torch.arange(16).view(2, 8)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    engine.save_16bit_model(folder)
+    require_equal(start(zeromesh.from_pretrained(folder), 3).state_dict(), engine.state_dict())
 
 
 def test_ranges_of_a_tensor_are_read_alone(tmp_path: Path) -> None:

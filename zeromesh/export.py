@@ -72,11 +72,15 @@ class Files:
             part.unlink(missing_ok=True)
 
     def _flush(self) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         part = self._folder / f"{self._name}.{len(self._written):05d}.part"
         self._written.append((part, list(self._state)))
-        save_file(self._state, part, {"format": "pt"})
+        try:
+            save_file(self._state, part, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{part} could not be written: {error}; make room, or choose another folder") from None
         with part.open("rb") as file:
             os.fsync(file.fileno())
         self._bytes += _size(self._state)
@@ -231,6 +235,8 @@ def _add(files: Files, model: nn.Module, state: State) -> None:
 def _finish(files: Files | None, folder: Path, model: nn.Module) -> None:
     assert files is not None
     files.finish()
+    for adapters in folder.glob("adapter_*"):  # they would be added to the model once more
+        adapters.unlink()
     write_configuration(folder, model)
 
 

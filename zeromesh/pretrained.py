@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -82,25 +82,30 @@ class Converted:
         files = [part for parts in self.parts.values() for part in parts]
         return f"{files[0]} and {len(files) - 1} more" if len(files) > 1 else f"a part of {files[0]}"
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What comes out, found without reading; empty if the parts do not fit together."""
+        try:
+            return tuple(self._make(lambda part: torch.empty(part.shape, device="meta")).shape)
+        except (RuntimeError, ValueError, IndexError):
+            return ()
+
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Elements ``[start, stop)`` of the flattened parameter; all that it is made of is read."""
-        return self.whole().reshape(-1)[start:stop]
+        return self._make(FileTensor.whole).reshape(-1)[start:stop]
 
-    def whole(self) -> torch.Tensor:
-        """The parameter in its shape."""
-        made = self._make()
-        if self.name not in made:
-            raise ValueError(f"transformers made {', '.join(sorted(made))} of {self}, but not {self.name}")
-        return made[self.name]
-
-    def _make(self) -> dict[str, torch.Tensor]:
+    def _make(self, read: Callable[[FileTensor], torch.Tensor]) -> torch.Tensor:
         converter = deepcopy(self.converter)
         for pattern, parts in self.parts.items():
             for part in parts:
-                converter.add_tensor(self.name, part.key, pattern, part.whole)
+                converter.add_tensor(self.name, part.key, pattern, partial(read, part))
         first = str(next(iter(converter.layer_targets)))
         made = converter.convert(first, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        if self.name not in made:
+            raise ValueError(f"transformers made {', '.join(sorted(made))} of {self}, but not {self.name}")
+        value = made[self.name]
+        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -230,8 +235,10 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     index = folder / INDEX
     if index.is_file():
         try:
-            places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
+            if not all(isinstance(name, str) for name in places.values()):
+                raise ValueError("weight_map has to give the name of a file for each tensor")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{str(index)!r} is no index of safetensors: {error!r}; copy the file again") from None
         files: dict[Path, set[str]] = {}
         for key, name in places.items():
@@ -252,8 +259,17 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     )
 
 
-@lru_cache(maxsize=OPEN_FILES)
 def _opened(file: Path) -> Any:
+    try:
+        state = file.stat()
+    except OSError as error:
+        raise ValueError(f"{str(file)!r} cannot be read ({error.strerror}); copy it again") from None
+    return _handle(file, state.st_ino, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _handle(file: Path, *state: int) -> Any:
+    """Another one when the file has been written anew."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -329,11 +345,12 @@ def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: 
     wrong = []
     for name, target in targets.items():
         source = sources.get(name)
-        if isinstance(source, FileTensor) and source.shape != tuple(target.shape):
-            wrong.append(f"{name} is {tuple(source.shape)} there and {tuple(target.shape)} in the model")
+        if isinstance(source, FileTensor | Converted) and (shape := source.shape) != tuple(target.shape):
+            made = f"made of {source}, " if isinstance(source, Converted) else ""
+            wrong.append(f"{name}, {made}is {shape or 'incomplete'} there and {tuple(target.shape)} in the model")
     if wrong:
         raise ValueError(
-            f"{str(folder)!r} holds a model of other sizes: {_some(wrong)}; use the config.json that belongs to it"
+            f"{str(folder)!r} holds another model, or not all of it: {_some(wrong)}; use the config.json of it"
         )
 
 

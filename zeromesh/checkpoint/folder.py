@@ -143,6 +143,21 @@ def commit(draft: Path, final: Path) -> None:
     remove(old)
 
 
+def require_free(final: Path) -> None:
+    """Raise FileExistsError if a checkpoint would take the place of what is none: nothing of a user's is deleted."""
+    for folder in (final, final.with_name(final.name + OLD), final.with_name(final.name + DRAFT)):
+        looked_at = folder.is_dir() and not (folder / MANIFEST).is_file()
+        strange = [path.name for path in folder.iterdir() if not _is_ours(path)] if looked_at else []
+        if folder.is_file() or strange:
+            held = f"holds {', '.join(sorted(strange)[:3])}, and" if strange else "is a file, and"
+            raise FileExistsError(f"{folder} {held} is not overwritten by a checkpoint; choose another tag or folder")
+
+
+def _is_ours(path: Path) -> bool:
+    named = path.name.startswith("rank_") and path.suffix in (".safetensors", ".json")
+    return path.is_file() and (named or path.name.startswith(MANIFEST))
+
+
 def remove(folder: Path) -> None:
     """Delete a checkpoint's folder; nothing if there is none."""
     if folder.exists():
@@ -162,7 +177,9 @@ def _flush(path: Path) -> None:
 
 
 def require_tag(tag: str) -> None:
-    """Raise ValueError for a name that is needed for other things in a folder of checkpoints."""
+    """Raise ValueError for what names no folder in a folder of checkpoints, or is needed there for other things."""
+    if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
+        raise ValueError(f"a checkpoint cannot have the tag {tag!r}: it names a folder, without a path; choose another")
     if tag == LATEST or tag.endswith((DRAFT, OLD)):
         raise ValueError(
             f"a checkpoint cannot have the tag {tag!r}: {LATEST!r} and names that end in {DRAFT!r} or {OLD!r} are for "
@@ -178,15 +195,18 @@ def locate(folder: Path, tag: str) -> Path:
 
 
 def latest(folder: Path) -> str | None:
-    """The tag that ``folder/latest`` names; None if there is no such file.
+    """The tag that ``folder/latest`` names; None if there is no checkpoint.
 
-    If that is empty, or names what is not there or was not written to its end, the newest complete checkpoint is taken,
-    with a warning.
+    If there is no such file, or it is empty, or names what is not there or was not written to its end, the newest
+    complete checkpoint is taken, with a warning.
     """
     path = folder / LATEST
     if not path.is_file():
-        return None
-    tag = path.read_text(encoding="utf-8").strip()
+        newest = _newest(folder) if folder.is_dir() else None
+        if newest is not None:
+            _log.warning("%s has no file %r; the newest complete checkpoint is taken: %r", folder, LATEST, newest)
+        return newest
+    tag = path.read_text(encoding="utf-8", errors="replace").strip()
     if tag and _is_readable(locate(folder, tag)):
         return tag
     newest = _newest(folder)

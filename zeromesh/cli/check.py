@@ -20,6 +20,7 @@ from zeromesh.data.making import size_is_set
 from zeromesh.data.prepare import prepare
 from zeromesh.data.prepared import Prepared
 from zeromesh.data.store import first_beyond
+from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.dist.environment import Environment, is_launched
 from zeromesh.shard.find import find_units
 
@@ -105,10 +106,12 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     if prepared.tokenizer is not None and vocabulary < prepared.vocabulary:
         raise ValueError(
             f"the model's vocabulary has {vocabulary} entries, and the tokenizer {prepared.vocabulary}; use the "
-            "model's own tokenizer, or raise model.vocab_size"
+            "model's own tokenizer, or a larger vocabulary"
         )
     if prepared.tokenizer is not None and isinstance(job.language, Transformer):
         job.language.require_tokenizer(job.data.tokenizer, prepared.vocabulary)
+    if prepared.tokenizer is not None and job.run.sample.chat and job.run.sample.prompts:
+        load_tokenizer(prepared.tokenizer).prompt([{"role": "user", "content": job.run.sample.prompts[0]}])
     for part in (*prepared.train, *prepared.validation):
         if part.highest >= vocabulary:
             place, token = first_beyond(part.indexed, vocabulary)

@@ -166,6 +166,11 @@ class Transformer:
         Raises:
             ValueError: it cannot be built, is not causal, has not enough positions, or cannot have the adapters.
         """
+        if self.lora is not None and not self.has_weights:
+            raise ValueError(
+                f"lora adapts the weights of a model, and {self.source.path!r} gives none; use a folder with weights, or "
+                "leave lora out"
+            )
         quiet()
         model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **self._options)
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -280,6 +285,25 @@ def require_document_attention(engine: Engine, language: LanguageModel, vocabula
     engine.train()
     if not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4):
         raise ValueError(_leaks(language))
+
+
+@torch.no_grad()
+def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
+    """Try whether a token matters to what is predicted before it. All ranks call it.
+
+    Raises:
+        ValueError: it does, as in BERT: the model would learn to copy its labels.
+    """
+    tokens = torch.stack([torch.arange(PROBE) % vocabulary] * 2)
+    tokens[1, -1] = vocabulary - 1 - tokens[1, -1]
+    engine.eval()
+    logits = language.logits(engine, Batch(tokens, tokens).to(engine.device))[:, :-1].float()
+    engine.train()
+    if not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4):
+        raise ValueError(
+            f"huggingface.path: {language.name} is no causal model: what it predicts depends on later tokens; choose a "
+            "model that generates text (examples/bert_mlm.py trains on masked tokens)"
+        )
 
 
 def _leaks(language: LanguageModel) -> str:

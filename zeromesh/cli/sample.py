@@ -99,7 +99,8 @@ def load_writer(folder: RunFolder) -> Writer:
         model = load_transformer(language, folder.model)
         ends = model.generation_config.eos_token_id
         known = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        return Writer(lambda: _cached(model), known | {tokenizer.end}, tokenizer)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        return Writer(lambda: _cached(model, longest), known | {tokenizer.end}, tokenizer)
     assert isinstance(language, BuiltIn)
     decoder, longest = _decoder(language, folder.model / "model.safetensors"), language.sequence_length
     following: Next = lambda ids: decoder(torch.tensor([ids[-longest:]]))[0, -1]  # noqa: E731
@@ -130,12 +131,14 @@ def load_transformer(language: Transformer, folder: Path) -> Any:
     return PeftModel.from_pretrained(base, str(folder)).eval()
 
 
-def _cached(model: Any) -> Next:
-    """The next logits with keys and values kept, where the model keeps them."""
+def _cached(model: Any, longest: int | None) -> Next:
+    """The next logits with keys and values kept, where the model keeps them, and while it has positions."""
     cache, seen = None, 0
 
     def following(ids: Sequence[int]) -> torch.Tensor:
         nonlocal cache, seen
+        if longest is not None and len(ids) > longest:
+            ids, cache, seen = ids[-longest:], None, 0
         output = model(input_ids=torch.tensor([ids[seen:]]), past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
         seen = len(ids) if cache is not None else 0

@@ -16,7 +16,7 @@ from zeromesh.cli.check import Job, check, prepare_text
 from zeromesh.cli.closing import Span, close
 from zeromesh.cli.evaluate import HeldOut
 from zeromesh.cli.loop import Loop, Progress
-from zeromesh.cli.model import require_document_attention
+from zeromesh.cli.model import require_causal, require_document_attention
 from zeromesh.cli.screen import is_first, make_console, shown_log
 from zeromesh.config.printing import jsonable
 from zeromesh.config.settings import Settings
@@ -118,8 +118,10 @@ def _train(job: Job, prepared: Prepared, began: float) -> None:
             f"{job.language.name}, {_parameters_text(engine.module)}, "
             f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
         )
+        vocabulary = job.language.vocabulary or prepared.vocabulary
+        require_causal(engine, job.language, vocabulary)
         if prepared.document_attention:
-            require_document_attention(engine, job.language, job.language.vocabulary or prepared.vocabulary)
+            require_document_attention(engine, job.language, vocabulary)
         start = _resume(engine, job) if job.run.resume else Progress()
         if engine.mesh.rank == 0:
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})

@@ -32,6 +32,10 @@ class Writer(Protocol):
         """Write what has not been written."""
 
 
+OURS = ("Train_Samples_", "Validation_Samples_")
+"""How the names of the files begin whose steps are samples."""
+
+
 class CsvFiles:
     """A file per name, with the columns ``step`` and the last part of the name, as DeepSpeed's.
 
@@ -58,11 +62,11 @@ class CsvFiles:
                 writer.writerow([step, value])
 
     def rewind(self, step: int) -> None:
-        """See ``Writer``. A line that was cut off goes, too."""
-        for path in self._folder.glob("*.csv"):
+        """See ``Writer``. A line that was cut off goes, too. Users' own values have steps of their own, and stay."""
+        for path in (path for start in OURS for path in self._folder.glob(f"{start}*.csv")):
             with path.open(newline="") as file:
                 head, *rows = list(csv.reader(file)) or [[]]
-            if head[:1] != ["step"]:
+            if len(head) != 2 or head[0] != "step":
                 continue  # it is not of our making
             kept = [row for row in rows if len(row) == 2 and row[0].isdigit() and int(row[0]) <= step]
             self._kept[path] = {row[0] for row in kept}

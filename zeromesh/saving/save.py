@@ -17,6 +17,7 @@ from zeromesh.checkpoint.folder import (
     commit,
     keep_last,
     remove,
+    require_free,
     require_tag,
     write_json,
     write_latest,
@@ -49,6 +50,8 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
 
     def collect() -> None:
         require_tag(tag)
+        if rank == 0:
+            require_free(final)
         _require_json(engine, client_state)
         mine.extend(boxes(engine))
 

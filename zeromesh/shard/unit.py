@@ -134,6 +134,8 @@ class Flat:
         if start < stop:
             first = start - segment.start
             value = source.read(first, stop - segment.start)
+            if value.numel() != stop - start:
+                raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
             # Never narrower than what it goes to, where it would be compared with what is there.
             wide = torch.promote_types(value.dtype, self.master.dtype)
             self.put(segment, value.to(device=self.master.device, dtype=wide), first)
