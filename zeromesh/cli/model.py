@@ -168,7 +168,7 @@ class Transformer:
         """
         if self.lora is not None and not self.has_weights:
             raise ValueError(
-                f"lora adapts the weights of a model, and {self.source.path!r} gives none; use a folder with weights, or "
+                f"lora adapts the weights of a model, and {self.source.path!r} gives none; choose one with weights, or "
                 "leave lora out"
             )
         quiet()
