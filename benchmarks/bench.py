@@ -90,8 +90,8 @@ class Bench:
 
     def _run(self, name: str, case: str, watch: str, steps: int, limit: float = 0.0) -> Any:
         arguments, family = self._arguments, VARIANTS[name].family
-        home = arguments.deepspeed if family == "DeepSpeed" else Path(sys.prefix)
-        python = home / "bin" / "python"
+        home = arguments.deepspeed
+        python = home / "bin" / "python" if family == "DeepSpeed" else Path(sys.executable)
         # What it compiles is found there by the next run, and goes when the environment goes; ninja is there, too.
         more = {"TORCH_EXTENSIONS_DIR": str(home / "torch_extensions"), "PATH": f"{python.parent}:{os.environ['PATH']}"}
         job = {"variant": name, "case": case, "watch": watch, "backend": arguments.backend, "steps": steps}
@@ -101,7 +101,9 @@ class Bench:
             )
         except RunFailed as error:
             raise RunFailed(str(error).replace(f"{ROOT}{os.sep}", "")) from None
-        self.result["versions"] |= figures.pop("versions")
+        for package, number in figures.pop("versions").items():
+            if self.result["versions"].setdefault(package, number) != number:
+                self.result["versions"][f"{package} with {family}"] = number
         self.result["device"] = figures.pop("device")
         return figures
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from cases import CASES, make_batch, make_model
 from heap import Heap
 from page import case_table, differing, ratios, spans_table, write
+from ranks import RunFailed, run
 from variants import VARIANTS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -65,6 +67,31 @@ def test_blocks_below_the_limit_are_not_counted() -> None:
     assert 1_000_000 <= heap.live() - before <= 1_020_000
     del small, large
     assert heap.live() == before
+
+
+@pytest.mark.parametrize(
+    ("script", "limit", "message"),
+    [
+        ("echo one; exec sleep 60", 0.5, "rank 0 took too long\none"),
+        ("if [ $RANK = 1 ]; then echo two; exit 3; fi; exec sleep 60", 60.0, "rank 1 ended with status 3\ntwo"),
+    ],
+)
+def test_all_ranks_of_a_run_that_fails_are_ended(tmp_path: Path, script: str, limit: float, message: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho $$ > "{tmp_path}/$RANK.pid"\n{script}\n')
+    python.chmod(0o755)
+    with pytest.raises(RunFailed, match=f"^{message}$"):
+        run(python, 2, {}, {}, limit)
+    for rank in (0, 1):
+        file = tmp_path / f"{rank}.pid"
+        if file.exists() and file.read_text():  # it may have been ended before it wrote it
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(file.read_text()), 0)
+
+
+def test_an_environment_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="there is no .*/missing/bin/python"):
+        run(tmp_path / "missing" / "bin" / "python", 2, {}, {}, 1.0)
 
 
 # One command, with a DeepSpeed that is none: what it shares with the real one is the calls.
