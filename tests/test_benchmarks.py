@@ -202,3 +202,11 @@ def test_losses_that_differ_too_much_are_marked(last: float, differs: bool) -> N
     case = {"rows": {"DDP": row(6.0, 5.0), "ZeroMesh 1": row(6.0, last)}, "settings": {"tolerance": 1e-3}}
     assert differing(case, "ZeroMesh 1") is differs
     assert ("too much" in case_table(case)) is differs
+
+
+@pytest.mark.full
+def test_the_checkpoint_benchmark_measures_saving_and_loading(tmp_path: Path) -> None:
+    options = ["--size", "tiny", "--rounds", "1", "--folder", tmp_path / "speed"]
+    printed = run_command([sys.executable, BENCHMARKS / "checkpoint_speed.py", *options], timeout=240).stdout
+    assert {"zeros:", "save:", "load:"} <= {line.split()[0] for line in printed.splitlines() if line}
+    assert not (tmp_path / "speed").exists()
