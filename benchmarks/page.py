@@ -34,6 +34,10 @@ SPANS = {
 }
 """What the engine's spans are called here; others are shown under their own name."""
 
+MODEL = "{}: the model, and hooks"
+REST, BETWEEN, ALL = "step: the rest", "between the calls, where the ranks meet", "**all**"
+BEYOND = "forward and backward beyond the floor of the rounds: Python, and sharing the cores"
+
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """Median, least and largest."""
@@ -131,28 +135,35 @@ def spans_table(case: CaseResult) -> str:
     found = {name: row["spans"] for name, row in case["rows"].items() if row["spans"] is not None}
     if not found:
         return ""
-    columns: dict[str, dict[str, float]] = {name: {} for name in found}
-    for name, spans in found.items():
-        lines = columns[name]
-        for phase in ("forward", "backward", "step"):
-            own = spans["phases"].get(phase, 0.0) - sum(spans["inside"].get(phase, {}).values())
-            lines[f"{phase} without what follows"] = own
-        lines["between the calls, where the ranks meet"] = spans["phases"]["data"] + spans["phases"]["other"]
-        kinds = [kind for inside in spans["inside"].values() for kind in inside]
-        for kind in [*SPANS, *(kind for kind in kinds if kind not in SPANS)]:
-            if kind in kinds:
-                together = sum(inside.get(kind, 0.0) for inside in spans["inside"].values())
-                lines[SPANS.get(kind, kind)] = together
-        lines["**all**"] = spans["total"]
-        if (floor := floor_of(case)) is not None:
-            model = lines["forward without what follows"] + lines["backward without what follows"]
-            lines["forward and backward beyond the floor: Python, and sharing the cores"] = model - floor
-    names = list(dict.fromkeys(line for lines in columns.values() for line in lines))
-    last = [name for name in names if name.startswith(("**", "forward and"))]
+    columns = {name: spans_lines(spans, floor_of(case)) for name, spans in found.items()}
+    names = sorted({line for lines in columns.values() for line in lines}, key=_place)
     table = [["ms per update", *columns]]
-    for line in [*(name for name in names if name not in last), *last]:
+    for line in names:
         table.append([line, *(f"{1e3 * lines[line]:.1f}" if line in lines else "-" for lines in columns.values())])
     return lines_of(table)
+
+
+def spans_lines(spans: dict[str, Any], floor: float | None) -> dict[str, float]:
+    """Seconds per update by what they are for; they add up to ``ALL``."""
+    inside = spans["inside"]
+    own = {name: spans["phases"][name] - sum(inside.get(name, {}).values()) for name in ("forward", "backward", "step")}
+    lines = {MODEL.format(name): own[name] for name in ("forward", "backward")}
+    lines |= {REST: own["step"], BETWEEN: spans["phases"]["data"] + spans["phases"]["other"]}
+    for kind in {kind for kinds in inside.values() for kind in kinds}:
+        lines[SPANS.get(kind, kind)] = sum(kinds.get(kind, 0.0) for kinds in inside.values())
+    lines[ALL] = spans["total"]
+    if floor is not None:
+        lines[BEYOND] = own["forward"] + own["backward"] - floor
+    return lines
+
+
+def _place(line: str) -> tuple[int, str]:
+    """Where a line of the table stands: in the order of an update, those that are not known in the middle."""
+    first = [MODEL.format("forward"), MODEL.format("backward"), *SPANS.values()]
+    last = [REST, BETWEEN, ALL, BEYOND]
+    if line in last:
+        return len(first) + 1 + last.index(line), line
+    return first.index(line) if line in first else len(first), line
 
 
 def heading(name: str, case: CaseResult) -> str:

@@ -53,8 +53,8 @@ def draw(variants: dict[str, list[str]], found: dict[str, dict[str, tuple[float,
             panel.set_yticklabels([])
     present = {family(name) for case in found.values() for name in case if name != "floor"}
     keys: list[Any] = [Patch(color=colour, label=name) for name, colour in COLOURS.items() if name in present]
-    keys.append(Line2D([], [], color="black", linestyle="--", label="floor: forward and backward alone"))
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
+    keys.append(Line2D([], [], color="black", linestyle="--", label="floor: forward and backward"))
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys) if columns > 1 else 2, frameon=False)
     figure.savefig(path, dpi=110)
     return True
 
@@ -69,7 +69,7 @@ def _panel(panel: Any, case: str, names: list[str], values: dict[str, tuple[floa
         middle, least, most = values[name]
         whiskers = [[middle - least], [most - middle]]
         panel.barh(place, middle, xerr=whiskers, color=COLOURS[family(name)], ecolor="black", capsize=2)
-        panel.text(most + 0.02 * longest, place, f"{middle:.3g}", va="center", fontsize=8)
+        panel.text(most + 0.02 * longest, place, f"{middle:#.3g}", va="center", fontsize=8)
     if "floor" in values:
         panel.axvline(values["floor"][0], color="black", linewidth=1, linestyle="--")
     panel.set_yticks(range(len(names)), names, fontsize=9)
