@@ -188,6 +188,13 @@ def free_name(folder: Path, date: str) -> Path:
     return path
 
 
+def positive(text: str) -> int:
+    """A number of the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
 def main() -> None:
     """Read the command line, measure, and write the results after each case, so that an interruption keeps them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,9 +202,11 @@ def main() -> None:
         "--cases", nargs="+", default=DEFAULT, choices=list(CASES), metavar="CASE", help=", ".join(CASES)
     )
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="VARIANT")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="per round; by default what the case says")
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="processes of this machine")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--steps", type=positive, help="per round; by default what the case says")
+    parser.add_argument(
+        "--ranks", type=positive, default=torch.cuda.device_count() or 2, help="processes of this machine"
+    )
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="gloo for several ranks on one GPU")
     parser.add_argument("--limit", type=float, default=1200, help="seconds that one run may take")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder for page and figures")
@@ -205,9 +214,6 @@ def main() -> None:
         "--deepspeed", type=Path, default=ROOT / ".venv-deepspeed", help="the environment that has DeepSpeed"
     )
     arguments = parser.parse_args()
-    for name in ("rounds", "ranks"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} is {getattr(arguments, name)}, but must be at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the ranks are ended, too
     arguments.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(arguments)
