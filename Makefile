@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all check clean
+.PHONY: train test test-all bench check clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -15,6 +15,11 @@ test: .venv/.test.done
 test-all: .venv/.test.done
 	.venv/bin/python tools/test_all.py
 
+# `make bench CASES="communication-bf16" ROUNDS=3 OUT=runs/bench` narrows it, and writes elsewhere than to docs/benchmarks.
+bench: .venv/.plots.done .venv-deepspeed/.peers.done
+	.venv/bin/python benchmarks/bench.py $(if $(CASES),--cases $(CASES)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+		$(if $(OUT),--out $(OUT))
+
 check: .venv/.test.done
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
@@ -23,8 +28,12 @@ check: .venv/.test.done
 	$(RUN) zeromesh.config.reference --check
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-deepspeed build *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 # The environment with the extras of one name, again whenever the requirements change.
 .venv/.%.done: pyproject.toml constraints.txt tools/setup.py
 	$(PYTHON) tools/setup.py $*
+
+# DeepSpeed in an environment of its own. Where it cannot be installed, its rows of the benchmark say so.
+.venv-deepspeed/.peers.done: pyproject.toml constraints.txt tools/setup.py
+	-$(PYTHON) tools/setup.py peers .venv-deepspeed

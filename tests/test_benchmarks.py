@@ -1,47 +1,212 @@
-"""The benchmarks run, and their variants learn the same."""
+"""The benchmarks run, their variants learn the same, and what fails is said."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from harness import run_command
+from harness import run_command, run_ranks
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from cases import CASES, make_batch, make_model
+from heap import Heap
+from page import case_table, differing, ratios, spans_table, write
+from ranks import RunFailed, run
+from variants import VARIANTS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SMALL = ["--case", "tiny", "--dtype", "fp32", "--rounds", "1", "--warmup", "1", "--steps", "2"]
+OURS = [name for name, variant in VARIANTS.items() if variant.family in ("torch", "ZeroMesh")]
 
 
-def run(script: str, *arguments: str | Path) -> str:
-    return run_command([sys.executable, str(BENCHMARKS / script), *map(str, arguments)], timeout=240).stdout
+def losses(name: str, case_name: str, steps: int) -> list[float]:
+    case = CASES[case_name]
+    step, engine = VARIANTS[name].make(case, make_model(case), torch.device("cpu"))
+    found = [step(make_batch(case, dist.get_rank())).item() for _ in range(steps)]
+    if engine is not None:
+        engine.destroy()
+    return found
 
 
-def test_variants_of_the_step_time_benchmark_end_at_the_same_loss(tmp_path: Path) -> None:
-    out, image = tmp_path / "tiny.json", tmp_path / "tiny.png"
-    names = ["DDP", "FSDP2, reshard (ZeRO-3)", "ZeroMesh 3"]
-    printed = run("step_time.py", *SMALL, "--out", out, "--variants", "floor", *names)
-    results = json.loads(out.read_text())["results"]
-    losses = [results[name][0]["loss"] for name in names]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
-    assert losses[0] < results["floor"][0]["loss"], "only the floor does not learn"
-    assert all(f"| {name} |" in printed for name in names)
-    assert run("show.py", out, "--picture", image).strip() in printed
-    assert image.read_bytes().startswith(b"\x89PNG")
+def all_losses(case_name: str, steps: int) -> dict[str, list[float]]:
+    return {name: losses(name, case_name, steps) for name in OURS}
 
 
-def test_the_memory_of_a_variant_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "tiny.json"
-    printed = run("step_time.py", *SMALL, "--memory", "--out", out, "--variants", "ZeroMesh 0", "ZeroMesh 3")
-    peaks = {name: runs[0]["peak"] for name, runs in json.loads(out.read_text())["results"].items()}
-    assert "peak MB" in printed
-    assert peaks["ZeroMesh 3"] > 0
-    assert peaks["ZeroMesh 0"] > 0
+@pytest.mark.parametrize(("case", "tolerance"), [("tiny-fp32", 1e-5), ("tiny-clip", 1e-5), ("tiny-bf16", 5e-3)])
+def test_all_variants_of_a_case_have_the_same_losses(case: str, tolerance: float) -> None:
+    for found in run_ranks(all_losses, 2, case, 6, timeout=120):
+        for name in OURS:
+            assert found[name] == pytest.approx(found["DDP"], rel=tolerance), name
+        assert found["DDP"][-1] < found["DDP"][0]
+
+
+def test_clipping_is_seen_in_the_losses() -> None:
+    clipped, free = (run_ranks(losses, 2, "DDP", case, 6)[0] for case in ("tiny-clip", "tiny-fp32"))
+    assert clipped != pytest.approx(free, rel=1e-4), "else the test above would not see whether a variant clips"
+
+
+def test_the_floor_does_not_learn() -> None:
+    for found in run_ranks(losses, 2, "floor", "tiny-fp32", 2):
+        assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it asks glibc")
+def test_blocks_below_the_limit_are_not_counted() -> None:
+    heap = Heap(65536)
+    before = heap.live()
+    small = [torch.empty(40_000, dtype=torch.uint8) for _ in range(50)]
+    assert heap.live() == before
+    large = torch.empty(1_000_000, dtype=torch.uint8)
+    assert 1_000_000 <= heap.live() - before <= 1_020_000
+    del small, large
+    assert heap.live() == before
+
+
+@pytest.mark.parametrize(
+    ("script", "limit", "message"),
+    [
+        ("echo one; exec sleep 60", 0.5, "rank 0 took too long\none"),
+        ("if [ $RANK = 1 ]; then echo two; exit 3; fi; exec sleep 60", 60.0, "rank 1 ended with status 3\ntwo"),
+    ],
+)
+def test_all_ranks_of_a_run_that_fails_are_ended(tmp_path: Path, script: str, limit: float, message: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho $$ > "{tmp_path}/$RANK.pid"\n{script}\n')
+    python.chmod(0o755)
+    with pytest.raises(RunFailed, match=f"^{message}$"):
+        run(python, 2, {}, {}, limit)
+    for rank in (0, 1):
+        file = tmp_path / f"{rank}.pid"
+        if file.exists() and file.read_text():  # it may have been ended before it wrote it
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(file.read_text()), 0)
+
+
+def test_an_environment_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="there is no .*/missing/bin/python"):
+        run(tmp_path / "missing" / "bin" / "python", 2, {}, {}, 1.0)
+
+
+# One command, with a DeepSpeed that is none: what it shares with the real one is the calls.
+
+FAKE = """
+import torch
+
+def init_distributed(verbose):
+    assert torch.distributed.is_initialized()
+
+def initialize(model, model_parameters, config):
+    stage, sizes = config["zero_optimization"]["stage"], config["zero_optimization"]
+    if stage == 2:
+        raise RuntimeError("there is no stage 2 in this one")
+    assert config["gradient_clipping"] == 0.0 and sizes["reduce_bucket_size"] == 4_000_000
+    return Engine(torch.nn.parallel.DistributedDataParallel(model), config["optimizer"]["params"]), None, None, None
+
+class Engine:
+    def __init__(self, model, settings):
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), **settings)
+
+    def __call__(self, *inputs):
+        return self.model(*inputs)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def benchmark(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder with the results of a small benchmark, and what was printed."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    home, out = folder / "fake", folder / "out"
+    (home / "bin").mkdir(parents=True)
+    out.mkdir()
+    (home / "deepspeed.py").write_text(FAKE)
+    python = home / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{home}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (out / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n- [an older one](old.md)\n")
+    names = ["floor", "ZeroMesh 3", "DeepSpeed 1", "DeepSpeed 2"]
+    options = ["--cases", "tiny-fp32", "--rounds", "1", "--ranks", "2", "--limit", "100"]
+    command = [sys.executable, BENCHMARKS / "bench.py", *options, "--out", out, "--deepspeed", home, "--variants"]
+    return out, run_command([*command, *names], timeout=280).stdout
+
+
+def result(out: Path) -> dict[str, Any]:
+    (path,) = out.glob("*.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_one_command_measures_everything(benchmark: tuple[Path, str]) -> None:
+    out, printed = benchmark
+    found = result(out)
+    rows = found["cases"]["tiny-fp32"]["rows"]
+    assert found["versions"]["torch"] == torch.__version__
+    for name in ("floor", "ZeroMesh 3", "DeepSpeed 1"):
+        (figures,) = rows[name]["rounds"]
+        assert len(figures["times"]) == 2
+        assert min(figures["times"]) > 0
+        assert figures["cpu"] > 0
+        assert figures["first"] > 0
+        assert rows[name]["peak"] > 0
+        assert f"round 1 of 1: {name}: " in printed
+        assert figures["wire"] < 1000 if name == "floor" else figures["wire"] > 100_000
+    assert rows["ZeroMesh 3"]["rounds"][0]["losses"] == pytest.approx(
+        rows["DeepSpeed 1"]["rounds"][0]["losses"], rel=1e-5
+    )
+    assert rows["ZeroMesh 3"]["spans"]["inside"]["step"]["update"] > 0
+    assert [name for name, row in rows.items() if row["spans"] is not None] == ["ZeroMesh 3"]
+
+
+def test_a_variant_that_fails_says_so_in_its_row_and_the_rest_goes_on(benchmark: tuple[Path, str]) -> None:
+    out, printed = benchmark
+    assert "DeepSpeed 2 does not run: RuntimeError: there is no stage 2 in this one" in printed
+    assert "there is no stage 2 in this one" in result(out)["cases"]["tiny-fp32"]["rows"]["DeepSpeed 2"]["error"]
+    (page,) = (path for path in out.glob("*.md") if path.name != "README.md")
+    assert "| DeepSpeed 2 | failed, see below |" in page.read_text()
+
+
+def test_the_page_has_the_tables_and_the_picture_and_is_linked(benchmark: tuple[Path, str]) -> None:
+    out, _ = benchmark
+    (path,) = out.glob("*.json")
+    text, case = path.with_suffix(".md").read_text(), result(out)["cases"]["tiny-fp32"]
+    for part in (case_table(case), ratios(result(out)), spans_table(case), f"]({path.stem}.png)"):
+        assert part in text
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    links = [f"- [{path.stem}.md]({path.stem}.md): tiny-fp32; ", "- [an older one](old.md)"]
+    lines = (out / "README.md").read_text().splitlines()[-2:]
+    assert [line.startswith(link) for line, link in zip(lines, links, strict=True)] == [True, True]
+    before = (out / "README.md").read_text()
+    assert write(path) == path.with_suffix(".md")
+    assert (out / "README.md").read_text() == before, "a page that is made again is not linked again"
+
+
+@pytest.mark.parametrize(("last", "differs"), [(5.0, False), (5.001, False), (5.1, True), (float("nan"), True)])
+def test_losses_that_differ_too_much_are_marked(last: float, differs: bool) -> None:
+    def row(*losses: float) -> dict[str, Any]:
+        figures = {"times": [1.0], "losses": list(losses), "wire": None, "cpu": 1.0, "first": 2.0}
+        return {"rounds": [figures], "peak": None, "spans": None, "error": None}
+
+    case = {"rows": {"DDP": row(6.0, 5.0), "ZeroMesh 1": row(6.0, last)}, "settings": {"tolerance": 1e-3}}
+    assert differing(case, "ZeroMesh 1") is differs
+    assert ("too much" in case_table(case)) is differs
 
 
 @pytest.mark.full
 def test_the_checkpoint_benchmark_measures_saving_and_loading(tmp_path: Path) -> None:
-    printed = run("checkpoint_speed.py", "--size", "tiny", "--rounds", "1", "--folder", tmp_path / "speed")
+    options = ["--size", "tiny", "--rounds", "1", "--folder", tmp_path / "speed"]
+    printed = run_command([sys.executable, BENCHMARKS / "checkpoint_speed.py", *options], timeout=240).stdout
     assert {"zeros:", "save:", "load:"} <= {line.split()[0] for line in printed.splitlines() if line}
     assert not (tmp_path / "speed").exists()

@@ -1,4 +1,4 @@
-"""Create ``.venv`` and install the project in it: ``python3 tools/setup.py EXTRA``.
+"""Create an environment and install the project in it: ``python3 tools/setup.py EXTRA [FOLDER]``, by default ``.venv``.
 
 It runs on the machine's own python3, which may be old, so it keeps to what every Python 3 understands.
 """
@@ -9,7 +9,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+VENV = ROOT / (sys.argv[2] if len(sys.argv) > 2 else ".venv")
 
 
 def require_python():
@@ -35,7 +35,7 @@ def create():
     python = VENV / "bin" / "python"
     probe = [str(python), "-m", "pip", "--version"]
     if not python.exists() or subprocess.run(probe, capture_output=True).returncode:
-        print("creating .venv with", sys.executable, flush=True)
+        print("creating", VENV.name, "with", sys.executable, flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
     return python
 
@@ -63,10 +63,10 @@ def main():
     require_python()
     started = time.monotonic()
     python = create()
-    print(f"installing zeromesh[{extra}] and what it needs into .venv (once, some minutes)", flush=True)
+    print(f"installing zeromesh[{extra}] and what it needs into {VENV.name} (once, some minutes)", flush=True)
     install(python, extra)
     (VENV / f".{extra}.done").touch()
-    print(f".venv is ready, after {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{VENV.name} is ready, after {time.monotonic() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

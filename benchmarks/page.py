@@ -1,0 +1,242 @@
+"""From the figures of ``bench.py`` to a page with tables and a picture: ``python benchmarks/page.py FIGURES.json``."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from picture import draw
+
+CaseResult = dict[str, Any]
+"""Of one case: settings, number of parameters, and a row per variant; see ``bench.Bench.case``."""
+
+LIST = "<!-- the newest page comes first -->\n"
+"""After this line of the README beside it, a page is linked."""
+
+SPANS = {
+    "fetch": "parameters: all-gathers posted",
+    "wait_fetch": "parameters: all-gathers waited for",
+    "evict": "parameters: slots given up",
+    "accumulate": "gradients: copied into slots",
+    "reduce": "gradients: zeroed where there is none, reductions posted",
+    "wait_reduce": "gradients: reductions waited for",
+    "norm": "norm",
+    "agree": "the one message about norm and losses",
+    "take_changes": "users' changes of parameters",
+    "clip": "clip",
+    "update": "update",
+    "publish": "publish: new parameters written and sent",
+}
+"""What the engine's spans are called here; others are shown under their own name."""
+
+MODEL = "{}: the model, and hooks"
+REST, BETWEEN, ALL = "step: the rest", "between the calls, where the ranks meet", "**all**"
+BEYOND = "forward and backward beyond the floor of the rounds: Python, and sharing the cores"
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, least and largest."""
+    return statistics.median(values), min(values), max(values)
+
+
+def seconds(row: dict[str, Any]) -> tuple[float, float, float]:
+    """Over the rounds: their median steps."""
+    return spread([statistics.median(figures["times"]) for figures in row["rounds"]])
+
+
+def measured(case: CaseResult) -> dict[str, tuple[float, float, float]]:
+    """Seconds per step of every variant that did not fail."""
+    return {name: seconds(row) for name, row in case["rows"].items() if row["error"] is None}
+
+
+def reference(case: CaseResult) -> list[float] | None:
+    """The losses that all others are compared with: those of the first variant that learns and did not fail."""
+    name = next((name for name in measured(case) if name != "floor"), None)
+    return None if name is None else case["rows"][name]["rounds"][0]["losses"]
+
+
+def difference(case: CaseResult, name: str) -> float | None:
+    """The largest relative difference of a loss, of any step and round; None for what does not learn or failed."""
+    expected, row = reference(case), case["rows"][name]
+    if expected is None or name == "floor" or row["error"] is not None:
+        return None
+    pairs = [pair for figures in row["rounds"] for pair in zip(figures["losses"], expected, strict=True)]
+    found = [abs(loss - other) / abs(other) for loss, other in pairs]
+    return max(found) if all(map(math.isfinite, found)) else math.nan
+
+
+def differing(case: CaseResult, name: str) -> bool:
+    """Whether the losses of a variant are not those of the others; so are losses that are no numbers."""
+    found = difference(case, name)
+    return found is not None and not found <= case["settings"]["tolerance"]
+
+
+def lines_of(table: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first line is the head."""
+    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def told(value: float | None, form: str) -> str:
+    """A number, or that there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def floor_of(case: CaseResult) -> float | None:
+    """Seconds per step of the floor, if it was measured."""
+    return measured(case)["floor"][0] if "floor" in measured(case) else None
+
+
+def case_table(case: CaseResult) -> str:
+    """A line per variant."""
+    head = [
+        "variant", "s/step (least - most)", "ratio to floor", "CPU s/step", "MB sent per step", "peak MB",
+        "first step after s", "last loss", "losses differ by",
+    ]  # fmt: skip
+    table, floor = [head], floor_of(case)
+    for name, row in case["rows"].items():
+        if row["error"] is not None:
+            table.append([name, "failed, see below", *["-"] * (len(head) - 2)])
+            continue
+
+        def middle(value: Callable[[dict[str, Any]], float | None], row: dict[str, Any] = row) -> float | None:
+            values = [found for figures in row["rounds"] if (found := value(figures)) is not None]
+            return statistics.median(values) if values else None
+
+        step, least, most = seconds(row)
+        wire, differs = middle(lambda figures: figures["wire"]), difference(case, name)
+        table.append([
+            name, f"{step:.3f} ({least:.3f} - {most:.3f})", told(None if floor is None else step / floor, ".2f"),
+            told(middle(lambda figures: figures["cpu"]), ".3f"), told(None if wire is None else wire / 1e6, ".1f"),
+            told(None if row["peak"] is None else row["peak"] / 1e6, ".0f"),
+            told(middle(lambda figures: figures["first"]), ".1f"), told(middle(lambda f: f["losses"][-1]), ".4f"),
+            told(differs, ".1e") + (" **(too much)**" if differing(case, name) else ""),
+        ])  # fmt: skip
+    return lines_of(table)
+
+
+def ratios(result: dict[str, Any]) -> str:
+    """A line per variant and a column per case: times the floor."""
+    cases = {name: case for name, case in result["cases"].items() if floor_of(case)}
+    table = [["times the floor", *cases]]
+    for name in dict.fromkeys(name for case in cases.values() for name in case["rows"] if name != "floor"):
+        found = [(measured(case).get(name), floor_of(case)) for case in cases.values()]
+        table.append([name, *(f"{times[0] / floor:.2f}" if times and floor else "-" for times, floor in found)])
+    return lines_of(table) if cases else ""
+
+
+def spans_table(case: CaseResult) -> str:
+    """Milliseconds per update of each row of ZeroMesh; empty if none was profiled."""
+    found = {name: row["spans"] for name, row in case["rows"].items() if row["spans"] is not None}
+    if not found:
+        return ""
+    columns = {name: spans_lines(spans, floor_of(case)) for name, spans in found.items()}
+    names = sorted({line for lines in columns.values() for line in lines}, key=_place)
+    table = [["ms per update", *columns]]
+    for line in names:
+        table.append([line, *(f"{1e3 * lines[line]:.1f}" if line in lines else "-" for lines in columns.values())])
+    return lines_of(table)
+
+
+def spans_lines(spans: dict[str, Any], floor: float | None) -> dict[str, float]:
+    """Seconds per update by what they are for; they add up to ``ALL``."""
+    inside = spans["inside"]
+    own = {name: spans["phases"][name] - sum(inside.get(name, {}).values()) for name in ("forward", "backward", "step")}
+    lines = {MODEL.format(name): own[name] for name in ("forward", "backward")}
+    lines |= {REST: own["step"], BETWEEN: spans["phases"]["data"] + spans["phases"]["other"]}
+    for kind in {kind for kinds in inside.values() for kind in kinds}:
+        lines[SPANS.get(kind, kind)] = sum(kinds.get(kind, 0.0) for kinds in inside.values())
+    lines[ALL] = spans["total"]
+    if floor is not None:
+        lines[BEYOND] = own["forward"] + own["backward"] - floor
+    return lines
+
+
+def _place(line: str) -> tuple[int, str]:
+    """Where a line of the table stands: in the order of an update, those that are not known in the middle."""
+    first = [MODEL.format("forward"), MODEL.format("backward"), *SPANS.values()]
+    last = [REST, BETWEEN, ALL, BEYOND]
+    if line in last:
+        return len(first) + 1 + last.index(line), line
+    return first.index(line) if line in first else len(first), line
+
+
+def heading(name: str, case: CaseResult) -> str:
+    """What was trained, in one paragraph."""
+    s = case["settings"]
+    clip = f"clipped to a norm of {s['clip']:g}" if s["clip"] else "no clipping"
+    return (
+        f"## {name}\n\n"
+        f"{case['parameters'] / 1e6:.1f} M parameters ({s['layers']} blocks of width {s['hidden']}, "
+        f"{s['vocabulary']} tokens), {s['batch']} x {s['sequence']} tokens per rank and step, "
+        f"{'bf16' if s['bf16'] else 'fp32'}, {clip}; {s['steps']} steps per round after {s['warmup']}. "
+        f"Losses may differ by {s['tolerance']:g}."
+    )
+
+
+def introduction(result: dict[str, Any]) -> str:
+    """What was compared, on what, and how to read it."""
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    first = next(iter(result["first_use"].items()), None)
+    compiled = f" Its first use of all, here with {first[0]}, took {first[1]:.0f} s." if first else ""
+    return f"""# Step time, {result["date"]}
+
+Commit {result["commit"]}; {result["machine"]}; {result["ranks"]} rank(s) with {result["threads"]} thread(s) each,
+{result["backend"]}; {versions}.
+Made by `make bench`; the figures are in [{result["name"]}.json]({result["name"]}.json).
+
+All variants train the same Llama-style decoder from the same weights on the same batch with AdamW, in turn, for
+{result["rounds"]} round(s), each in fresh processes. A round's figure is its median step; shown are median, least and
+most of the rounds. *floor* is forward and backward of all ranks alone: no communication, no update.
+
+- **Losses** are those of rank 0; they differ by the largest relative difference of any step from DDP. In bf16 DDP is
+  autocast over fp32 parameters, as it is used, and sends fp32 gradients; the others compute with bf16 parameters, send
+  bf16 gradients and keep fp32 masters. So that it does not matter that DeepSpeed makes its masters after rounding, all
+  start from weights that bf16 can hold. DeepSpeed 0 in bf16 also takes a step of Adam on gradients of zero at first.
+- **Clipping** is the same in all: off, which DeepSpeed must be told, as its default is 1; or to 1 where a case says so.
+- **DeepSpeed**'s buckets are cut to 4 M elements: at its defaults it reserves about 2 GB for any model. It compiles
+  operators at first use, before anything is measured.{compiled} The column *first step after* is with them compiled.
+- **MB sent** is the mean over ranks of what TCP sockets sent, as the kernel counts. **Peak MB** is what rank 0
+  allocated beyond what there was before the model was built, on a CPU in blocks of 64 KiB and more; in another run.
+"""
+
+
+def page(result: dict[str, Any], picture: bool) -> str:
+    """The whole page, as Markdown."""
+    parts = [introduction(result).rstrip()]
+    if picture:
+        parts.append(f"![Bars of seconds per step, of each variant in each case]({result['name']}.png)")
+    parts.append(ratios(result))
+    for name, case in result["cases"].items():
+        parts += [heading(name, case), case_table(case)]
+        if profile := spans_table(case):
+            parts += ["Where the time goes, in a run of its own:", profile]
+        for variant, row in case["rows"].items():
+            if row["error"] is not None:
+                parts.append(f"{variant} failed:\n\n```text\n{row['error'].replace('```', '')}\n```")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def write(path: Path) -> Path:
+    """Write the page and the picture beside the JSON file, link the page where there is a list, and say where it is."""
+    result = {**json.loads(path.read_text()), "name": path.stem}
+    target, readme = path.with_suffix(".md"), path.with_name("README.md")
+    drawn = draw(
+        {name: list(case["rows"]) for name, case in result["cases"].items()},
+        {name: measured(case) for name, case in result["cases"].items()},
+        path.with_suffix(".png"),
+    )
+    target.write_text(page(result, drawn))
+    if readme.exists() and f"({target.name})" not in (text := readme.read_text()):
+        entry = f"- [{target.name}]({target.name}): {', '.join(result['cases'])}; {result['machine']}.\n"
+        readme.write_text(text.replace(LIST, LIST + entry, 1))
+    return target
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1])))

@@ -1,0 +1,146 @@
+"""What is compared: rows of one table, of which each makes a training step of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from cases import ADAMW, Case
+from zeromesh.architectures.decoder import Decoder
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+"""From this rank's tokens to its loss; with what the variant does between two batches."""
+
+BUCKET = 4_000_000
+"""Elements. DeepSpeed's own value, 500 million, reserves 2 GB whatever the model; this one suits the models here."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row.
+
+    Attributes:
+        family: whose work it is; floor, torch, ZeroMesh or DeepSpeed.
+        make: from a case, its model in fp32 and a device to the step, and the engine that has spans, if it has one.
+    """
+
+    family: str
+    make: Callable[[Case, Decoder, torch.device], tuple[Step, Any]]
+
+
+def floor(case: Case, model: Decoder, device: torch.device) -> tuple[Step, None]:
+    """Forward and backward of this rank, and nothing else."""
+    model.to(device, case.dtype)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return loss
+
+    return step, None
+
+
+def torch_step(case: Case, model: nn.Module, device: torch.device, optimizer: Any, autocast: bool) -> Step:
+    """A training loop of torch."""
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def ddp(case: Case, model: Decoder, device: torch.device, zero: bool) -> tuple[Step, None]:
+    """DistributedDataParallel; in 16 bits by autocast over fp32 parameters, which is how it is used."""
+    wrapped = nn.parallel.DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+    if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: Any = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, fused=True, **ADAMW)
+    else:
+        optimizer = torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW)
+    return torch_step(case, wrapped, device, optimizer, autocast=case.bf16), None
+
+
+def fsdp2(case: Case, model: Decoder, device: torch.device, reshard: bool) -> tuple[Step, None]:
+    """fully_shard on each block and the root."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model.to(device)
+    narrow = torch.bfloat16 if case.bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    return torch_step(case, model, device, optimizer, autocast=False), None
+
+
+def engine_step(engine: Any) -> Step:
+    """The loop that ZeroMesh and DeepSpeed share."""
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def configuration(case: Case, stage: int) -> dict[str, Any]:
+    """For both; the clipping is said, as DeepSpeed's default is 1."""
+    return {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "gradient_clipping": case.clip,
+        "bf16": {"enabled": case.bf16},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[call-overload]
+    }
+
+
+def zeromesh(case: Case, model: Decoder, device: torch.device, stage: int) -> tuple[Step, Any]:
+    """A row of the placement table."""
+    from zeromesh import initialize
+
+    engine, *_ = initialize(model=model, config=configuration(case, stage))
+    return engine_step(engine), engine
+
+
+def deepspeed(case: Case, model: Decoder, device: torch.device, stage: int) -> tuple[Step, None]:
+    """A stage of DeepSpeed, with buckets that suit the model. Runs in the environment that has it."""
+    import deepspeed
+
+    config = configuration(case, stage)
+    config["steps_per_print"] = 1_000_000
+    config["zero_optimization"] |= {
+        "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET, "sub_group_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET,
+    }  # fmt: skip
+    deepspeed.init_distributed(verbose=False)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine_step(engine), None
+
+
+FAMILIES = ("floor", "torch", "ZeroMesh", "DeepSpeed")
+VARIANTS: dict[str, Variant] = {
+    "floor": Variant("floor", floor),
+    "DDP": Variant("torch", partial(ddp, zero=False)),
+    "DDP + ZeroRedundancyOptimizer": Variant("torch", partial(ddp, zero=True)),
+    "FSDP2, no reshard (ZeRO-2)": Variant("torch", partial(fsdp2, reshard=False)),
+    "FSDP2, reshard (ZeRO-3)": Variant("torch", partial(fsdp2, reshard=True)),
+    **{f"ZeroMesh {stage}": Variant("ZeroMesh", partial(zeromesh, stage=stage)) for stage in range(4)},
+    **{f"DeepSpeed {stage}": Variant("DeepSpeed", partial(deepspeed, stage=stage)) for stage in range(4)},
+}
