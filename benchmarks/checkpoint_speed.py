@@ -1,6 +1,6 @@
 """How fast checkpoints are written and read, and what memory that takes, beside the disk's own speed.
 
-    python benchmarks/checkpoint_speed.py --ranks 2 --row 3 --folder /tmp/speed
+    python benchmarks/checkpoint_speed.py --ranks 2 --row 3 --folder runs/speed
 
 A Llama-style decoder (hidden size 768, 12 layers, 32,000 entries: 134 M parameters, 1.6 GB with AdamW's states) is
 updated once, then saved and loaded in turn. Each round also has the ranks write as many zeros as the checkpoint has, to

@@ -90,3 +90,15 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
+
+
+def train_on_the_loader(engine: zeromesh.Engine, updates: int) -> list[float]:
+    """Updates from the loader that ``initialize`` made, over as many passes as they take; the losses."""
+    losses = []
+    batches = iter(engine.training_dataloader)
+    while len(losses) < updates:
+        try:
+            losses.append(engine.train_batch(batches).item())
+        except StopIteration:
+            batches = iter(engine.training_dataloader)
+    return losses

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import zeromesh
 from harness import run_ranks
+from runs import train_on_the_loader
 from zeromesh.training_data import Loader, Position, Sampler
 
 SAMPLES = 40
@@ -162,13 +163,7 @@ def by_loop(engine: zeromesh.Engine, updates: int, folder: str | None = None) ->
 
 
 def by_batches(engine: zeromesh.Engine, updates: int, folder: str | None = None) -> list[Any]:
-    losses: list[float] = []
-    batches = iter(engine.training_dataloader)
-    while len(losses) < updates:
-        try:
-            losses.append(engine.train_batch(batches).item())
-        except StopIteration:
-            batches = iter(engine.training_dataloader)
+    losses = train_on_the_loader(engine, updates)
     if folder is not None:
         engine.save_checkpoint(folder)
     return losses

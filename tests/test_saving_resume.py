@@ -10,6 +10,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from runs import train_on_the_loader
 from zeromesh.checkpoint.boxes import Reader
 
 SAMPLES, GLOBAL_BATCH = 60, 12
@@ -65,23 +66,12 @@ def begin(row: int, mesh: dict[str, int], precision: str) -> zeromesh.Engine:
     return zeromesh.initialize(model=model, config=settings, model_parameters=groups, training_data=data)[0]
 
 
-def train(engine: zeromesh.Engine, updates: int) -> list[float]:
-    losses = []
-    batches = iter(engine.training_dataloader)
-    while len(losses) < updates:
-        try:
-            losses.append(engine.train_batch(batches).item())
-        except StopIteration:
-            batches = iter(engine.training_dataloader)
-    return losses
-
-
 def write(folder: str, precision: str) -> list[float]:
     engine = begin(3, {"data": 2}, precision)
-    train(engine, BEFORE)
+    train_on_the_loader(engine, BEFORE)
     engine.save_checkpoint(folder, client_state={"best": 0.5, "names": ["a", ("b", 1)]})
     # Another iterator would begin the next pass.
-    return train(begin(3, {"data": 2}, precision), BEFORE + AFTER)[BEFORE:]
+    return train_on_the_loader(begin(3, {"data": 2}, precision), BEFORE + AFTER)[BEFORE:]
 
 
 def go_on(folder: str, row: int, mesh: dict[str, int], precision: str) -> list[float]:
@@ -89,7 +79,7 @@ def go_on(folder: str, row: int, mesh: dict[str, int], precision: str) -> list[f
     _, client = engine.load_checkpoint(folder)
     assert client == {"best": 0.5, "names": ["a", ("b", 1)]}
     engine.save_checkpoint(f"{folder}/again", client_state=client)
-    return train(engine, AFTER)
+    return train_on_the_loader(engine, AFTER)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

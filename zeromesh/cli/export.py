@@ -92,10 +92,10 @@ def _export_transformer(language: Transformer, reader: Reader, output: Path, dty
         state = {name: reader.tensor(f"parameter/{name}") for name in adapter_names(model)}
         model.save_pretrained(str(output), state_dict=state)
     else:
-        write_model(plain_model(model), _states(model, reader, dtype), output, FILE)
+        write_model(plain_model(model), _states(model, reader), output, FILE)
 
 
-def _states(model: nn.Module, reader: Reader, dtype: torch.dtype) -> Iterator[State]:
+def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
     """What each block adds to the plain model's state; conversions of transformers never cross blocks."""
 
     def real(path: str) -> nn.Module:

@@ -50,24 +50,10 @@ class Figures:
         )
 
 
-class Display:
-    """Shows steps as they come. A context: the live line ends with it.
+class Live:
+    """A context in which a live line is shown, if there is one; it ends with it."""
 
-    Args:
-        console: where to; a quiet one shows nothing.
-        steps: steps of the whole run.
-    """
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._last_plain = float("-inf")
-        self._bar: Progress | None = None
-        if console.is_terminal and not console.is_dumb_terminal:
-            figures = TextColumn("{task.description}", table_column=Column(no_wrap=False))  # two lines where narrow
-            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(12), TaskProgressColumn(), figures)
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._task = self._bar.add_task("starting", total=steps)
+    _bar: Progress | None = None
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -79,6 +65,25 @@ class Display:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class Display(Live):
+    """Shows steps as they come. A context: the live line ends with it.
+
+    Args:
+        console: where to; a quiet one shows nothing.
+        steps: steps of the whole run.
+    """
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._last_plain = float("-inf")
+        if console.is_terminal and not console.is_dumb_terminal:
+            figures = TextColumn("{task.description}", table_column=Column(no_wrap=False))  # two lines where narrow
+            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(12), TaskProgressColumn(), figures)
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("starting", total=steps)
 
     def step(self, figures: Figures) -> None:
         """Show a step: on a live line at once, elsewhere the first, the last, and one every few seconds."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from zeromesh.observe.progress import Live
 from zeromesh.observe.units import bytes_text
 
 PLAIN_SECONDS = 10.0
 """Without a terminal, a line is written when so much time has passed since the last one."""
 
 
-class ReadingBar:
+class ReadingBar(Live):
     """Shows how many bytes were read. A context: the bar ends with it.
 
     Args:
@@ -27,22 +26,10 @@ class ReadingBar:
     def __init__(self, console: Console | None, what: str, total: int) -> None:
         self._console, self._what, self._total, self._read = console, what, total, 0
         self._last = time.monotonic()
-        self._bar: Progress | None = None
         if console is not None and console.is_terminal and not console.is_dumb_terminal:
             columns = (BarColumn(20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
             self._bar = Progress(TextColumn(what), *columns, console=console, transient=True)
             self._task = self._bar.add_task(what, total=total)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def advance(self, count: int) -> None:
         """Count bytes that were read."""
