@@ -105,6 +105,7 @@ class Bench:
             if self.result["versions"].setdefault(package, number) != number:
                 self.result["versions"][f"{package} with {family}"] = number
         self.result["device"] = figures.pop("device")
+        self.result["replaced"] = self.result.get("replaced", False) | figures.pop("replaced")
         return figures
 
     def prepare(self) -> None:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
+import products
 from cases import CASES, make_batch, make_model
 from heap import Heap, Peak
 from variants import VARIANTS
@@ -58,6 +59,7 @@ class Figures(TypedDict):
         spans: a ``Breakdown``; None unless watched.
         versions: of Python and packages.
         device: of rank 0.
+        replaced: whether bf16 is multiplied in fp32; see ``products.py``.
     """
 
     times: list[float]
@@ -69,6 +71,7 @@ class Figures(TypedDict):
     spans: dict[str, Any] | None
     versions: dict[str, str]
     device: str
+    replaced: bool
 
 
 @contextmanager
@@ -114,6 +117,9 @@ def measure(job: Job) -> Figures:
     case = CASES[job["case"]]
     backend = dist.get_backend()
     device = device_for(environment, backend)
+    replaced = case.bf16 and products.needed(device)
+    if replaced:
+        products.replace()
     tokens = make_batch(case, environment.rank).to(device)
     times: list[float] = []
     losses: list[torch.Tensor] = []
@@ -126,7 +132,6 @@ def measure(job: Job) -> Figures:
             engine.observer.spans.timed = True
             timer = Timer(engine.observer.spans)
         for index in range(case.warmup + job["steps"]):
-            dist.barrier()
             if index == case.warmup:
                 sent, cpu = sent_by_this_process(), time.process_time()
                 dist.barrier()
@@ -146,7 +151,7 @@ def measure(job: Job) -> Figures:
     figures = Figures(
         times=times[case.warmup :], cpu=cpu, wire=wire if backend == "gloo" else None,
         losses=[loss.item() for loss in losses], first=first, peak=peak.bytes if job["watch"] == "memory" else None,
-        spans=spans, versions=versions(), device=str(device),
+        spans=spans, versions=versions(), device=str(device), replaced=replaced,
     )  # fmt: skip
     dist.barrier()
     shutdown()
