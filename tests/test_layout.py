@@ -132,7 +132,7 @@ def test_views_of_a_storage_see_the_memory_that_is_put_into_it(swap: bool) -> No
         corner = view.view(2, 4).t()[1:]
         home.resize_(0)
         for value in (1.0, 2.0):
-            slot = Slot(64, CPU, lent=True)
+            slot = Slot(64, CPU, lent=True).fill()
             assert slot.storage.nbytes() == (64 if swap else 0)
             attach(home, slot)
             view.fill_(value)

@@ -570,7 +570,7 @@ class Engine:
                 for index, segment in enumerate(flat.layout.segments):
                     sharded.take_value(flat, index, rank=0)
                     value, now = state_dict.get(segment.name), flat.parameters[index].detach()
-                    if value is not None and flat.master is not flat.home and torch.equal(value.to(now), now):
+                    if value is not None and flat.master.dtype != now.dtype and torch.equal(value.to(now), now):
                         flat.put(segment, value.to(self.device).reshape(-1))  # not rounded to 16 bits
         self.sharded.publish()
         return result

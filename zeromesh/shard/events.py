@@ -49,6 +49,7 @@ class Events:
         self._begun: list[Unit] = []
         self._reduced: set[Unit] = set()
         self._in_backward = False
+        self._last = False
         self._other_task = -1
 
     # Forward.
@@ -204,7 +205,7 @@ class Events:
         """Around the backward of a loss; ``last`` if an update follows. Units are reduced as they are done with."""
         while self._entered:  # of a forward that was called on the model itself and interrupted
             self.forward_ends(self._entered[-1], None)
-        self._in_backward = True
+        self._in_backward, self._last = True, last
         self._begin_walks(loss)
         self._begun = []
         self._reduced = set()
@@ -217,7 +218,7 @@ class Events:
             self._reducer.reset()
             raise
         finally:
-            self._in_backward = False
+            self._in_backward = self._last = False
             self.order.end_backward()
             for calls in self.calls.values():
                 for call in [call for call in calls if call.forward in self._reached]:
@@ -268,7 +269,13 @@ class Events:
                 self._begun.append(unit)
             self._reduced.discard(unit)
         if unit.flats:
-            self._residency.enter_backward(unit, unit is self._root or unit.index in self.order.fetched([unit.index]))
+            needed = unit is self._root or unit.index in self.order.fetched([unit.index])
+            self._residency.enter_backward(unit, needed, self._done_with() if self._last else ())
+
+    def _done_with(self) -> list[Unit]:
+        """The units whose parameters this backward has looked at for the last time, as far as can be foreseen."""
+        outside = {index for forward in self._walks for index in forward.outside}
+        return [unit for unit in self._begun if unit.index not in outside and not self._pending(unit)]
 
     def _reduce_finished(self, current: Unit) -> None:
         """Reduce the units whose backward is over: each call's has begun, and that of a unit outside it begins now."""
@@ -316,7 +323,7 @@ class Events:
                 "call engine.backward(loss) instead of loss.backward(), and freeze a model through which another "
                 "engine's loss goes meanwhile (requires_grad_(False))"
             )
-        value = parameter.grad
-        assert value is not None
-        self._reducer.arrive(gradient, index, value.detach())
+        assert parameter.grad is not None
+        value = parameter.grad.detach()
         parameter.grad = None
+        self._reducer.arrive(gradient, index, value)

@@ -1,11 +1,12 @@
 """Gradients: from where autograd leaves them, through a slot, to their home.
 
-A gradient that arrives is copied (the first time) or added into the slot of its flat buffer, and freed. ``reduce``
-turns the full gradient in the slot into this rank's part of the sum over the ranks, its *home*:
+A gradient that arrives is copied (the first time) or added into the slot of its flat buffer, and freed; unless it is all
+that the flat buffer has, as an embedding's is: then it stays where autograd left it, without a slot. ``reduce`` turns
+the full gradient into this rank's part of the sum over the ranks, its *home*:
 
 - gradient sharded: after each micro-batch, into a home of its own, where micro-batches are summed;
-- gradient replicated: at the accumulation boundary; micro-batches are summed in the slot, and the home lies in it
-  where the dtypes allow.
+- gradient replicated: at the accumulation boundary; micro-batches are summed in the full gradient, and the home lies in
+  it where the dtypes allow.
 
 What is kept is the sum over ranks and micro-batches, of which a part of the division that makes it a mean may have been
 done as gradients arrived (``predivide``); the update does the rest, once.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,7 +25,10 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.model.placement import Placement, Row
 from zeromesh.observe.spans import span
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.slots import Pool, Slot, largest
+from zeromesh.shard.slots import Pool, Slot, empty, largest
+
+ALONE = 2
+"""References to the memory of a tensor that one variable holds, while it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class GradientPolicy:
         slots: how many full gradients exist at once; None is what ``sharded`` implies: two, or all.
         predivide: gradients are divided by it as they arrive, before they are summed over the ranks; None divides by
             the number of ranks where that is exact, so that the mean costs no pass over memory of its own.
+        kept: whether slots and homes keep their memory between updates. Where parameters are sharded it is given back,
+            as activations are at their most when there are no gradients.
     """
 
     sharded: bool
@@ -47,11 +53,13 @@ class GradientPolicy:
     accumulate: torch.dtype | None = None
     slots: int | None = None
     predivide: float | None = None
+    kept: bool = True
 
     @classmethod
     def of(cls, row: Row, **options: object) -> GradientPolicy:
         """The policy of a row of the placement table."""
-        return cls(row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED, **options)  # type: ignore[arg-type]
+        kept = row.parameter is Placement.REPLICATED
+        return cls(row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED, kept=kept, **options)  # type: ignore[arg-type]
 
     def wire_dtype(self, layout: Layout) -> torch.dtype:
         """Dtype of this layout's gradients on the wire."""
@@ -70,10 +78,10 @@ class Gradient:
     Attributes:
         unit: name of the unit that it is of.
         home: this rank's part of the sum so far, in the home dtype; None before the first reduction.
-        full: the full gradient that is being filled, or None.
+        full: the full gradient that is being filled, or None; in ``slot``, or where autograd left it.
         used: per parameter, whether a gradient arrived since the last update.
         slot_dtype: of ``full``.
-        home_in_slot: whether ``home`` lies in the slot; otherwise in ``buffer``.
+        home_in_full: whether ``home`` lies in the full gradient, in ``held`` then; otherwise in ``buffer``.
     """
 
     def __init__(self, layout: Layout, own: slice, shard: slice, tag: int, unit: str = "") -> None:
@@ -90,7 +98,23 @@ class Gradient:
         self.arrived = [False] * len(layout.segments)
         self.used = [False] * len(layout.segments)
         self.slot_dtype = layout.dtype
-        self.home_in_slot = True
+        self.home_in_full = True
+
+    def adopt(self, value: torch.Tensor, factor: float) -> bool:
+        """Make ``value`` itself the full gradient, times ``factor``; False if it is not alone in memory like that."""
+        memory = value.untyped_storage()
+        if not (self.in_place and value.dtype == self.slot_dtype and value.is_contiguous()):
+            return False
+        if memory.nbytes() != value.nbytes or torch._C._storage_Use_Count(memory._cdata) > ALONE:
+            return False
+        self.full = value.view(-1) if factor == 1.0 else value.view(-1).mul_(factor)
+        self.arrived[0] = self.used[0] = True
+        return True
+
+    @property
+    def in_place(self) -> bool:
+        """Whether autograd leaves the gradient as it is to be: the one parameter's, in the dtype of the slot."""
+        return self.layout.whole and self.slot_dtype == self.layout.dtype
 
     def fill(self, index: int, value: torch.Tensor, factor: float) -> None:
         """Copy or add ``factor`` times parameter ``index``'s gradient into ``full``."""
@@ -128,8 +152,8 @@ class Reducer:
         self.policy = policy
         self._mesh = mesh
         self._group = mesh.shard
-        self._in_flight: deque[tuple[Gradient, Slot, Slot | None, Pending, Slot]] = deque()
-        self._gathering: deque[tuple[Gradient, Slot, torch.Tensor, Pending, Slot | None]] = deque()
+        self._in_flight: deque[_Reduction] = deque()
+        self._gathering: deque[_Reduction] = deque()
         self._accumulates = accumulates
         for gradient in self.gradients:
             self._choose_dtype(gradient)
@@ -140,17 +164,13 @@ class Reducer:
         self._waiting = False
         count = policy.slots or (2 if policy.sharded else len(self.gradients))
         self._limit = max(1, min(2, count - 1))
-        sizes = [g.layout.size * g.slot_dtype.itemsize for g in self.gradients]
+        sizes = [g.layout.size * g.slot_dtype.itemsize for g in self.gradients if not g.in_place]
         self.slots = Pool(largest(sizes, count), mesh.device)
         wires = [g.layout.size * policy.wire_dtype(g.layout).itemsize for g in self.gradients if self._converts(g)]
         # A sum that is sent to all ranks stays in its buffer while the next ones are made.
         self.wires = Pool(largest(wires, self._limit if policy.owned else self._limit + 1), mesh.device)
         receives = [self._receive_bytes(g) for g in self.gradients]
         self.receives = Pool(largest(receives, self._limit), mesh.device)
-        for gradient in self.gradients:
-            if not gradient.home_in_slot:
-                dtype = policy.home_dtype(gradient.layout)
-                gradient.buffer = torch.empty(gradient.own.stop - gradient.own.start, dtype=dtype, device=mesh.device)
 
     # What follows from the policy.
 
@@ -165,10 +185,22 @@ class Reducer:
         at_once = self.policy.owned and (self.policy.sharded or not self._accumulates)
         home = self.policy.home_dtype(gradient.layout)
         gradient.slot_dtype = self.policy.wire_dtype(gradient.layout) if at_once else home
-        gradient.home_in_slot = not self.policy.sharded and gradient.slot_dtype == home
+        gradient.home_in_full = not self.policy.sharded and gradient.slot_dtype == home
 
     def _converts(self, gradient: Gradient) -> bool:
         return self._group.size > 1 and gradient.slot_dtype != self.policy.wire_dtype(gradient.layout)
+
+    @property
+    def home_bytes(self) -> int:
+        """What homes take that do not lie in full gradients."""
+        own = [g for g in self.gradients if not g.home_in_full]
+        return sum((g.own.stop - g.own.start) * self.policy.home_dtype(g.layout).itemsize for g in own)
+
+    @property
+    def full_bytes(self) -> int:
+        """What full gradients take, in slots and where autograd left them; the latter as many as may be under way."""
+        left = [g.layout.nbytes for g in self.gradients if g.in_place]
+        return self.slots.nbytes + sum(largest(left, self._limit if self.policy.sharded else len(left)))
 
     def _receive_bytes(self, gradient: Gradient) -> int:
         elements = self._group.receive_elements(gradient.layout.shard_size)
@@ -187,14 +219,16 @@ class Reducer:
         self._completed = False
 
     def arrive(self, gradient: Gradient, index: int, value: torch.Tensor) -> None:
-        """Take the gradient of parameter ``index``; ``value`` may be freed afterwards."""
+        """Take the gradient of parameter ``index``; the caller gives up ``value``."""
         if value.is_sparse:
             value = value.to_dense()
-        if gradient.full is None:
-            self._open(gradient)
-        elif self._accumulates is False and gradient.arrived[index] and not self.policy.sharded:
-            self._widen()
         with span("accumulate", gradient.unit):
+            if gradient.full is None:
+                if gradient.adopt(value, 1.0 / self.predivide):
+                    return
+                self._open(gradient)
+            elif self._accumulates is False and gradient.arrived[index] and not self.policy.sharded:
+                self._widen()
             gradient.fill(index, value, 1.0 / self.predivide)
 
     def _widen(self) -> None:
@@ -209,11 +243,11 @@ class Reducer:
             if before == gradient.slot_dtype:
                 continue
             gradient.buffer = None  # a sum that is in it already stays there as the home until the update
-            if narrow is not None and slot is not None:
+            if narrow is not None:
                 self._open(gradient)
                 assert gradient.full is not None
                 gradient.full.copy_(narrow)
-                self.slots.give(slot)
+                _give(self.slots, slot)
 
     def _open(self, gradient: Gradient) -> None:
         gradient.slot = self._take(self.slots, gradient.layout.size * gradient.slot_dtype.itemsize)
@@ -250,11 +284,10 @@ class Reducer:
                 return
             self._open(gradient)
         assert gradient.full is not None
-        assert gradient.slot is not None
         gradient.zero_missing()
         while len(self._in_flight) >= self._limit:
             self._finish()
-        full, slot, wire_slot = gradient.full, gradient.slot, None
+        full, wire_slot = gradient.full, None
         wire = full
         if self._converts(gradient):
             dtype = self.policy.wire_dtype(gradient.layout)
@@ -264,60 +297,56 @@ class Reducer:
         elements = self._group.receive_elements(gradient.layout.shard_size)
         received = receive_slot.tensor(elements, wire.dtype)
         out, add = full[gradient.shard], False
-        if not gradient.home_in_slot:
-            assert gradient.buffer is not None
-            out, add = gradient.buffer, gradient.home is not None
+        if not gradient.home_in_full:
+            out, add = self._buffer(gradient), gradient.home is not None
         pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1)
-        self._in_flight.append((gradient, slot, wire_slot, pending, receive_slot))
+        self._in_flight.append(_Reduction(gradient, full, gradient.slot, wire, wire_slot, pending, receive_slot))
         gradient.full, gradient.slot = None, None
         gradient.arrived = [False] * len(gradient.arrived)
 
+    def _buffer(self, gradient: Gradient) -> torch.Tensor:
+        if gradient.buffer is None:
+            elements = gradient.own.stop - gradient.own.start
+            gradient.buffer = empty(elements, self.policy.home_dtype(gradient.layout), self._mesh.device)
+        return gradient.buffer
+
     def _finish(self) -> None:
         """Wait for the oldest reduction and put its result where it belongs."""
-        gradient, slot, wire_slot, pending, receive_slot = self._in_flight.popleft()
+        done = self._in_flight.popleft()
+        gradient = done.gradient
         with span("wait_reduce", gradient.unit):
-            pending.wait()
-        self.receives.give(receive_slot)
-        if not gradient.home_in_slot:
+            done.pending.wait()
+        _give(self.receives, done.receive_slot)
+        if not gradient.home_in_full:
             gradient.home = gradient.buffer
-            self._release(slot, wire_slot)
-            return
-        full = slot.tensor(gradient.layout.size, gradient.slot_dtype)
-        if self.policy.owned:
-            self._keep(gradient, slot, full)
-            self._release(None, wire_slot)
-            return
-        wire = full
-        if wire_slot is not None:
-            wire = wire_slot.tensor(gradient.layout.size, self.policy.wire_dtype(gradient.layout))
-            wire[gradient.shard].copy_(full[gradient.shard])
-        gathering = self._group.all_gather(wire, wire[gradient.shard], gradient.tag + 2)
-        self._gathering.append((gradient, slot, wire, gathering, wire_slot))
+            _give(self.slots, done.slot)
+            _give(self.wires, done.wire_slot)
+        elif self.policy.owned:
+            self._keep(done)
+        else:
+            if done.wire is not done.full:
+                done.wire[gradient.shard].copy_(done.full[gradient.shard])
+            gathering = self._group.all_gather(done.wire, done.wire[gradient.shard], gradient.tag + 2)
+            self._gathering.append(replace(done, pending=gathering))
 
     def _finish_gathering(self) -> None:
         """Wait for the oldest sum that is sent to all ranks."""
-        gradient, slot, wire, pending, wire_slot = self._gathering.popleft()
-        with span("wait_reduce", gradient.unit):
-            pending.wait()
-        full = slot.tensor(gradient.layout.size, gradient.slot_dtype)
-        if wire_slot is not None:
-            full.copy_(wire)
-        self._keep(gradient, slot, full)
-        self._release(None, wire_slot)
+        done = self._gathering.popleft()
+        with span("wait_reduce", done.gradient.unit):
+            done.pending.wait()
+        if done.wire is not done.full:
+            done.full.copy_(done.wire)
+        self._keep(done)
 
-    def _release(self, slot: Slot | None, wire_slot: Slot | None) -> None:
-        if slot is not None:
-            self.slots.give(slot)
-        if wire_slot is not None:
-            self.wires.give(wire_slot)
-
-    def _keep(self, gradient: Gradient, slot: Slot, full: torch.Tensor) -> None:
-        """The sum stays in its slot, or joins the one kept before, if more gradients came after a reduction."""
+    def _keep(self, done: _Reduction) -> None:
+        """The sum stays where it is, or joins the one kept before, if more gradients came after a reduction."""
+        gradient = done.gradient
         if gradient.home is None:
-            gradient.home, gradient.held = full[gradient.own], slot
+            gradient.home, gradient.held = done.full[gradient.own], done.slot
         else:
-            gradient.home.add_(full[gradient.own])
-            self.slots.give(slot)
+            gradient.home.add_(done.full[gradient.own])
+            _give(self.slots, done.slot)
+        _give(self.wires, done.wire_slot)
 
     def finish(self) -> None:
         """Wait for every reduction that was started."""
@@ -325,6 +354,9 @@ class Reducer:
             self._finish()
         while self._gathering:
             self._finish_gathering()
+        if not self.policy.kept:
+            for pool in (self.slots, self.wires, self.receives):
+                pool.trim()
 
     def complete(self) -> None:
         """Reduce what has not been, sum over the replicas, and wait. Without effect until the next backward."""
@@ -353,10 +385,35 @@ class Reducer:
         """Forget all gradients: after an update, or after a backward that failed."""
         self.finish()
         for gradient in self.gradients:
-            for slot in (gradient.slot, gradient.held):
-                if slot is not None:
-                    self.slots.give(slot)
+            _give(self.slots, gradient.slot)
+            _give(self.slots, gradient.held)
+            if not self.policy.kept:
+                gradient.buffer = None
             gradient.full = gradient.slot = gradient.home = gradient.held = None
             gradient.arrived = [False] * len(gradient.arrived)
             gradient.used = [False] * len(gradient.used)
         self.begun = self._completed = self._waiting = False
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """The sum of a full gradient, under way.
+
+    Attributes:
+        slot: that ``full`` lies in; None where autograd left it.
+        wire: what is sent: ``full`` itself, or in ``wire_slot`` where the dtype is another.
+        receive_slot: where the other ranks' parts come in.
+    """
+
+    gradient: Gradient
+    full: torch.Tensor
+    slot: Slot | None
+    wire: torch.Tensor
+    wire_slot: Slot | None
+    pending: Pending
+    receive_slot: Slot
+
+
+def _give(pool: Pool, slot: Slot | None) -> None:
+    if slot is not None:
+        pool.give(slot)

@@ -77,6 +77,11 @@ class Layout:
         """Elements of the parameters, without padding."""
         return sum(segment.stop - segment.start for segment in self.segments)
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is one parameter and nothing else."""
+        return len(self.segments) == 1 and self.elements == self.size
+
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the buffer that belong to no parameter."""

@@ -10,7 +10,7 @@ units in the reverse order of the forward before it, and a forward mostly repeat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from zeromesh.dist.mesh import Mesh
 from zeromesh.observe.spans import span
@@ -88,20 +88,32 @@ class Residency:
             if other is unit:
                 break
 
-    def enter_backward(self, unit: Unit, needed: bool = True) -> None:
+    def enter_backward(self, unit: Unit, needed: bool = True, last: Collection[Unit] = ()) -> None:
         """The gradient of the unit's output arrived: units used after it are done with.
 
-        Those inside of it are not: their output may be its own. ``needed``: its backward looks at its parameters.
+        Those inside of it are not: their output may be its own.
+
+        Args:
+            unit: whose backward begins.
+            needed: its backward looks at its parameters.
+            last: units that will not be used again before an update, which makes their parameters worthless; their
+                memory is free for gradients.
         """
         before, self._held = self._backward, set()
         self._backward = {unit, *unit.ancestors, *(other for other in before if unit in other.ancestors)}
         for other in before:
             self._hide(other)
+        pinned = self._pinned()
+        for other in last:
+            if other.slot is not None and other not in pinned:
+                self.evict(other)
         if needed:
             self._bring(unit)
         else:
             self._advance(unit)
             self._prefetch()
+        if last and all(self._units[index].state is not State.HOME for index in self._plan[self._position :]):
+            self._pool.trim()
 
     def hold(self, unit: Unit, node: int) -> None:
         """Node number ``node`` of the graph looks at a view of the unit's parameters, and maybe at other units'.
@@ -220,10 +232,12 @@ class Residency:
         self.unit_of[unit.storage._cdata] = self.unit_of.pop(before)
 
     def evict_all(self) -> None:
-        """Give up every slot: the parameters are about to change, or nobody will need them for a while."""
+        """Give up every slot and its memory: the parameters are about to change, or nobody will need them for a while."""
         for unit in (self._root, *self._units.values()):
             if unit.slot is not None:
                 self.evict(unit)
+        self._pool.trim()
+        self._root_pool.trim()
 
     @property
     def active(self) -> bool:

@@ -293,16 +293,14 @@ class Sharded:
     # Accounting.
 
     def memory(self) -> Iterator[tuple[str, str, int]]:
-        """What is allocated on this rank: (state, tier, bytes), from the buffers themselves."""
+        """What is allocated on this rank at the most: (state, tier, bytes)."""
         for flat in self.flats:
             rest = flat.home if self.sharded else flat.full
-            yield "parameter", "device", rest.nbytes
+            yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", "device", rest.nbytes
             if flat.master is not flat.home:
                 yield "optimizer", "device", flat.master.nbytes
-            if flat.gradient is not None and flat.gradient.buffer is not None:
-                yield "gradient", "device", flat.gradient.buffer.nbytes
-        full_gradients = "slot" if self.reducer.policy.sharded else "gradient"
-        yield full_gradients, "device", self.reducer.slots.nbytes
+        yield "gradient", "device", self.reducer.home_bytes
+        yield "slot" if self.reducer.policy.sharded else "gradient", "device", self.reducer.full_bytes
         for pool in (self.reducer.wires, self.reducer.receives, self.pool, self.root_pool):
             yield "slot", "device", pool.nbytes
         for buffer in self.model.buffers():

@@ -7,7 +7,8 @@ Note on the names of a unit's tensors:
   which the unit itself holds see the memory again when it is back. A storage that others hold views of is left to them,
   and the unit gets another; what autograd saves is no view, but tells where one lies.
 - ``home``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
-- ``master``: what the optimizer updates: an fp32 copy for 16-bit parameters, else ``home`` itself.
+- ``master``: what the optimizer updates. For 16-bit parameters it is fp32: where parameters are sharded they rest in it
+  and are converted as they are fetched, elsewhere it is a copy beside them. For others it is ``home`` itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from zeromesh.observe.spans import span
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment, round_up
-from zeromesh.shard.slots import Slot, attach, detach
+from zeromesh.shard.slots import Slot, allocate, attach, detach
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -83,13 +84,13 @@ class Flat:
         this rank keeps.
         """
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
+        mixed = mixed and layout.trainable and layout.dtype in SIXTEEN_BIT
+        dtype, elements = torch.float32 if mixed else layout.dtype, self.own.stop - self.own.start
         if sharded:
-            self.home = torch.zeros(layout.shard_size, dtype=layout.dtype, device=mesh.device)
+            self.home = self.master = torch.zeros(layout.shard_size, dtype=dtype, device=mesh.device)
         else:
             self.home = self.full[self.own]
-        self.master = self.home
-        if mixed and layout.trainable and layout.dtype in SIXTEEN_BIT:
-            self.master = torch.zeros(self.own.stop - self.own.start, dtype=torch.float32, device=mesh.device)
+            self.master = torch.zeros(elements, dtype=dtype, device=mesh.device) if mixed else self.home
         for start, stop in () if sharded else layout.gaps:
             self.full[start:stop] = 0
         for parameter, segment, view in zip(self.parameters, layout.segments, self.views, strict=True):
@@ -247,7 +248,7 @@ class Unit:
         for flat in flats:
             self._offsets.append(self.nbytes)
             self.nbytes = round_up(self.nbytes + flat.layout.nbytes, 64)
-        self.storage = torch.UntypedStorage(self.nbytes, device=mesh.device)
+        self.storage = allocate(self.nbytes, mesh.device)
         for flat, offset in zip(flats, self._offsets, strict=True):
             flat.bind(self.storage, offset)
             self.members += flat.parameters
@@ -328,7 +329,7 @@ class Unit:
             if not flat.layout.trainable:  # momentum encoders and codebooks are written through ``.data``, too
                 flat.home.copy_(flat.full[flat.own])
         if self.is_viewed:
-            self._bind(torch.UntypedStorage(self.slot.nbytes, device=self.storage.device))
+            self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)
         slot, self.slot, self.state = self.slot, None, State.HOME
         return slot
