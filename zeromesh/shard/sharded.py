@@ -230,15 +230,17 @@ class Sharded:
         self.publish()
 
     def publish(self) -> None:
-        """The masters have changed: write them home and send the new parameters on their way."""
+        """The masters have changed: write them home and send the new parameters on their way, in the order of use."""
         self.rest()
-        for flat in self.flats:
-            if flat.gradient is not None and flat.master is not flat.home:
-                flat.home.copy_(flat.master)
         for unit in self.units:
             unit.version += 1
-        if not self.sharded:
-            self._renew()
+        for index in [self.root.index, *self._order.canonical]:
+            unit = self.units[index]
+            for flat in unit.flats:
+                if flat.master is not flat.home:
+                    flat.home.copy_(flat.master)
+            if not self.sharded and any(flat.gathers for flat in unit.flats):
+                self._renew(unit)
 
     def rest(self) -> None:
         """Bring every unit home: what rests there is about to change."""
@@ -246,14 +248,12 @@ class Sharded:
         if self.sharded:
             self.residency.evict_all()
 
-    def _renew(self) -> None:
-        """Start to gather what changed, in the order of use; each unit's forward waits for its own part."""
-        for index in [self.root.index, *self._order.canonical]:
-            unit = self.units[index]
-            if unit.state is State.FETCHED and any(flat.gathers for flat in unit.flats):
-                unit.state = State.HOME
-                self._switch(unit, False)
-                unit.begin_fetch(self.mesh, None)
+    def _renew(self, unit: Unit) -> None:
+        """Start to gather what changed; the unit's forward waits for it."""
+        assert unit.state is State.FETCHED, (unit, unit.state)
+        unit.state = State.HOME
+        self._switch(unit, False)
+        unit.begin_fetch(self.mesh, None)
 
     def forget_gradients(self) -> None:
         """As ``zero_grad``: drop the gradients of the micro-batches so far."""

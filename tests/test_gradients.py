@@ -1,0 +1,152 @@
+"""Where gradients are between autograd and their home: copied into a slot, or left where autograd put them."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import numerics
+import zeromesh
+from harness import run_ranks
+from zeromesh.dist import collectives
+from zeromesh.shard.gradient import Gradient
+from zeromesh.shard.layout import Layout
+from zeromesh.shard.place import make_units
+
+SIZE = 64
+
+
+def gradient(*shapes: tuple[int, ...]) -> Gradient:
+    named = [(str(number), torch.Size(shape)) for number, shape in enumerate(shapes)]
+    return Gradient(Layout.build(named, torch.float32, True, 2), slice(0, SIZE), slice(0, SIZE), 16)
+
+
+def test_a_gradient_that_is_all_of_its_buffer_stays_where_it_is() -> None:
+    value = torch.empty(8, 8)
+    torch.arange(float(SIZE), out=value.view(-1))
+    address, found = value.data_ptr(), gradient((8, 8))
+    assert found.adopt(value, 0.5)
+    assert found.full is not None
+    assert found.full.data_ptr() == address
+    assert torch.equal(found.full, torch.arange(float(SIZE)) / 2)
+    assert found.arrived == found.used == [True]
+
+
+def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:
+    """A gradient that must be copied, and who else is there."""
+    if kind == "of another dtype":
+        return gradient((8, 8)), torch.ones(8, 8, dtype=torch.bfloat16), None
+    if kind == "with gaps around it":
+        return gradient((7, 9)), torch.ones(7, 9), None
+    if kind == "one of several":
+        return gradient((4, 8), (4, 8)), torch.ones(4, 8), None
+    if kind == "transposed":
+        return gradient((8, 8)), torch.ones(8, 8).t(), None
+    if kind == "expanded":
+        return gradient((8, 8)), torch.ones(8, 1).expand(8, 8), None
+    if kind == "part of something":
+        return gradient((8, 8)), torch.ones(16, 8)[8:], None
+    whole = torch.ones(8, 8)
+    return gradient((8, 8)), whole.view(8, 8), whole
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["of another dtype", "with gaps around it", "one of several", "transposed", "expanded", "part of something",
+     "seen by somebody else"],
+)  # fmt: skip
+def test_a_gradient_that_is_not_alone_in_memory_as_it_should_be_is_copied(kind: str) -> None:
+    found, value, other = held(kind)
+    before = value.clone()
+    assert not found.adopt(value, 0.5)
+    assert found.full is None
+    assert torch.equal(value, before)
+    del other
+
+
+class Shared(torch.autograd.Function):
+    """The sum of two matrices; both get the same memory as their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first + second
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        value = gradients[0].clone()
+        return value.view(8, 48), value.view(8, 48)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 8, bias=False)
+        self.second = nn.Linear(48, 8, bias=False)
+        self.third = nn.Linear(48, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = Shared.apply(self.first.weight, self.second.weight)
+        return ((x @ weight.t()).tanh() + self.third(x)).square().mean()
+
+
+def pair() -> Pair:
+    torch.manual_seed(0)
+    return Pair().double()
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(4, 48, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def train(row: int) -> dict[str, torch.Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": row},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "units": ["Linear"],
+    }
+    engine, *_ = zeromesh.initialize(model=pair(), config=config)
+    assert sum(g.in_place for g in engine.sharded.reducer.gradients) == 3
+    for step in range(6):
+        engine.backward(engine(inputs(step).chunk(2)[engine.data_rank]))
+        engine.step()
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
+    model = pair()
+    for step in range(0, 6, 2):
+        loss = (model(inputs(step)) + model(inputs(step + 1))) / 2
+        # Not ``backward`` for each: torch itself would add the second gradients into the memory that both share.
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), found, strict=True):
+                parameter -= 0.1 * value
+    for rank in run_ranks(train, 2, row):
+        for name, expected in model.state_dict().items():
+            assert torch.allclose(rank[name], expected, rtol=1e-12, atol=1e-14), name
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_sums_of_narrower_parts_are_those_of_plain_torch_whatever_the_chunks(add: bool) -> None:
+    parts = [torch.randn(1000, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3)]
+    out = torch.full((1000,), 0.125)
+    expected = sum((part.float() for part in parts[1:]), parts[0].float() + (out if add else 0))
+    with patch.object(collectives, "CHUNK", 7):
+        collectives._accumulate(parts, out, add)
+    assert torch.allclose(out, expected, rtol=1e-6)
+
+
+def test_the_matrix_has_a_unit_whose_gradient_is_not_copied() -> None:
+    for mesh in (1, 2, 3, 4):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            named = [("wide.weight", numerics.Net().wide.weight.shape)]
+            assert Layout.build(named, dtype, True, mesh).whole
+    units = make_units(numerics.Net(), [])
+    assert "wide" in [unit.name for unit in units]
