@@ -184,12 +184,9 @@ def introduction(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     first = next(iter(result["first_use"].items()), None)
     compiled = f" Its first use of all, here with {first[0]}, took {first[1]:.0f} s." if first else ""
-    replaced = (
-        "\n- **This processor has no instructions for bf16.** Products and attention of bf16 tensors are computed in fp32 and"
-        "\n  rounded, in all variants, and take as long as those of fp32; see `benchmarks/products.py`."
-        if result.get("replaced")
-        else ""
-    )
+    replaced = """
+- **This processor has no instructions for bf16.** Products and attention of bf16 tensors are computed in fp32 and
+  rounded, in all variants, and take as long as those of fp32; see `benchmarks/products.py`."""
     return f"""# Step time, {result["date"]}
 
 Commit {result["commit"]}; {result["machine"]}; {result["ranks"]} rank(s) with {result["threads"]} thread(s) each,
@@ -208,7 +205,8 @@ most of the rounds. *floor* is forward and backward of all ranks alone: no commu
 - **DeepSpeed**'s buckets are cut to 4 M elements: at its defaults it reserves about 2 GB for any model. It compiles
   operators at first use, before anything is measured.{compiled} The column *first step after* is with them compiled.
 - **MB sent** is the mean over ranks of what TCP sockets sent, as the kernel counts. **Peak MB** is what rank 0
-  allocated beyond what there was before the model was built, on a CPU in blocks of 64 KiB and more; in another run.{replaced}
+  allocated beyond what there was before the model was built, on a CPU in blocks of 64 KiB and more; in another
+  run.{replaced if result.get("replaced") else ""}
 """
 
 

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations"),
     ("__init__", "engine", "build", "report", "export", "observing", "zero", "checkpointing"),
     ("saving",),
-    ("agree", "training_data", "pretrained"),
+    ("agree", "batches", "training_data", "pretrained"),
     ("shard", "activation", "precision", "optim", "checkpoint", "data", "architectures"),
     ("dist", "observe", "config"),
     ("model",),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import isfinite
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from zeromesh import export, report
+from zeromesh import batches, export, report
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
@@ -106,7 +104,7 @@ class Engine:
         """
         dtype = self.config.precision.compute
         if dtype is not None and self.config.precision.cast_inputs:
-            args, kwargs = _map((args, kwargs), partial(_cast, dtype=dtype))
+            args, kwargs = batches.map_tensors((args, kwargs), partial(batches.cast, dtype=dtype))
         with self._computing(), self.sharded.events.unwinding(), self._autocast():
             return self.module(*args, **kwargs)
 
@@ -138,7 +136,7 @@ class Engine:
         Raises:
             ValueError: the loss is not a scalar tensor with a graph.
         """
-        _check_loss(loss)
+        batches.check_loss(loss)
         # As what its mean over the micro-batches is made of: who divides it alone has divided it by their number.
         own = loss.detach().reshape(()).to(torch.float64, copy=True)
         self._losses.append(own if scale_wrt_gas else own * self._accumulation)
@@ -361,22 +359,10 @@ class Engine:
         return self._mean(losses)
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        batch = _map(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
-        if self._loss_fn is not None:
-            inputs, labels = batch
-            output = self(*inputs) if isinstance(inputs, tuple | list) else self(inputs)
-            return self._loss_fn(output, labels)
-        if isinstance(batch, Mapping):
-            output = self(**batch)
-        else:
-            output = self(*batch) if isinstance(batch, tuple | list) else self(batch)
-        if isinstance(output, Mapping):
-            loss = output.get("loss")
-        else:
-            loss = output[0] if isinstance(output, tuple | list) else getattr(output, "loss", output)
-        if loss is None:
-            raise ValueError("the model's output has no loss: put labels into the batch, or pass loss_fn to initialize")
-        return _check_loss(loss, graph=False)
+        return batches.loss_of(batches.map_tensors(batch, self._to_device), self, self._loss_fn)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         mean = torch.stack([loss.detach().double() for loss in losses]).mean().reshape(1)
@@ -451,9 +437,10 @@ class Engine:
         self.config = self.config.model_copy(update=sizes)
 
     def memory_report(self) -> dict[str, Any]:
-        """Bytes by state and tier, as allocated on this rank, with the measured use of the process beside them.
+        """Bytes by state and tier that this rank allocates at the most, and the measured use of the process.
 
-        Before torch 2.13, slots for sharded parameters are counted although they are allocated only while in use.
+        At stage 3 slots and gradients have memory only while they are needed, and parameters of 16 bits rest in their
+        masters: they count as ``optimizer``.
         """
         return report.memory(self.sharded, self.optimizer)
 
@@ -603,61 +590,3 @@ class Engine:
         """Drain what is under way and release the hooks."""
         self.observer.close()
         self.sharded.close()
-
-
-def _check_loss(loss: Any, graph: bool = True) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor):
-        raise ValueError(f"the loss is a {type(loss).__name__}, not a tensor; pass what the model's loss returned")
-    if loss.numel() != 1:
-        raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: take the mean or the sum")
-    if graph and not loss.requires_grad:
-        raise ValueError(
-            "the loss has no graph: it was computed under torch.no_grad(), detached, or depends on no trainable "
-            "parameter"
-        )
-    return loss
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if not tensor.is_floating_point() or tensor.dtype == dtype:
-        return tensor
-    if dtype is torch.float16:  # the -1e9 of a mask must not become infinite
-        limit = torch.finfo(dtype).max
-        if tensor.dtype is torch.bfloat16:  # which has not this limit among its numbers
-            tensor = tensor.float()
-        tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
-    return tensor.to(dtype)
-
-
-def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor], around: frozenset[int] = frozenset()) -> Any:
-    """Replace the tensors in nested mappings, lists, tuples and dataclasses by ``function`` of them.
-
-    What holds none that changes stays the same object, so that a forward may fill it; else a copy of it is returned.
-    ``around`` are the containers that this one is in, as one may hold itself.
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    items: dict[Any, Any] = {}
-    if isinstance(value, Mapping):
-        items = dict(value.items())
-    elif isinstance(value, list) or type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        items = dict(enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    if not items or id(value) in around:
-        return value
-    mapped = {key: _map(item, function, around | {id(value)}) for key, item in items.items()}
-    changed = {key: item for key, item in mapped.items() if item is not items[key]}
-    if not changed:
-        return value
-    if isinstance(value, tuple):
-        return type(value)(*mapped.values()) if hasattr(value, "_fields") else tuple(mapped.values())
-    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return mapped
-    copied = copy.copy(value)
-    for key, item in changed.items():
-        if isinstance(value, MutableMapping | list):
-            copied[key] = item
-        else:
-            object.__setattr__(copied, key, item)  # it may be frozen
-    return copied

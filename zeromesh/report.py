@@ -17,7 +17,7 @@ STATES = ("parameter", "gradient", "optimizer", "slot", "buffer")
 
 
 def memory(sharded: Sharded, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Bytes by state and tier on this rank.
+    """Bytes by state and tier on this rank, at the most: slots and gradients may be there during a step only.
 
     Returns:
         For each of ``STATES`` a dict of tier to bytes; ``total``, their sum; ``measured``, what the process uses now

@@ -1,8 +1,8 @@
 """Gradients: from where autograd leaves them, through a slot, to their home.
 
-A gradient that arrives is copied (the first time) or added into the slot of its flat buffer, and freed; unless it is all
-that the flat buffer has, as an embedding's is: then it stays where autograd left it, without a slot. ``reduce`` turns
-the full gradient into this rank's part of the sum over the ranks, its *home*:
+A gradient that arrives is copied (the first time) or added into the slot of its flat buffer, and freed; unless it is
+all that the flat buffer has, as an embedding's is: then it stays where autograd left it, without a slot. ``reduce``
+turns the full gradient into this rank's part of the sum over the ranks, its *home*:
 
 - gradient sharded: after each micro-batch, into a home of its own, where micro-batches are summed;
 - gradient replicated: at the accumulation boundary; micro-batches are summed in the full gradient, and the home lies in

@@ -232,7 +232,7 @@ class Residency:
         self.unit_of[unit.storage._cdata] = self.unit_of.pop(before)
 
     def evict_all(self) -> None:
-        """Give up every slot and its memory: the parameters are about to change, or nobody will need them for a while."""
+        """Give up every slot and its memory: parameters are about to change, or nobody needs them for a while."""
         for unit in (self._root, *self._units.values()):
             if unit.slot is not None:
                 self.evict(unit)

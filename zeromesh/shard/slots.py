@@ -27,9 +27,10 @@ def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """Uninitialized memory; in huge pages where the kernel has them to give (Linux), which are quicker to come by."""
     storage = torch.UntypedStorage(nbytes, device=device)
     if device.type == "cpu" and sys.platform == "linux" and nbytes >= 2 * _HUGE:
-        first, end = -(-storage.data_ptr() // _HUGE), (storage.data_ptr() + nbytes) // _HUGE
+        first = -(-storage.data_ptr() // _HUGE) * _HUGE
+        whole = (storage.data_ptr() + nbytes - first) // _HUGE * _HUGE
         # Advice only: where it is not heeded, nothing is lost.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first * _HUGE), ctypes.c_size_t((end - first) * _HUGE), _MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
     return storage
 
 

@@ -1,0 +1,106 @@
+"""What goes into a model and comes out of it, in whatever containers: tensors cast or moved, and the loss found."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+
+def loss_of(
+    batch: Any, model: Callable[..., Any], loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """The loss of one micro-batch, a scalar.
+
+    Args:
+        batch: ``(inputs, labels)`` with ``loss_fn``; else what the model takes: a mapping of keyword arguments, a tuple
+            or list of positional ones, or a single tensor.
+        model: is called with it.
+        loss_fn: from the model's output and labels to the loss.
+
+    Raises:
+        ValueError: the model's output has no loss, or one that is no scalar.
+    """
+    if loss_fn is not None:
+        inputs, labels = batch
+        return loss_fn(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs), labels)
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    else:
+        loss = output[0] if isinstance(output, tuple | list) else getattr(output, "loss", output)
+    if loss is None:
+        raise ValueError("the model's output has no loss: put labels into the batch, or pass loss_fn to initialize")
+    return check_loss(loss, graph=False)
+
+
+def check_loss(loss: Any, graph: bool = True) -> torch.Tensor:
+    """The loss, if it is one; with ``graph`` one that can be differentiated.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(f"the loss is a {type(loss).__name__}, not a tensor; pass what the model's loss returned")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: take the mean or the sum")
+    if graph and not loss.requires_grad:
+        raise ValueError(
+            "the loss has no graph: it was computed under torch.no_grad(), detached, or depends on no trainable "
+            "parameter"
+        )
+    return loss
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A floating-point tensor in a 16-bit dtype, finite where it was; any other as it is."""
+    if not tensor.is_floating_point() or tensor.dtype == dtype:
+        return tensor
+    if dtype is torch.float16:  # the -1e9 of a mask must not become infinite
+        limit = torch.finfo(dtype).max
+        if tensor.dtype is torch.bfloat16:  # which has not this limit among its numbers
+            tensor = tensor.float()
+        tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
+    return tensor.to(dtype)
+
+
+def map_tensors(
+    value: Any, function: Callable[[torch.Tensor], torch.Tensor], around: frozenset[int] = frozenset()
+) -> Any:
+    """Replace the tensors in nested mappings, lists, tuples and dataclasses by ``function`` of them.
+
+    What holds none that changes stays the same object, so that a forward may fill it; else a copy of it is returned.
+    ``around`` are the containers that this one is in, as one may hold itself.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    items: dict[Any, Any] = {}
+    if isinstance(value, Mapping):
+        items = dict(value.items())
+    elif isinstance(value, list) or type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = dict(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if not items or id(value) in around:
+        return value
+    mapped = {key: map_tensors(item, function, around | {id(value)}) for key, item in items.items()}
+    changed = {key: item for key, item in mapped.items() if item is not items[key]}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*mapped.values()) if hasattr(value, "_fields") else tuple(mapped.values())
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return mapped
+    copied = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, MutableMapping | list):
+            copied[key] = item
+        else:
+            object.__setattr__(copied, key, item)  # it may be frozen
+    return copied
