@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from harness import run_ranks
 from runs import config, seed_everything, start, train
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.folder import MANIFEST
+from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.cli.main import app
 
 OLD = Path(__file__).parent / "data" / "format_1"

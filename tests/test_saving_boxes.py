@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 
 from zeromesh.checkpoint import boxes, shards
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.folder import MANIFEST, write_json, write_manifest
+from zeromesh.checkpoint.folder import write_json, write_manifest
+from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.checkpoint.shards import CODES, Box, write_shard
 
 
@@ -195,6 +197,21 @@ def test_a_manifest_that_is_not_what_was_written_is_refused(change: Any, message
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         Reader(tmp_path / "run")
     assert message in str(caught.value)
+
+
+def test_no_other_checkpoint_is_offered_that_is_damaged_itself(tmp_path: Path) -> None:
+    reader, file = damaged(tmp_path)
+    newer = write(tmp_path / "newer", ranges("a", torch.arange(24.0)))
+    os.truncate(file, 300)
+    with pytest.raises(ValueError, match=r"cut off after 300 .*: load it with tag='newer'"):
+        reader.verify()
+    (newer.folder / "rank_00000.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"cut off after 300 .*: load it with tag='older'"):
+        reader.verify()
+    for name in ("newer", "older"):
+        (tmp_path / name / MANIFEST).write_text('{"format": 2,')
+    with pytest.raises(ValueError, match=r"incomplete save: .* has no other checkpoint that is whole"):
+        Reader(newer.folder)
 
 
 def test_without_a_manifest_there_is_no_checkpoint(tmp_path: Path) -> None:

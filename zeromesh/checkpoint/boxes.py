@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import sys
 from collections.abc import Collection, Iterator
 from io import FileIO
@@ -18,14 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeromesh.checkpoint.folder import read_manifest, remedy
-from zeromesh.checkpoint.shards import CODES, dtype_name
+from zeromesh.checkpoint.folder import another_offered
+from zeromesh.checkpoint.manifest import listed, read_manifest, require_files
 
 BUFFER = 1024**2
 """Bytes that are read at a time; few enough for a processor's cache."""
-
-MOST_SHOWN = 6
-"""So many tensors of a damaged file are named."""
 
 
 class _Stored(NamedTuple):
@@ -83,9 +79,8 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest = read_manifest(folder)
-        if self.manifest["format"] == 1:
-            _find_bytes(self.manifest, folder)
+        with another_offered(folder):
+            self.manifest = read_manifest(folder)
         self._stored: dict[str, list[_Stored]] = {}
         for shard in self.manifest["shards"]:
             for entry in shard["boxes"]:
@@ -137,40 +132,39 @@ class Reader:
             FileNotFoundError: a file is missing.
             ValueError: one is cut off, or has another content. Each message names the files and what they held.
         """
+        self.require_files()
+        with another_offered(self.folder):
+            self._compare(first, step, names)
+
+    def require_files(self) -> None:
+        """Raise what ``verify`` raises if a file is missing or cut off; nothing is read."""
+        with another_offered(self.folder):
+            require_files(self.folder, self.manifest)
+
+    def _compare(self, first: int, step: int, names: Collection[str] | None) -> None:
         damaged: dict[str, list[str]] = {}
-        parts = [(shard, *part) for shard in self.manifest["shards"] for part in self._parts(shard, names)]
+        parts = [(shard, *part) for shard in self.manifest["shards"] for part in _parts(shard, names)]
         for shard, begin, end, digest, keys in parts[first::step]:
             with (self.folder / shard["file"]).open("rb", buffering=0) as file:
                 if _hash(file, begin, end) != digest:
                     damaged.setdefault(shard["file"], []).extend(keys)
         if damaged:
-            files = [f"{self.folder / file}, of which {_listed(keys)}" for file, keys in damaged.items()]
-            raise ValueError(
-                f"not what was written (SHA-256 differs): {'; '.join(files)}, cannot be used; {remedy(self.folder)}"
-            )
+            files = [f"{self.folder / file}, of which {listed(keys)}" for file, keys in damaged.items()]
+            raise ValueError(f"not what was written (SHA-256 differs): {'; '.join(files)}, cannot be used")
 
-    def _parts(
-        self, shard: dict[str, Any], names: Collection[str] | None
-    ) -> Iterator[tuple[int, int | None, str, list[str]]]:
-        """What of a file has a hash: (first byte, last byte + 1, hash, the keys that lie there)."""
-        path, boxes = self.folder / shard["file"], shard["boxes"]
-        keys = [box["key"] for box in boxes]
-        _require_file(path, shard)
-        if "sha256" in shard:
-            yield 0, None, shard["sha256"], keys
-            return
-        size = path.stat().st_size
-        lost = [box["key"] for box in boxes if box["bytes"][1] > size]
-        if lost:
-            raise ValueError(
-                f"{path} is cut off after {size:,} of {boxes[-1]['bytes'][1]:,} bytes, and lacks {_listed(lost)}; "
-                f"{remedy(self.folder)}"
-            )
-        if boxes:
-            yield 0, boxes[0]["bytes"][0], shard["header"], keys
-        for box in boxes:
-            if names is None or box["name"] in names:
-                yield *box["bytes"], box["sha256"], [box["key"]]
+
+def _parts(shard: dict[str, Any], names: Collection[str] | None) -> Iterator[tuple[int, int | None, str, list[str]]]:
+    """What of a file has a hash: (first byte, last byte + 1, hash, the keys that lie there)."""
+    boxes = shard["boxes"]
+    keys = [box["key"] for box in boxes]
+    if "sha256" in shard:
+        yield 0, None, shard["sha256"], keys
+        return
+    if boxes:
+        yield 0, boxes[0]["bytes"][0], shard["header"], keys
+    for box in boxes:
+        if names is None or box["name"] in names:
+            yield *box["bytes"], box["sha256"], [box["key"]]
 
 
 def _hash(file: FileIO, begin: int, end: int | None) -> str:
@@ -196,32 +190,3 @@ def _read(file: FileIO, dtype: torch.dtype, out: torch.Tensor) -> None:
                 raise ValueError(f"{file.name} is cut off after {file.tell():,} bytes; choose another checkpoint")
             view = view[count:]
         part.copy_(source)
-
-
-def _listed(keys: list[str]) -> str:
-    more = f" and {len(keys) - MOST_SHOWN} more" if len(keys) > MOST_SHOWN else ""
-    return ", ".join(keys[:MOST_SHOWN]) + more
-
-
-def _require_file(path: Path, shard: dict[str, Any]) -> None:
-    if not path.is_file():
-        held = _listed([box["key"] for box in shard["boxes"]])
-        raise FileNotFoundError(f"{path} is missing, which held {held}; {remedy(path.parent)}")
-
-
-def _find_bytes(manifest: dict[str, Any], folder: Path) -> None:
-    """Complete a manifest of format 1 by what the headers of its files say."""
-    dtypes = {code: dtype_name(dtype) for dtype, code in CODES.items()}
-    for shard in manifest["shards"]:
-        path = folder / shard["file"]
-        _require_file(path, shard)
-        try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(size))
-            for box in shard["boxes"]:
-                entry = header[box["key"]]
-                begin, end = entry["data_offsets"]
-                box.update(dtype=dtypes[entry["dtype"]], bytes=[8 + size + begin, 8 + size + end])
-        except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
-            raise ValueError(f"{path} is not the file that was written; {remedy(folder)}") from error

@@ -7,80 +7,67 @@ and renamed last. Where it takes the place of an earlier one, that has the name 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zeromesh.checkpoint.manifest import MANIFEST, read_manifest, require_files, signed
+
 _log = logging.getLogger(__name__)
 
-FORMAT = 2
-"""Of the manifests that are written; those of format 1 are read, too."""
-
-MANIFEST = "manifest.json"
 LATEST = "latest"
 DRAFT = ".draft"
 OLD = ".old"
 
 
-# The manifest.
+# What is whole, and what to do where something is not.
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write and flush the manifest of a checkpoint, with a hash of itself; it appears whole or not at all."""
-    content = {"format": FORMAT, **content}
-    write_json(folder / MANIFEST, {**content, "sha256": _digest(content)})
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not what was written, or of a format that is not known here.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; {remedy(folder)}")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        ours = isinstance(manifest, dict) and isinstance(manifest.get("shards"), list)
-    except ValueError as error:
-        raise ValueError(
-            f"{folder} is an incomplete save: {MANIFEST} is no whole JSON file ({error}); {remedy(folder)}"
-        ) from None
-    if not ours or manifest.get("format") not in (1, FORMAT):
-        found = f"of format {manifest['format']!r}" if ours and "format" in manifest else "not of ZeroMesh"
-        raise ValueError(f"{path} is {found}; this version reads the formats 1 and {FORMAT}")
-    if manifest["format"] > 1 and manifest.pop("sha256", None) != _digest(manifest):
-        raise ValueError(f"{path} is not the file that was written (SHA-256 differs); {remedy(folder)}")
-    return dict(manifest)
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    write_json(folder / MANIFEST, signed(content))
 
 
 def _is_readable(folder: Path) -> bool:
     """Whether it is a checkpoint with a manifest as it was written."""
-    if not (folder / MANIFEST).is_file():
-        return False
     try:
         return bool(read_manifest(folder))
     except (OSError, ValueError):
         return False
 
 
-def remedy(folder: Path) -> str:
-    """What to do where this checkpoint cannot be used, as the end of a sentence."""
+def _is_whole(folder: Path) -> bool:
+    """Whether all its files are there, too, and none is cut off; no hash is compared, which would take long."""
+    try:
+        require_files(folder, read_manifest(folder))
+    except (OSError, ValueError, LookupError, TypeError):  # manifests of format 1 have no hash, and may hold anything
+        return False
+    return True
+
+
+@contextmanager
+def another_offered(folder: Path) -> Iterator[None]:
+    """In this context, errors about a checkpoint end with what to do instead."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{error}; {_remedy(folder)}") from error.__cause__
+
+
+def _remedy(folder: Path) -> str:
     newest = _newest(folder.parent, besides=folder)
     if newest is None:
-        return f"{folder.parent} has no other checkpoint"
-    return f"the newest other one is {newest!r}: load it with tag={newest!r}"
+        return f"{folder.parent} has no other checkpoint that is whole"
+    return (
+        f"the newest other one is {newest!r}: load it with tag={newest!r}, or write that into "
+        f"{folder.parent / LATEST}; no file of it is cut off, and `zeromesh inspect --verify` compares its hashes"
+    )
 
 
 # Writing.
@@ -218,7 +205,7 @@ def latest(folder: Path) -> str | None:
 
 
 def _newest(folder: Path, besides: Path | None = None) -> str | None:
-    return next((tag for tag in _by_age(folder, besides) if _is_readable(locate(folder, tag))), None)
+    return next((tag for tag in _by_age(folder, besides) if _is_whole(locate(folder, tag))), None)
 
 
 def _by_age(folder: Path, besides: Path | None = None) -> Iterator[str]:
@@ -248,7 +235,7 @@ def keep_last(folder: Path, tag: str, count: int) -> None:
     try:
         kept = {tag, (folder / LATEST).read_text(encoding="utf-8").strip()}
         others = [other for other in _by_age(folder) if other.rstrip("0123456789") == series != other]
-        for other in [other for other in others if _is_readable(locate(folder, other))][count:]:
+        for other in [other for other in others if _is_whole(locate(folder, other))][count:]:
             if other not in kept:
                 remove(locate(folder, other))
     except OSError as error:

@@ -8,7 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeromesh.checkpoint.folder import MANIFEST, latest
+from zeromesh.checkpoint.folder import latest
+from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.config.settings import Resolved
 from zeromesh.data.making import TOKENIZER_FOLDER
 

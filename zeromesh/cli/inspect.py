@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.folder import DRAFT, LATEST, MANIFEST
+from zeromesh.checkpoint.folder import DRAFT, LATEST
+from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.cli.screen import make_console, write
 from zeromesh.model.placement import ROWS
 from zeromesh.observe.units import bytes_text
