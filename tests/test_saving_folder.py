@@ -165,6 +165,54 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(
     assert (tmp_path / "step2" / "manifest.json").exists()
 
 
+def test_what_was_cut_off_is_never_taken_and_goes_away_with_the_next_save(tmp_path: Path) -> None:
+    for when, tag in enumerate(["step1", "step2", "step2.old", "step3", "step4", "step4.old", "step5.draft"]):
+        write_manifest(tmp_path / tag, 1000 + when)
+    for tag in ("step3", "step4"):  # half deleted; beside the second, its replacement had just begun
+        (tmp_path / tag / folders.MANIFEST).unlink()
+        (tmp_path / tag / "rank_00000.safetensors").touch()
+    for tag in ("other1.draft", "step"):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "rank_00000.safetensors").touch()
+    (tmp_path / "step9").mkdir()
+    (tmp_path / "step9" / "rank_00000.safetensors").touch()
+    (tmp_path / "step9" / "notes.txt").touch()
+    (tmp_path / "latest").write_text("step3")
+    assert folders.latest(tmp_path) == "step4"
+    assert folders.locate(tmp_path, "step4") == tmp_path / "step4.old"
+    write_manifest(tmp_path / "step6", 2000)
+    folders.write_latest(tmp_path, "step6")
+    folders.keep_last(tmp_path, "step6", 2)
+    left = {"step6", "step4.old", "other1.draft", "step", "step9"}
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == left
+    folders.keep_last(tmp_path, "step6", 1)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == left - {"step4.old"}
+
+
+def test_a_checkpoint_takes_the_place_of_a_half_deleted_one_and_of_no_folder_of_a_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tag in ("tag.old", "tag.draft"):
+        write_manifest(tmp_path / tag, 1000)
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "tag" / "rank_00000.safetensors").touch()
+
+    def die(*paths: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", die)
+        folders.commit(tmp_path / "tag.draft", tmp_path / "tag")
+    assert folders.latest(tmp_path) == "tag", "the one that was whole is still there"
+    folders.commit(tmp_path / "tag.draft", tmp_path / "tag")
+    assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / folders.MANIFEST).write_text('{"name": "an app"}')
+    (tmp_path / "app" / "main.js").touch()
+    with pytest.raises(FileExistsError, match=r"holds main\.js, and is not overwritten"):
+        folders.require_free(tmp_path / "app")
+
+
 # Folders that are not the same on all ranks.
 
 

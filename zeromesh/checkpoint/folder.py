@@ -122,9 +122,11 @@ def commit(draft: Path, final: Path) -> None:
     """Give a written folder its name; one that had the name before goes away."""
     old = final.with_name(final.name + OLD)
     _flush(draft)
-    if final.exists():
+    if (final / MANIFEST).is_file():
         remove(old)  # of a process that died between the two renames, or before it could remove it
         final.rename(old)
+    else:
+        remove(final)  # it was half deleted; the old one stays until the new one is there
     draft.rename(final)
     _flush(final.parent)
     remove(old)
@@ -133,7 +135,7 @@ def commit(draft: Path, final: Path) -> None:
 def require_free(final: Path) -> None:
     """Raise FileExistsError if a checkpoint would take the place of what is none: nothing of a user's is deleted."""
     for folder in (final, final.with_name(final.name + OLD), final.with_name(final.name + DRAFT)):
-        looked_at = folder.is_dir() and not (folder / MANIFEST).is_file()
+        looked_at = folder.is_dir() and not _is_readable(folder)
         strange = [path.name for path in folder.iterdir() if not _is_ours(path)] if looked_at else []
         if folder.is_file() or strange:
             held = f"holds {', '.join(sorted(strange)[:3])}, and" if strange else "is a file, and"
@@ -143,6 +145,16 @@ def require_free(final: Path) -> None:
 def _is_ours(path: Path) -> bool:
     named = path.name.startswith("rank_") and path.suffix in (".safetensors", ".json")
     return path.is_file() and (named or path.name.startswith(MANIFEST))
+
+
+def _is_swept(path: Path, series: str) -> bool:
+    """Whether it is a draft, an old or a half deleted checkpoint of a series, and holds nothing else."""
+    tag = path.name.removesuffix(DRAFT).removesuffix(OLD)
+    in_series = tag.rstrip("0123456789") == series != tag
+    if not (in_series and path.is_dir() and (is_left(path) or not (path / MANIFEST).is_file())):
+        return False
+    files = [*path.iterdir()]
+    return bool(files) and all(map(_is_ours, files))
 
 
 def remove(folder: Path) -> None:
@@ -176,9 +188,14 @@ def require_tag(tag: str) -> None:
 
 def locate(folder: Path, tag: str) -> Path:
     """The folder of a checkpoint. It has another name if a process died as it put a new one in its place."""
-    path = folder / tag
-    old = path.with_name(path.name + OLD)
-    return old if not path.exists() and (old / MANIFEST).is_file() else path
+    path, old = folder / tag, folder / f"{tag}{OLD}"
+    return old if not (path / MANIFEST).is_file() and (old / MANIFEST).is_file() else path
+
+
+def is_left(path: Path) -> bool:
+    """Whether it is what a save that was cut off, or is under way, has left beside the checkpoints: it is none."""
+    tag = path.name.removesuffix(OLD)
+    return path.name.endswith(DRAFT) or (tag != path.name and locate(path.parent, tag) != path)
 
 
 def latest(folder: Path) -> str | None:
@@ -212,16 +229,15 @@ def _by_age(folder: Path, besides: Path | None = None) -> Iterator[str]:
     """The tags of what has a manifest, newest first."""
     found: dict[str, int] = {}
     for manifest in folder.glob(f"*/{MANIFEST}"):
-        tag = manifest.parent.name.removesuffix(OLD)
-        if not tag.endswith(DRAFT) and locate(folder, tag) == manifest.parent != besides:
-            found[tag] = manifest.stat().st_mtime_ns
+        if not is_left(manifest.parent) and manifest.parent != besides:
+            found[manifest.parent.name.removesuffix(OLD)] = manifest.stat().st_mtime_ns
     return iter(sorted(found, key=lambda tag: (found[tag], tag), reverse=True))
 
 
 def keep_last(folder: Path, tag: str, count: int) -> None:
     """Delete all but the last ``count`` checkpoints of a series, which are those that differ in a last number only.
 
-    Never deleted are the one that was just written, the one that ``latest`` names, and what is no checkpoint. A failure
+    What saves and deletions of the series that were cut off have left goes away, too. Never deleted are the one that was just written, the one that ``latest`` names, and what is no checkpoint. A failure
     is a warning: what was to be saved is saved.
 
     Args:
@@ -233,6 +249,8 @@ def keep_last(folder: Path, tag: str, count: int) -> None:
     if series == tag:
         return
     try:
+        for path in [path for path in folder.iterdir() if _is_swept(path, series)]:
+            remove(path)  # first, or the old one of a checkpoint that is deleted would become the checkpoint
         kept = {tag, (folder / LATEST).read_text(encoding="utf-8").strip()}
         others = [other for other in _by_age(folder) if other.rstrip("0123456789") == series != other]
         for other in [other for other in others if _is_whole(locate(folder, other))][count:]:
