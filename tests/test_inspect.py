@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,39 @@ def test_a_save_that_was_cut_off_is_listed_as_incomplete(saved: Path, tmp_path: 
     assert "global_step1.draft: " in call(folder).stdout
     assert "global_step1: " in result.stdout
     assert "no complete checkpoint: manifest.json is missing" in result.stdout
+
+
+def test_files_that_are_cut_off_or_missing_are_told_without_reading_them(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved / "checkpoints", folder)
+    file = folder / "global_step2" / "rank_00001.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    result = call(folder)
+    assert result.exit_code == 1
+    assert "rank_00001.safetensors is cut off after" in result.stdout
+    assert "load it with tag='global_step1'" in result.stdout
+    assert as_json(folder)["shown"]["path"].endswith("global_step1")
+    file.unlink()
+    assert "rank_00001.safetensors is missing" in call(folder).stdout
+    old = tmp_path / "old"
+    shutil.copytree(OLD, old)
+    file = next(old.rglob("rank_00001.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+    assert "is cut off after" in call(old).stdout
+
+
+def test_what_a_save_left_beside_the_checkpoints_is_none_of_them(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved / "checkpoints", folder)
+    (folder / "latest").unlink()
+    for name in ("global_step1.old", "global_step9.draft"):
+        shutil.copytree(folder / "global_step1", folder / name)
+        os.utime(folder / name)
+    found = as_json(folder)
+    assert {row["tag"] for row in found["checkpoints"] if row["left"]} == {"global_step1.old", "global_step9.draft"}
+    assert found["shown"]["path"].endswith("global_step2")
+    assert call(folder).exit_code == 0
+    assert call(folder).stdout.count("left over") == 2
 
 
 def test_without_a_checkpoint_the_remedy_is_named(tmp_path: Path) -> None:

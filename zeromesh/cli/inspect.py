@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.folder import DRAFT, LATEST
+from zeromesh.checkpoint.folder import LATEST, is_left
 from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.cli.screen import make_console, write
 from zeromesh.model.placement import ROWS
@@ -37,14 +37,14 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
         verify: compare all files with their hashes.
 
     Returns:
-        Whether nothing is wrong with any of them; saves that are under way, or were cut off, do not count.
+        Whether nothing is wrong with any of them; what a save left that is under way, or was cut off, does not count.
 
     Raises:
         ValueError: there is no checkpoint.
     """
     folders = _checkpoints(path)
     listed = [_summary(folder, verify) for folder in folders]
-    usable = [row for row in listed if row["problem"] is None]
+    usable = [row for row in listed if row["problem"] is None and not row["left"]]
     newest = max(usable, key=lambda row: row["modified"], default=None)
     shown = next((row for row in usable if row["latest"]), newest)
     details = _details(Reader(Path(shown["path"]))) if shown is not None else None
@@ -52,7 +52,7 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
         write(json.dumps({"verified": verify, "checkpoints": listed, "shown": details}, indent=1) + "\n")
     else:
         _show(make_console(), listed, details, verify)
-    return all(row["problem"] is None or row["tag"].endswith(DRAFT) for row in listed)
+    return all(row["problem"] is None or row["left"] for row in listed)
 
 
 def _checkpoints(path: Path) -> list[Path]:
@@ -81,6 +81,7 @@ def _summary(folder: Path, verify: bool) -> dict[str, Any]:
         "tag": folder.name,
         "path": str(folder),
         "latest": named.is_file() and named.read_text(encoding="utf-8").strip() == folder.name,
+        "left": is_left(folder),
         "bytes": sum(file.stat().st_size for file in files),
         "modified": folder.stat().st_mtime,
         "problem": None,
@@ -89,6 +90,8 @@ def _summary(folder: Path, verify: bool) -> dict[str, Any]:
         reader = Reader(folder)
         if verify:
             reader.verify()
+        else:
+            reader.require_files()
     except (ValueError, OSError) as error:
         return {**found, "problem": str(error)}
     manifest = reader.manifest
@@ -142,7 +145,7 @@ def _show(console: Console, listed: list[dict[str, Any]], details: dict[str, Any
         console.width = PIPED_WIDTH
     table = _table("checkpoint", "step", "ranks", "row", "written", "format", "size", "")
     for row in listed:
-        state = "incomplete" if row["problem"] else "latest" if row["latest"] else ""
+        state = "left over" if row["left"] else "damaged" if row["problem"] else "latest" if row["latest"] else ""
         keys = ("step", "world_size", "row", "written", "format")
         values = ["" if row.get(key) is None else str(row[key]) for key in keys]
         table.add_row(row["tag"], *values, bytes_text(row["bytes"]), state)
