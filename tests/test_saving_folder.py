@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -200,9 +202,10 @@ def test_a_checkpoint_takes_the_place_of_a_half_deleted_one_and_of_no_folder_of_
     def die(*paths: Path) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", die)
-        folders.commit(tmp_path / "tag.draft", tmp_path / "tag")
+        with pytest.raises(KeyboardInterrupt):
+            folders.commit(tmp_path / "tag.draft", tmp_path / "tag")
     assert folders.latest(tmp_path) == "tag", "the one that was whole is still there"
     folders.commit(tmp_path / "tag.draft", tmp_path / "tag")
     assert [path.name for path in tmp_path.iterdir()] == ["tag"]
@@ -262,3 +265,36 @@ def test_ranks_that_see_different_folders_all_fail_and_say_what_they_see(tmp_pat
         assert found["manifest"].startswith("RuntimeError: rank 1 could not open the checkpoint")
     assert second["manifest"].startswith("FileNotFoundError")
     assert "is no complete checkpoint" in second["manifest"]
+
+
+def differ(folder: str) -> dict[str, str]:
+    engine = start(1, config(1))
+    rank, root, world = engine.mesh.rank, Path(folder), engine.mesh.group("world")
+    found = {}
+
+    def fails(name: str, action: Callable[[], Any]) -> None:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            action()
+        found[name] = str(caught.value)
+
+    fails("save", lambda: engine.save_checkpoint(root, tag="ab"[rank]))
+    assert not list(root.iterdir())
+    world.exchange(torch.zeros(1))
+    engine.save_checkpoint(root / "0", tag=7)  # as DeepSpeed takes it
+    train(engine, 1)
+    engine.save_checkpoint(root / "1", tag=7)
+    world.exchange(torch.zeros(1))
+    before = everything(engine)
+    fails("load", lambda: engine.load_checkpoint(root / str(rank), tag=7))
+    fails("part", lambda: engine.load_checkpoint(root / "0", load_optimizer_states=rank == 0))
+    assert_same(everything(engine) | {"others": before["others"]}, before)
+    return found
+
+
+def test_ranks_that_ask_for_different_things_are_all_told(tmp_path: Path) -> None:
+    first, second = run_ranks(differ, 2, str(tmp_path))
+    assert first["save"].startswith("the tag of save_checkpoint differs between rank 0 (-) and rank 1 (+)")
+    assert first["save"].endswith("-a\n+b")
+    assert "the manifest of 7 in" in first["load"]
+    assert "-optimizer: True\n+optimizer: False" in first["part"]
+    assert {name: first[name] for name in ("save", "part")} == {name: second[name] for name in ("save", "part")}

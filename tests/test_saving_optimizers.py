@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from runs import assert_same, config, everything
+from runs import assert_same, config, everything, start, train
+from zeromesh.checkpoint.folder import write_manifest
 from zeromesh.saving.optimizer import state_number
+from zeromesh.saving.schedule import scheduler_name
 
 # Optimizers and parameters of other shapes.
 
@@ -240,3 +243,56 @@ def resume_schedule(folder: str, kind: str, tensor: bool) -> None:
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_schedule_goes_on_without_the_optimizers_states(kind: str, tensor: bool, tmp_path: Path) -> None:
     run_ranks(resume_schedule, 1, str(tmp_path), kind, tensor)
+
+
+def resume_with_another_schedule(folder: str) -> dict[str, str]:
+    def begin(scheduler: Any) -> zeromesh.Engine:
+        chosen = None if scheduler is None else {"type": scheduler, "params": PARAMS[scheduler]}
+        return start(1, config(3) | {"scheduler": chosen})
+
+    engine = begin("WarmupLR")
+    train(engine, 2)
+    engine.save_checkpoint(folder)
+    found = {}
+    for other in ("StepLR", "WarmupCosineLR"):
+        again = begin(other)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            again.load_checkpoint(folder)
+        found[other] = str(caught.value)
+        assert again.global_steps == 0
+        again.load_checkpoint(folder, load_lr_scheduler_states=False)
+        assert again.global_steps == 2
+    engine = begin("StepLR")
+    path = engine.save_checkpoint(folder, tag="former")
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["scheduler_type"], manifest["sha256"]
+    engine.mesh.group("world").exchange(torch.zeros(1))
+    if engine.mesh.rank == 0:
+        write_manifest(path, manifest)
+    engine.mesh.group("world").exchange(torch.zeros(1))
+    engine.load_checkpoint(folder, tag="former")
+    with pytest.raises(
+        ValueError, match="is of a scheduler whose state lacks last_batch_iteration, but this run has Wa"
+    ):
+        begin("WarmupLR").load_checkpoint(folder, tag="former")
+    begin(None).load_checkpoint(folder)
+    return found
+
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_num_steps": 4},
+    "WarmupCosineLR": {"warmup_num_steps": 4, "total_num_steps": 9},
+    "StepLR": {"step_size": 1},
+}
+
+
+def test_the_state_of_another_scheduler_is_refused_with_both_names(tmp_path: Path) -> None:
+    for found in run_ranks(resume_with_another_schedule, 2, str(tmp_path)):
+        for other, text in found.items():
+            assert f"is of WarmupLR, but this run has {other}; make the same scheduler, or pass" in text
+
+
+def test_schedulers_that_are_made_of_others_are_named_with_them() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    assert scheduler_name(SCHEDULERS["sequence"](optimizer)) == "SequentialLR(StepLR, StepLR)"
+    assert scheduler_name(None) is None

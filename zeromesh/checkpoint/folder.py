@@ -237,8 +237,9 @@ def _by_age(folder: Path, besides: Path | None = None) -> Iterator[str]:
 def keep_last(folder: Path, tag: str, count: int) -> None:
     """Delete all but the last ``count`` checkpoints of a series, which are those that differ in a last number only.
 
-    What saves and deletions of the series that were cut off have left goes away, too. Never deleted are the one that was just written, the one that ``latest`` names, and what is no checkpoint. A failure
-    is a warning: what was to be saved is saved.
+    What saves and deletions of the series that were cut off have left goes away, too. Never deleted are the one that
+    was just written, the one that ``latest`` names, and what is no checkpoint. A failure is a warning: what was to be
+    saved is saved.
 
     Args:
         folder: of the checkpoints.

@@ -41,9 +41,13 @@ class Schedule:
         optimizer: its groups are set at once, and again by every ``step``.
         curves: one per group.
         last_batch_iteration: position to start from; -1 is the beginning.
+        name: of the curves, for messages.
     """
 
-    def __init__(self, optimizer: Optimizer, curves: Sequence[Curve], last_batch_iteration: int = -1) -> None:
+    def __init__(
+        self, optimizer: Optimizer, curves: Sequence[Curve], last_batch_iteration: int = -1, name: str = "Schedule"
+    ) -> None:
+        self.name = name
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         self._curves = curves
@@ -102,7 +106,7 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
     curves = [ours(**_of_group(type, given, number, count)) for number in range(count)]
     if any(curve.momentum for curve in curves) and not all("betas" in group for group in optimizer.param_groups):
         _log.warning("%s leaves the momentum as it is where %s has no betas", type, optimizer.__class__.__name__)
-    return Schedule(optimizer, curves, start)
+    return Schedule(optimizer, curves, start, type)
 
 
 def _build_torch(name: str, given: Mapping[str, Any], optimizer: Optimizer) -> lr_scheduler.LRScheduler:

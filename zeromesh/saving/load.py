@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zeromesh.agree import attempt, share, together
+from zeromesh.agree import attempt, require_agreement, share, together
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import latest, locate
 from zeromesh.checkpoint.packing import unpack
@@ -18,6 +20,7 @@ from zeromesh.saving.contents import Run, buffers, held
 from zeromesh.saving.fit import require_same_model, some
 from zeromesh.saving.optimizer import load_optimizer, require_same_optimizer, set_learning_rates
 from zeromesh.saving.random_state import derive_random_state, restore_random_state
+from zeromesh.saving.schedule import require_same_scheduler
 from zeromesh.shard.sharded import Sharded
 
 _log = logging.getLogger(__name__)
@@ -44,12 +47,14 @@ def load(
 
     Raises:
         FileNotFoundError: a file of it is missing.
-        ValueError: it is of another model, optimizer or data set, not what was written, or not the same on all ranks.
-            Nothing has been loaded then.
+        ValueError: it is of another model, optimizer, scheduler or data set, not what was written, or not the same on
+            all ranks. Nothing has been loaded then.
         RuntimeError: another rank could not read it.
     """
     mesh, world = engine.mesh, engine.mesh.group("world")
-    chosen, failure = attempt(lambda: tag or latest(folder))
+    parts = {"optimizer": optimizer_states, "lr_scheduler": scheduler_states, "strict": strict, "data": data_position}
+    require_agreement(world, "what load_checkpoint is to take", "\n".join(f"{k}: {v}" for k, v in parts.items()))
+    chosen, failure = attempt(lambda: latest(folder) if tag is None else str(tag))
     share(world, "find the latest checkpoint", failure)
     _require_same_tag(world, folder, chosen)
     if chosen is None:
@@ -62,6 +67,8 @@ def load(
         require_same_model(engine, reader, strict)
         if optimizer is not None:
             require_same_optimizer(engine.sharded, optimizer, reader)
+        if scheduler_states:
+            require_same_scheduler(engine, reader)
         if loader is not None:
             loader.require_same_data(reader.manifest.get("data"))
         return reader
@@ -69,6 +76,9 @@ def load(
     reader, failure = attempt(prepare)
     share(world, "open the checkpoint", failure)
     assert reader is not None
+    digest = hashlib.sha256(json.dumps(reader.manifest).encode()).hexdigest()
+    seen = f"written {reader.manifest.get('written')}, SHA-256 {digest}"
+    require_agreement(world, f"the manifest of {chosen} in {folder}", seen)
     # All of it before the first value: a damaged file must not leave half of another run behind.
     needed = {name for name in reader.names if optimizer_states or not name.startswith("optimizer/")}
     together(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))

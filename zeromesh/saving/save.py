@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.agree import together
+from zeromesh.agree import require_agreement, together
 from zeromesh.checkpoint.folder import (
     DRAFT,
     begin,
@@ -27,6 +27,7 @@ from zeromesh.checkpoint.packing import pack, require_json
 from zeromesh.checkpoint.shards import Box, write_shard
 from zeromesh.saving.contents import Run, boxes, model_fields, parameters, tied
 from zeromesh.saving.optimizer import options, scalars
+from zeromesh.saving.schedule import scheduler_name
 
 MANIFEST_BYTES = 400
 """About so many of the manifest tell of one box."""
@@ -41,12 +42,14 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
         OSError: a rank could not write, or there is too little space; every rank raises, and what was there before is
             untouched.
         TypeError: the client state holds something that JSON cannot.
-        ValueError: a checkpoint cannot have that tag, or an optimizer's state cannot be cut.
+        ValueError: a checkpoint cannot have that tag, the ranks have different ones, or an optimizer's state cannot be
+            cut.
     """
-    tag = tag or f"global_step{engine.global_steps}"
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     draft, final = folder / f"{tag}{DRAFT}", folder / tag
     rank, world = engine.mesh.rank, engine.mesh.group("world")
     mine: list[Box] = []
+    require_agreement(world, "the tag of save_checkpoint", tag)
 
     def collect() -> None:
         require_tag(tag)
@@ -120,6 +123,7 @@ def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
         "data": None if loader is None or engine.data_position is None else loader.state(engine.data_position),
         "loss_scaler": engine.loss_scaler.state_dict() if engine.loss_scaler else None,
         "scheduler": pack(scheduler),
+        "scheduler_type": scheduler_name(engine.lr_scheduler),
         "optimizer": type(engine.optimizer).__name__,
         "groups": [pack(options(group)) for group in groups],
         "client_state": pack(client_state),
