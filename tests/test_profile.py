@@ -16,7 +16,7 @@ from harness import run_ranks
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.architectures.flops import multiplied_parameters, training_cost, training_operations
 from zeromesh.config.train import ModelShape
-from zeromesh.observe.breakdown import Timer, breakdown
+from zeromesh.observe.breakdown import MOST_PHASES, Sums, Timer
 from zeromesh.observe.operations import Operations
 from zeromesh.observe.spans import NOTHING, Clock, Spans, span
 from zeromesh.observe.trace import free_path, span_table
@@ -135,6 +135,46 @@ def test_a_breakdown_has_phases_that_add_up_and_kinds_without_what_is_inside_of_
     assert ["forward", "2500.00", "38.5%"] in [line.split() for line in found.text().splitlines()]
 
 
+def test_what_is_kept_for_a_breakdown_does_not_grow_with_the_updates() -> None:
+    def update(spans: Spans) -> None:
+        for kind in ("forward", "backward", "step"):
+            with spans.phase(kind), span("fetch"):
+                pass
+
+    spans, kept = ticking(), ticking()
+    timer, every = Timer(spans), Timer(kept)
+    for _ in range(300):
+        update(spans)
+        timer.after_update()
+        assert len(spans.phases) <= 6
+        update(kept)
+    assert timer.take(300) == every.take(300)
+    timer.begin()
+    for _ in range(2 * MOST_PHASES):
+        with spans.phase("evaluation"):
+            pass
+        timer.after_phases()
+        assert len(spans.phases) <= MOST_PHASES
+    assert timer.take(1).phases["evaluation"] == 2 * MOST_PHASES
+
+
+def test_an_engine_keeps_the_phases_of_two_updates_at_most() -> None:
+    [kept] = run_ranks(phases_kept, 1)
+    assert max(kept) <= 2 * 5, "two micro-batches of an update have five phases"
+
+
+def phases_kept() -> list[int]:
+    engine = trained(0, 0, {"wall_clock_breakdown": True, "steps_per_print": 1000})
+    found = []
+    for _ in range(5):
+        for _ in range(2):
+            engine.backward(engine(torch.randn(ROWS, WIDTH)))
+            engine.step()
+        found.append(len(engine.observer.spans.phases))
+    engine.destroy()
+    return found
+
+
 def test_nobody_pays_for_spans_that_nobody_watches() -> None:
     spans = Spans(torch.device("cpu"))
     assert spans.phase("forward") is NOTHING
@@ -170,7 +210,9 @@ def test_spans_of_another_thread_belong_to_the_phase() -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    found = breakdown(spans.phases, spans.clock, 1, 6, 1)
+    sums = Sums(spans.clock, 1)
+    sums.add(spans.phases)
+    found = sums.breakdown(6, 1)
     assert found.phases["backward"] == 5.0
     assert found.inside["backward"] == {"fetch": 2.0, "wait": 1.0}
 

@@ -13,6 +13,9 @@ BEFORE_FORWARD = ("forward", "evaluation")
 DATA, OTHER = "data", "other"
 """What lies between phases: waiting for a batch where a forward follows, else the user's own code."""
 
+MOST_PHASES = 1000
+"""So many phases are kept at most where no update comes, as in a long evaluation."""
+
 
 @dataclass(frozen=True)
 class Breakdown:
@@ -45,7 +48,7 @@ class Breakdown:
 
 
 class Timer:
-    """Takes breakdowns of what ``spans`` saw since the last one."""
+    """Takes breakdowns of what ``spans`` saw since the last one; what it holds does not grow with the updates."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
@@ -54,29 +57,66 @@ class Timer:
     def begin(self) -> None:
         """Count from here on."""
         self._spans.phases = []
-        self._since = self._spans.clock.mark()
+        self._sums = Sums(self._spans.clock, self._spans.clock.mark())
+        self._before = 0
+
+    def after_update(self) -> None:
+        """Add up the phases of the update before this one: they are over on the device, too, so nobody waits for it."""
+        self._add(self._before)
+        self._before = len(self._spans.phases)
+
+    def after_phases(self) -> None:
+        """Add up phases where there are very many without an update."""
+        if len(self._spans.phases) > MOST_PHASES:
+            self._add(MOST_PHASES // 2)
+            self._before = 0
 
     def take(self, updates: int) -> Breakdown:
         """The breakdown of so many updates, which is all since ``begin``. Waits for the device."""
-        clock, now = self._spans.clock, self._spans.clock.mark()
-        clock.settle(now)
-        return breakdown(self._spans.phases, clock, self._since, now, updates)
+        now = self._spans.clock.mark()
+        self._spans.clock.settle(now)
+        self._add(len(self._spans.phases))
+        return self._sums.breakdown(now, updates)
+
+    def _add(self, count: int) -> None:
+        self._sums.add(self._spans.phases[:count])
+        del self._spans.phases[:count]
 
 
-def breakdown(phases: Sequence[Span], clock: Clock, begin: Any, end: Any, updates: int) -> Breakdown:
-    """Add up what lies between two marks of the clock."""
-    total = clock.seconds(begin, end) / updates
-    parts: dict[str, float] = defaultdict(float, {DATA: 0.0})
-    inside: dict[str, dict[str, float]] = {}
-    for phase in phases:
-        parts[DATA if phase.kind in BEFORE_FORWARD else OTHER] += clock.seconds(begin, phase.begin) / updates
-        parts[phase.kind] += clock.seconds(phase.begin, phase.end) / updates
-        begin = phase.end
-        kinds = inside.setdefault(phase.kind, defaultdict(float))
-        for span in _spans_in(phase):
-            kinds[span.kind] += own_seconds(span, clock) / updates
-    parts[OTHER] = parts.pop(OTHER, 0.0) + clock.seconds(begin, end) / updates  # as the last one
-    return Breakdown(updates, total, dict(parts), {kind: dict(kinds) for kind, kinds in inside.items()})
+class Sums:
+    """Phases, one after the other from a mark of the clock on, added up by kind."""
+
+    def __init__(self, clock: Clock, begin: Any) -> None:
+        self._clock, self._begin, self._last = clock, begin, begin
+        self._parts: dict[str, float] = defaultdict(float, {DATA: 0.0})
+        self._inside: dict[str, dict[str, float]] = {}
+
+    def add(self, phases: Sequence[Span]) -> None:
+        """Add up phases that follow those before."""
+        clock = self._clock
+        if phases:
+            clock.settle(phases[-1].end)
+        for phase in phases:
+            self._parts[DATA if phase.kind in BEFORE_FORWARD else OTHER] += clock.seconds(self._last, phase.begin)
+            self._parts[phase.kind] += clock.seconds(phase.begin, phase.end)
+            self._last = phase.end
+            kinds = self._inside.setdefault(phase.kind, defaultdict(float))
+            for span in _spans_in(phase):
+                kinds[span.kind] += own_seconds(span, clock)
+
+    def breakdown(self, end: Any, updates: int) -> Breakdown:
+        """Per update, with what lies between the last phase and a mark of the clock."""
+        rest = self._parts.get(OTHER, 0.0) + self._clock.seconds(self._last, end)
+        parts = {kind: seconds for kind, seconds in self._parts.items() if kind != OTHER} | {OTHER: rest}  # as the last
+        return Breakdown(
+            updates,
+            self._clock.seconds(self._begin, end) / updates,
+            {kind: seconds / updates for kind, seconds in parts.items()},
+            {
+                phase: {kind: seconds / updates for kind, seconds in kinds.items()}
+                for phase, kinds in self._inside.items()
+            },
+        )
 
 
 def own_seconds(span: Span, clock: Clock) -> float:

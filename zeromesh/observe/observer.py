@@ -58,6 +58,8 @@ class Observer:
         """In this context the engine is in a phase; see ``spans``."""
         if self._profile is not None and self._profile.counting:
             return self._counted(self._profile, name)
+        if self._timer is not None and self._profile is None:  # which counts the phases of its update
+            self._timer.after_phases()
         return self.spans.phase(name)
 
     @contextmanager
@@ -83,8 +85,10 @@ class Observer:
         if self._trace is not None or self._profile is not None:
             with self.spans.phase("observe"):
                 self._look(step)
-        if self._timer is not None and self._updates - self._timed_from >= self._every:
-            self._show(self._timer, step)
+        if self._timer is not None:
+            self._timer.after_update()
+            if self._updates - self._timed_from >= self._every:
+                self._show(self._timer, step)
         if self._profile is not None and self._profile.prepare(step):
             self._profile = None
 
