@@ -114,7 +114,8 @@ def test_two_ranks_write_once_the_mean_over_micro_batches_and_ranks(tmp_path: Pa
     seconds, speed = read_csv(job, "seconds_per_step"), read_csv(job, "samples_per_second")
     assert [step for step, _ in seconds] == steps[1:]  # nobody knows when the first began
     assert [value for _, value in speed] == pytest.approx([BATCH / value for _, value in seconds])
-    assert board["mine/accuracy"] == [(3 * BATCH, 0.5), (99, 0.75)]
+    assert board["mine/accuracy"] == [(3 * BATCH, 0.5)]
+    assert read_board(tmp_path / "board" / "job" / "own_steps") == {"mine/accuracy": [(99, 0.75)]}
     assert (job / "mine_accuracy.csv").read_text() == f"step,accuracy\n{3 * BATCH},0.5\n99,0.75\n"
     names = {"train_loss", "lr", "grad_norm", "seconds_per_step", "samples_per_second"}
     assert set(board) == {"mine/accuracy", *(f"Train/Samples/{name}" for name in names)}
@@ -141,6 +142,27 @@ def test_a_resumed_run_has_every_update_once(tmp_path: Path) -> None:
     expected = [(BATCH * (index + 1), pytest.approx(value, rel=1e-6)) for index, value in enumerate(means)]
     assert read_csv(tmp_path / "csv" / "DeepSpeedJobName", "train_loss") == expected
     assert read_board(tmp_path / "board" / "job")["Train/Samples/train_loss"] == expected
+
+
+def test_a_resumed_board_keeps_values_with_steps_of_their_own_and_hides_others(tmp_path: Path) -> None:
+    def begin() -> Monitor:
+        return Monitor({"tensorboard": open_monitor("tensorboard", tmp_path)})
+
+    monitor = begin()
+    for update in (1, 2, 3):
+        monitor.samples = 10 * update
+        monitor.write({"mine/accuracy": update})
+        monitor.write({"mine/tokens": update}, step=1000 * update)
+    monitor.close()
+    again = begin()
+    again.rewind(20)
+    again.samples = 30
+    again.write({"mine/accuracy": 4})
+    again.write({"mine/tokens": 4}, step=torch.tensor(4000))
+    again.close()
+    assert read_board(tmp_path) == {"mine/accuracy": [(10, 1.0), (20, 2.0), (30, 4.0)]}
+    tokens = [(1000 * value, float(value)) for value in (1, 2, 3, 4)]
+    assert read_board(tmp_path / "own_steps") == {"mine/tokens": tokens}
 
 
 def test_without_monitors_there_are_neither_files_nor_threads(
@@ -249,8 +271,10 @@ def test_wandb_gets_deepspeeds_arguments_and_one_call_per_update(
     engine = make_engine(wandb={"enabled": True, "group": "g", "team": "t", "project": "p"})
     assert not calls
     train(engine, 2)
+    engine.monitor.write({"mine": 1.0}, step=1)  # below the samples, where Weights & Biases would drop it
     engine.destroy()
     batch = MICRO * ACCUMULATION
+    assert calls.pop(3) == (2 * batch, {"mine": 1.0, "own_steps": 1})
     assert calls[0] == {"project": "p", "group": "g", "entity": "t"}
     assert [call[0] for call in calls[1:3]] == [batch, 2 * batch]
     assert calls[1][1].keys() == {"Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/grad_norm"}
@@ -288,6 +312,12 @@ def test_a_folder_that_cannot_be_made_is_said_on_every_rank_before_training(tmp_
 def test_what_is_no_number_is_refused_on_every_rank(values: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         Monitor().write(values)
+
+
+@pytest.mark.parametrize("step", [2.5, "3", [1]])
+def test_a_step_that_is_no_whole_number_is_refused_on_every_rank(step: Any) -> None:
+    with pytest.raises(TypeError, match="step = .* it must be a whole number"):
+        Monitor().write({"a": 1.0}, step=step)
 
 
 def test_every_row_of_the_table_can_be_opened_by_its_section(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,8 +23,14 @@ _log = logging.getLogger("zeromesh")
 class Writer(Protocol):
     """Where values go."""
 
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write values by their names; ``step`` is the place on the x axis."""
+    def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
+        """Write values by their names.
+
+        Args:
+            values: numbers.
+            samples: that were consumed; the place on the x axis,
+            own: unless it is this one, on an axis of the user's own.
+        """
 
     def rewind(self, step: int) -> None:
         """Drop, or hide, what lies after ``step``: a run goes on from there."""
@@ -31,6 +38,9 @@ class Writer(Protocol):
     def close(self) -> None:
         """Write what has not been written."""
 
+
+OWN = "own_steps"
+"""Where values are that have steps of their own, if they cannot be on one axis with samples."""
 
 OURS = ("Train_Samples_", "Validation_Samples_")
 """How the names of the files begin whose steps are samples."""
@@ -48,8 +58,9 @@ class CsvFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._kept: dict[Path, set[str]] = {}
 
-    def write(self, values: Mapping[str, float], step: int) -> None:
+    def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
         """See ``Writer``. What a resumed run has from before is not written again."""
+        step = samples if own is None else own
         for name, value in values.items():
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
             if str(step) in self._kept.get(path, ()):
@@ -83,6 +94,9 @@ class CsvFiles:
 class TensorBoardFiles:
     """Event files for TensorBoard; of a run that went back, what lies after the point it went on from is hidden.
 
+    TensorBoard hides by steps, whatever the name. So values with steps of their own are a run beside it, of which
+    nothing is hidden.
+
     Args:
         folder: made with the first value.
     """
@@ -93,26 +107,27 @@ class TensorBoardFiles:
 
         self._folder = folder.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._open: Callable[..., Any] = partial(SummaryWriter, str(self._folder))
-        self._writer: Any = None
+        self._open: Callable[..., Any] = SummaryWriter
+        self._writers: dict[Path, Any] = {}
 
-    def write(self, values: Mapping[str, float], step: int) -> None:
+    def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
         """See ``Writer``."""
-        if self._writer is None:
-            self._writer = self._open()
+        folder, step = (self._folder, samples) if own is None else (self._folder / OWN, own)
+        if folder not in self._writers:
+            self._writers[folder] = self._open(str(folder))
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            self._writers[folder].add_scalar(name, value, step)
+        self._writers[folder].flush()
 
     def rewind(self, step: int) -> None:
         """See ``Writer``."""
         self.close()
-        self._writer = self._open(purge_step=step + 1)
+        self._writers = {self._folder: self._open(str(self._folder), purge_step=step + 1)}
 
     def close(self) -> None:
         """See ``Writer``."""
-        if self._writer is not None:
-            self._writer.close()
+        for writer in self._writers.values():
+            writer.close()
 
 
 class WandbRun:
@@ -124,11 +139,11 @@ class WandbRun:
         self._begin: Callable[[], Any] = partial(wandb.init, project=project, group=group, entity=team)
         self._run: Any = None
 
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        """See ``Writer``."""
+    def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
+        """See ``Writer``. Steps must not fall there, so steps of one's own are a value beside those that have them."""
         if self._run is None:
             self._run = self._begin()
-        self._run.log(dict(values), step=step)
+        self._run.log(dict(values) if own is None else {**values, OWN: own}, step=samples)
 
     def rewind(self, step: int) -> None:
         """See ``Writer``. What was sent stays where it is: a new run begins."""
@@ -189,18 +204,18 @@ class Monitor:
 
         Args:
             values: numbers, or tensors of one element.
-            step: place on the x axis; the samples that have been consumed by default.
+            step: place on the x axis, a whole number; the samples that have been consumed by default.
 
         Raises:
-            TypeError: a name is not a string.
+            TypeError: a name is not a string, or the step no whole number.
             ValueError: a value is not one number.
         """
         for name, value in values.items():
             _require_number(name, value)
+        own = None if step is None else _whole(step)
         if self._writers:
             numbers = {name: float(value) for name, value in values.items()}
-            place = self.samples if step is None else step
-            self._each(lambda writer: writer.write(numbers, place))
+            self._each(lambda writer: writer.write(numbers, self.samples, own))
 
     def rewind(self, samples: int) -> None:
         """The run goes on from a checkpoint after so many samples."""
@@ -218,6 +233,13 @@ class Monitor:
             except Exception as error:  # whatever it is, training is worth more
                 del self._writers[name]
                 _log.warning("%s failed and is written to no more, training goes on: %s", name, error)
+
+
+def _whole(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise TypeError(f"step = {step!r} is a {type(step).__name__}; it must be a whole number: an int") from None
 
 
 def _require_number(name: Any, value: Any) -> None:
