@@ -341,7 +341,7 @@ def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
 
 def differing(kind: str) -> str:
     last = dist.get_rank() == dist.get_world_size() - 1
-    model, settings = build_net(torch.float32), config(3)
+    model, settings, samples = build_net(torch.float32), config(3), 48
     if last:
         match kind:
             case "value":
@@ -362,9 +362,11 @@ def differing(kind: str) -> str:
                 model.requires_grad_(False)
             case "dtype":
                 model.mix.bfloat16()
+            case "samples":
+                samples = 47
     began = time.monotonic()
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        zeromesh.initialize(model=model, config=settings)
+        zeromesh.initialize(model=model, config=settings, training_data=range(samples))
     assert time.monotonic() - began < 10
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -377,6 +379,7 @@ DIFFERENCES = {
     "shape": (3, "the model differs between rank 0 (-) and rank 2 (+)", ["-head.bias: torch.float32 (13,)"]),
     "frozen": (2, "the model differs", ["+head.bias: torch.float32 (13,) trainable=False"]),
     "dtype": (2, "the model differs", ["+mix.weight: torch.bfloat16"]),
+    "samples": (2, "training_data differs", ["-samples: 48", "+samples: 47"]),
 }
 
 

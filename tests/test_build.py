@@ -186,6 +186,12 @@ def mistakes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[s
         ("step needs metrics", {}, {"lr_scheduler": lr_scheduler.ReduceLROnPlateau, "optimizer": optimizer}),
         ("IterableDataset", {}, {"training_data": Endless(), "optimizer": optimizer}),
         ("has no len", {}, {"training_data": iter([])}),
+        ("training_data has 0 samples, which gives no batch", {}, {"training_data": [], "optimizer": optimizer}),
+        (
+            "has 1 samples, which gives no batch .* or set dataloader_drop_last to false",
+            {"dataloader_drop_last": True, "train_micro_batch_size_per_gpu": 2},
+            {"training_data": [1], "optimizer": optimizer},
+        ),
         ("'Bloc' matches no module", {"units": ["Bloc"]}, {"optimizer": optimizer}),
         ("'Bloc' matches no module", {"activation_checkpointing": {"enabled": True, "targets": ["Bloc"]}}, {}),
     ]

@@ -135,6 +135,7 @@ def initialize(
     share(world, "prepare its optimizer, schedule, data and monitors", failure)
     assert prepared is not None
     owned, built, scheduler, loader, monitor = prepared
+    require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
     sharded = None
     try:
         materialise = materialiser(model, resolved.seed)

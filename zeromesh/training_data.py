@@ -65,6 +65,9 @@ class Loader(DataLoader[Any]):
 
     Attributes:
         position: up to where batches were handed out, by whichever iterator handed out the last one.
+
+    Raises:
+        ValueError: there is no batch in the data.
     """
 
     sampler: Sampler
@@ -76,6 +79,14 @@ class Loader(DataLoader[Any]):
         options: Any = {"collate_fn": collate_fn, "drop_last": drop_last, "generator": own}
         super().__init__(data, batch_size, sampler=sampler, **options)
         self.position = Position(0, 0)
+        each = sampler.length // sampler.num_replicas
+        if not (each // batch_size if drop_last else sampler.length):
+            left_out = ", and dataloader_drop_last leaves out what fills none" if drop_last else ""
+            raise ValueError(
+                f"training_data has {sampler.length} samples, which gives no batch of {batch_size} for each of "
+                f"{sampler.num_replicas} ranks{left_out}; add samples"
+                + (", lower train_micro_batch_size_per_gpu, or set dataloader_drop_last to false" if drop_last else "")
+            )
 
     def __iter__(self) -> Any:
         return self._counted(super().__iter__())
