@@ -266,6 +266,16 @@ def test_tokens_are_made_again_where_the_tokenizer_or_a_file_changed(tmp_path: P
     assert prepare(data, tmp_path / "run" / "text", length=8).train[0].tokens > second.train[0].tokens
 
 
+def test_a_summary_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 20)
+    data = TextData(train=(str(tmp_path / "a.jsonl"),))
+    first = prepare(data, tmp_path / "run" / "text")
+    os.truncate(tmp_path / "run" / "text" / "data.json", 20)
+    with pytest.raises(Changed):
+        prepare(data, tmp_path / "run" / "text", may_write=False)
+    assert prepare(data, tmp_path / "run" / "text") == first
+
+
 def test_ids_of_a_large_vocabulary_take_32_bits(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

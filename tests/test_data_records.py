@@ -240,7 +240,11 @@ GOOD = {"messages": CHAT[1:3]}
     ("records", "message"),
     [
         ([GOOD, "", "{not json}"], r"a\.jsonl, line 3: is not JSON \(Expecting property name.*each line is one object"),
-        ([GOOD, "[1, 2]"], r"a\.jsonl, line 2: is \[1, 2\], and must be an object"),
+        ([GOOD, '{"messages": [1,, 2]}'], r"line 2: is not JSON \(Expecting value, column 17\); each line is one obj"),
+        ([GOOD, '{"text": 1' + "1" * 5000 + "}"], r"line 2: is not JSON \(Exceeds the limit"),
+        ([GOOD, "[" * 200_000], r"line 2: is not JSON \(.*recursion.*jq -c '\.\[\]' FILE"),
+        (["[", GOOD, "]"], r"line 1: is not JSON \(Expecting value, column 2\).*, and `jq -c '\.\[\]' FILE` writes"),
+        ([GOOD, "[1, 2]"], r"a\.jsonl, line 2: is \[1, 2\], and must be an object with keys: .* and `jq -c"),
         ([GOOD, {"text": "x"}], r"line 2: has the keys \['text'\] and lacks 'messages'; all records of a source"),
         (
             [{"some": 1}],
@@ -281,6 +285,28 @@ def test_a_wrong_record_is_refused_with_its_place(
     assert not (tmp_path / "text.part").exists()
 
 
+def test_json_is_told_apart_by_its_ending_and_records_in_a_text_are_refused(tmp_path: Path) -> None:
+    records = [{"text": f"number {n}"} for n in range(3)]
+    for name in ("a.jsonl", "a.ndjson", "A.JSONL"):
+        assert prepare(data(lines(tmp_path / name, records)), tmp_path / "run" / "text").train[0].documents == 3
+    (tmp_path / "a.ndjson.gz").write_bytes(gzip.compress((tmp_path / "a.ndjson").read_bytes()))
+    assert prepare(data(tmp_path / "a.ndjson.gz"), tmp_path / "run" / "text").train[0].documents == 3
+    path = tmp_path / "b.json"
+    for text, words in (
+        (json.dumps(records), r"b\.json has an array of records.*: jq -c '\.\[\]' \S*b\.json > \S*b\.jsonl; to learn"),
+        (json.dumps(records, indent=1), r"has an array of records"),
+        ("\n".join(map(json.dumps, records)), r"b\.json has records.*; let its name end in \.jsonl; to learn it as it"),
+        (json.dumps(records[0], indent=1), r"has records.*: jq -c '\.' "),
+        ("\ufeff" + json.dumps(records), r"has an array of records"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            prepare(data(path), tmp_path / "run" / "text")
+    for text in ('{"name": "a package"}', "[1, 2]", "[]", '{"text": ', "no JSON"):
+        path.write_text(text)
+        assert prepare(data(path), tmp_path / "run" / "text").train[0].bytes == len(text)
+
+
 def test_lines_are_counted_from_the_beginning_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeromesh.data.portions.PORTION_BYTES", 100)
     records = [{"text": f"number {n}"} for n in range(200)]
@@ -310,7 +336,10 @@ def test_long_records_are_refused_cut_or_left_out(tmp_path: Path) -> None:
     ]
     path = lines(tmp_path / "a.jsonl", records)
     settings = {"tokenizer": str(folder)}
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: has 15 tokens.*_length = 10 holds 11.*data\.too_long"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.jsonl, line 2: has 15 tokens.*model\.sequence_length.*_length = 10 holds 11.*data\.too_long",
+    ):
         prepare(data(path, **settings), tmp_path / "text", length=10)
     dropped = prepare(data(path, too_long="drop", **settings), tmp_path / "text", length=10)
     assert (dropped.dropped, dropped.train[0].documents) == (2, 1)

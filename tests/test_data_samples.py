@@ -162,7 +162,9 @@ def test_rows_have_every_record_once_with_labels_where_the_mask_says(tmp_path: P
 def test_a_record_that_is_longer_than_a_sample_is_refused(tmp_path: Path) -> None:
     part = write(tmp_path / "set", *records([9, 12]))
     open_samples(part, 11, 0, "pack", PAD)
-    with pytest.raises(ValueError, match=r"document 1 has 12 tokens.*sequence_length = 10 holds 11"):
+    with pytest.raises(
+        ValueError, match=r"document 1 has 12 tokens.*model\.sequence_length or hug.*_length = 10 holds 11"
+    ):
         open_samples(part, 10, 0, "pack", PAD)
 
 
@@ -256,7 +258,10 @@ def test_batches_have_labels_and_where_they_are_asked_for_positions(tmp_path: Pa
 
 def test_too_little_text_for_one_sample_is_refused(tmp_path: Path) -> None:
     part = write(tmp_path / "set", texts([50, 50]))
-    with pytest.raises(ValueError, match=r"sequence_length = 100 needs 101 tokens.*there are 100"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.sequence_length or huggingface\.sequence_length = 100 needs 101 tokens.*there are 100",
+    ):
         next(training_batches(prepared(part), 100, Share(0, 1, 1, 1), 0, 0))
     assert next(training_batches(prepared(part), 99, Share(0, 1, 1, 1), 0, 0)).tokens.shape == (1, 99)
 

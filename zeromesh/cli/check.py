@@ -18,7 +18,7 @@ from zeromesh.data.indexed import file_of
 from zeromesh.data.loader import training_samples
 from zeromesh.data.making import size_is_set
 from zeromesh.data.prepare import prepare
-from zeromesh.data.prepared import Prepared
+from zeromesh.data.prepared import LENGTH, Prepared
 from zeromesh.data.store import first_beyond
 from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.dist.environment import Environment, is_launched
@@ -123,7 +123,7 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     wanted = _resolved(job).train_batch_size
     if samples < wanted:
         raise ValueError(
-            f"data.train gives {samples} samples of sequence_length = {length} tokens, fewer than the {wanted} "
+            f"data.train gives {samples} samples of {LENGTH} = {length} tokens, fewer than the {wanted} "
             "of one step (train_batch_size); add text, or make the batch or the sequence smaller"
         )
     return prepared

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from zeromesh.config.train import TextData
 from zeromesh.data.indexed import token_dtype
 from zeromesh.data.portions import Portion, placed, read_portion
+from zeromesh.data.prepared import LENGTH
 from zeromesh.data.records import KINDS, Tokens, encode_text, read_record, share_of
 from zeromesh.data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -162,7 +163,7 @@ class Encoder:
             return tokens
         if self.settings.data.too_long == "error":
             raise ValueError(
-                f"has {count} tokens, and a sample of sequence_length = {length} holds {length + 1} with its "
+                f"has {count} tokens, and a sample of {LENGTH} = {length} holds {length + 1} with its "
                 'last label; set data.too_long to "truncate" or "drop", or make the sequence longer'
             )
         assert tokens.mask is not None

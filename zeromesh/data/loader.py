@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.data.order import Blend, seed_of
-from zeromesh.data.prepared import Prepared
+from zeromesh.data.prepared import LENGTH, Prepared
 from zeromesh.data.samples import NO_LABEL, Sample, Samples, open_samples
 
 
@@ -74,7 +74,7 @@ def training_samples(prepared: Prepared, length: int, seed: int) -> list[Samples
         parts.append(open_samples(part, length, seed_of(seed, number), prepared.packing, prepared.pad))
         if not parts[-1].count:
             raise ValueError(
-                f"sequence_length = {length} needs {length + 1} tokens of training text, and there are "
+                f"{LENGTH} = {length} needs {length + 1} tokens of training text, and there are "
                 f"{part.tokens} in {str(part.prefix)!r}; shorten the sequence, or add text"
             )
     return parts

@@ -43,6 +43,9 @@ class Portion:
     last: bool = True
 
 
+OF_AN_ARRAY = ", and `jq -c '.[]' FILE` writes the records of an array so"
+
+
 class RecordError(ValueError):
     """A record that is wrong; ``number`` counts from the beginning of its portion."""
 
@@ -73,7 +76,7 @@ def format_of(document: Document) -> str:
         return "dataset"
     if not path.is_file() and prefix_of(path) is not None:
         return "indexed"
-    return next((ending for ending in FORMATS if ending and path.name.endswith(ending)), "")
+    return next((ending for ending in FORMATS if ending and path.name.lower().endswith(ending)), "")
 
 
 def _cut_text(document: Document) -> Iterator[Portion]:
@@ -135,12 +138,15 @@ def _parse(lines: bytes) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise RecordError(
-                    number, f"is not JSON ({error.msg}, column {error.colno}); each line is one object"
-                ) from None
-            except UnicodeDecodeError as error:
-                raise RecordError(number, f"is not UTF-8 ({error}); convert the file") from None
+            except (ValueError, RecursionError) as error:
+                raise RecordError(number, _wrong_line(line, error)) from None
+
+
+def _wrong_line(line: bytes, error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start + 1}); convert the file"
+    what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+    return f"is not JSON ({what}); each line is one object{OF_AN_ARRAY if line.lstrip().startswith(b'[') else ''}"
 
 
 def _cut_parquet(document: Document) -> Iterator[Portion]:
@@ -150,7 +156,7 @@ def _cut_parquet(document: Document) -> Iterator[Portion]:
 
 
 def _read_parquet(portion: Portion) -> Iterator[tuple[int, Any]]:
-    yield from enumerate(_parquet(portion.document.path).read_row_group(portion.start).to_pylist())
+    yield from enumerate(map(_row, _parquet(portion.document.path).read_row_group(portion.start).to_pylist()))
 
 
 def _place_parquet(portion: Portion, number: int) -> str:
@@ -183,7 +189,18 @@ def _cut_dataset(document: Document) -> Iterator[Portion]:
 def _read_dataset(portion: Portion) -> Iterator[tuple[int, Any]]:
     columns = _dataset(portion.document.path)[portion.start : portion.stop]
     rows = zip(*columns.values(), strict=True)
-    yield from enumerate(dict(zip(columns, row, strict=True)) for row in rows)
+    yield from enumerate(_row(dict(zip(columns, row, strict=True))) for row in rows)
+
+
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without what a table adds: it gives all objects in a column the same keys, and null to those without."""
+    return {key: _without_nulls(value) for key, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 @lru_cache(maxsize=4)
@@ -202,11 +219,16 @@ def _missing(path: Path, package: str) -> ValueError:
     return ValueError(f"reading {str(path)!r} needs the package {package}: pip install 'zeromesh[datasets]'")
 
 
+_LINES = Format(_cut_lines, _read_lines, _place_line)
+_COMPRESSED = Format(
+    _cut_compressed, _read_compressed, lambda portion, n: f"{portion.document.path}, line {portion.start + n + 1}"
+)
+
 FORMATS: dict[str, Format] = {
-    ".jsonl": Format(_cut_lines, _read_lines, _place_line),
-    ".jsonl.gz": Format(
-        _cut_compressed, _read_compressed, lambda portion, n: f"{portion.document.path}, line {portion.start + n + 1}"
-    ),
+    ".jsonl": _LINES,
+    ".ndjson": _LINES,
+    ".jsonl.gz": _COMPRESSED,
+    ".ndjson.gz": _COMPRESSED,
     ".parquet": Format(_cut_parquet, _read_parquet, _place_parquet),
     "dataset": Format(
         _cut_dataset, _read_dataset, lambda portion, n: f"{portion.document.path}, row {portion.start + n + 1}"

@@ -16,6 +16,9 @@ from zeromesh.config.train import TextData
 from zeromesh.data.corpus import MASK
 from zeromesh.data.indexed import Indexed, file_of, open_indexed
 
+LENGTH = "model.sequence_length or huggingface.sequence_length"
+"""The keys, of which a run has one, that say how many tokens a sample has."""
+
 
 @dataclass(frozen=True)
 class TokenSet:
@@ -135,11 +138,12 @@ def save_summary(prepared: Prepared, path: Path) -> None:
 
 
 def load_summary(path: Path) -> Prepared | None:
-    """What was prepared; None if nothing was, or by another version, which knew other things."""
-    if not path.is_file():
+    """What was prepared; None if nothing was, if that is cut off, or by another version, which knew other things."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return None
-    values = json.loads(path.read_text())
-    if values.keys() != {field.name for field in fields(Prepared)}:
+    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(Prepared)}:
         return None
 
     def here(name: str | None) -> Path | None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from zeromesh.config.errors import show
 from zeromesh.config.train import TextData
 from zeromesh.data.chat import Ids
+from zeromesh.data.portions import OF_AN_ARRAY
 from zeromesh.data.tokenizer import TextTokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -107,7 +108,8 @@ def encode_text(tokenizer: TextTokenizer, texts: Sequence[str]) -> Iterator[Toke
 
 def _require_object(record: Any) -> None:
     if not isinstance(record, Mapping):
-        raise ValueError(f"is {show(record)}, and must be an object with keys: {{...}}")
+        hint = OF_AN_ARRAY if isinstance(record, list) else ""
+        raise ValueError(f"is {show(record)}, and must be an object with keys: {{...}}{hint}")
 
 
 def _string(record: Mapping[str, Any], key: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromesh.data.order import Permutation, pack, seed_of
-from zeromesh.data.prepared import TokenSet
+from zeromesh.data.prepared import LENGTH, TokenSet
 
 Array = NDArray[np.int64]
 
@@ -150,7 +150,7 @@ class Packed:
         if places.max(initial=0) > length:
             raise ValueError(
                 f"{str(part.prefix)!r}: document {numbers[places.argmax()]} has {places.max() + 1} tokens, and a "
-                f"sample of sequence_length = {length} holds {length + 1} with its last label; make it longer"
+                f"sample of {LENGTH} = {length} holds {length + 1} with its last label; make it longer"
             )
         rows = pack(places, length) if packing == "pack" else np.arange(len(places))
         self._members = np.argsort(rows, kind="stable")

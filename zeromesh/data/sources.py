@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from zeromesh.data.texts import is_text, split_documents
 
 NAMED_FILES = 5
 """So many of the files that were left out are named."""
+
+LOOKED_AT = 2**24
+"""A first record is looked for in so many bytes of a file."""
 
 INDEXED = "indexed"
 """The kind of a file that is tokens already."""
@@ -73,6 +77,7 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Known]:
             elif form and (kind := kind or _kind(data, document)) is not None:
                 found.append(Known(document, kind, None))
             elif not form and is_text(document):
+                _require_no_records(data, document)
                 texts.append(document)
             else:
                 skipped.append(document)
@@ -118,6 +123,28 @@ def _kind(data: TextData, document: Document) -> str | None:
             with placed(portion, number):
                 return kind_of(data, record)
     return None
+
+
+def _require_no_records(data: TextData, document: Document) -> None:
+    """Raise ValueError for a file of JSON with records, of which quotes and brackets would be learned as plain text."""
+    if not document.path.name.lower().endswith(".json"):
+        return
+    with document.path.open("rb") as file:
+        text = file.read(LOOKED_AT).decode("utf-8-sig", errors="ignore").strip()
+    is_array = text.startswith("[")
+    try:
+        first, end = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
+        kind_of(data, first)
+    except (ValueError, RecursionError):
+        return
+    way = "let its name end in .jsonl"
+    if is_array or "\n" in text[:end]:
+        lines = f"{document.path} > {document.path.with_suffix('.jsonl')}"
+        way = f"write one record per line: jq -c '{'.[]' if is_array else '.'}' {lines}"
+    raise ValueError(
+        f"{document.path} has {'an array of records' if is_array else 'records'}, and a file that ends in .json is "
+        f"plain text; {way}; to learn it as it is written, let its name end in .txt"
+    )
 
 
 def names_of(documents: Sequence[Document]) -> str:
