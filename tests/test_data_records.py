@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from zeromesh.config.train import TextData
 from zeromesh.data.prepare import prepare
 from zeromesh.data.prepared import Prepared, TokenSet
+from zeromesh.data.samples import open_samples
 from zeromesh.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 PLAIN = (
@@ -134,6 +135,97 @@ def test_a_template_whose_chats_do_not_begin_alike_needs_marks(tmp_path: Path) -
     strict = chat_tokenizer(tmp_path / "strict", "{{ raise_exception('no system here') }}{% generation %}")
     with pytest.raises(ValueError, match=r"line 1: .*chat template"):
         prepare(data(path, tokenizer=str(strict)), tmp_path / "text")
+
+
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + (
+    "{% for message in messages %}<|{{ message.role if message.role != 'tool' else 'user' }}|>"
+    "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}{{ message.content or '' }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}},
+    {"type": "function", "function": {"name": "now", "parameters": {"properties": {}}}},
+]
+CALLED = [
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "It is 3"},
+]
+
+
+def test_tools_of_a_chat_are_given_to_the_template(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "tokenizer", WITH_TOOLS)
+    variants = [TOOLS, json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]]
+    path = lines(tmp_path / "a.jsonl", [{"messages": CALLED, "tools": tools} for tools in variants])
+    prepared = prepare(data(path, tokenizer=str(folder)), tmp_path / "text")
+    found = learned(prepared.train[0], tokenizer_of(prepared))
+    written = "".join(map(json.dumps, TOOLS))
+    call = json.dumps(CALLED[1]["tool_calls"][0])
+    assert found == 3 * [
+        (
+            f"{written}[<|user|>]1 + 2?[<|end|>][<|assistant|>]{call}[<|end|>][<|user|>]3[<|end|>]"
+            "[<|assistant|>]It is 3[<|end|>]",
+            f"{call}[<|end|>]It is 3[<|end|>]",
+        )
+    ]
+    marked = chat_tokenizer(tmp_path / "marked", MARKED)
+    for template, key in ((folder, "tools"), (marked, "tool_calls")):
+        record = {"messages": CALLED, "tools": "[{"} if key == "tools" else {"messages": CALLED}
+        words = r"line 1: tools = \"\[\{\" is not JSON" if key == "tools" else "line 1: has tool_calls, which the tok"
+        with pytest.raises(ValueError, match=words):
+            prepare(data(lines(path, [record]), tokenizer=str(template)), tmp_path / "text")
+    for tools, words in (
+        (TOOLS, "has tools, which the tokenizer's chat"),
+        (3, "tools = 3 must be"),
+        ([3], "must be a li"),
+    ):
+        record = {"messages": CHAT, "tools": tools}
+        with pytest.raises(ValueError, match=f"line 1: .*{words}"):
+            prepare(data(lines(path, [record]), tokenizer=str(marked)), tmp_path / "text")
+
+
+def test_nulls_that_a_table_adds_to_tools_and_calls_are_taken_out(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = chat_tokenizer(tmp_path / "tokenizer", WITH_TOOLS)
+    other = [*CALLED[:1], {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": {"b": 2}}}]}]
+    records = [{"messages": CALLED, "tools": TOOLS}, {"messages": other, "tools": None}]
+    path = lines(tmp_path / "a.jsonl", records)
+    expected = prepare(data(path, tokenizer=str(folder)), tmp_path / "run" / "text")
+    wanted = learned(expected.train[0], tokenizer_of(expected))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    assert "'b': None" in str(pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pylist())
+    found = prepare(data(tmp_path / "a.parquet", tokenizer=str(folder)), tmp_path / "run" / "text")
+    assert learned(found.train[0], tokenizer_of(found)) == wanted
+
+
+def test_records_of_which_nothing_is_learned_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = chat_tokenizer(tmp_path / "tokenizer", MARKED)
+    empty = {"prompt": "", "response": ""}
+    path = lines(
+        tmp_path / "a.jsonl", [empty, {"prompt": "a", "response": "b"}, empty, {"prompt": "c", "response": "d"}]
+    )
+    for fraction in (0.0, 0.5):
+        prepared = prepare(data(path, tokenizer=str(folder), validation_fraction=fraction), tmp_path / "text")
+        parts = [*prepared.train, *prepared.validation]
+        assert sorted(spelled[0] for part in parts for spelled, _ in learned(part, tokenizer_of(prepared))) == [
+            "a",
+            "c",
+        ]
+        assert "left out 2 records of data.train" in caplog.text
+        for part in parts:
+            samples = open_samples(part, 8, 0, "pad", 0)
+            assert all((samples.row(number).labels >= 0).any() for number in range(samples.rows))
+        caplog.clear()
+    again = prepare(data(prepared.train[0].prefix), tmp_path / "again" / "text")
+    assert again.train[0].documents == 2, "as in any data set with masks"
+    with pytest.raises(ValueError, match="no documents to learn from, 0 records .* too long and 1 as having no token"):
+        prepare(data(lines(path, [empty]), tokenizer=str(folder)), tmp_path / "text")
 
 
 def test_chats_need_a_chat_template(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,24 +12,36 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]] | None
+"""Schemas of the functions that the assistant may call, as the template is given them."""
 
 STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")
 """The first words of the statements of a chat template."""
 
 
-def render(tokenizer: Any, messages: Sequence[Message]) -> tuple[Ids, NDArray[np.bool_]]:
+def render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> tuple[Ids, NDArray[np.bool_]]:
     """A chat by the tokenizer's template: its own marks say what the assistant has said, else its beginnings do."""
     _require_template(tokenizer)
-    if "generation" in STATEMENTS.findall(tokenizer.get_chat_template()):
-        _require_text(tokenizer, messages)
-        found = tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
+    template = tokenizer.get_chat_template(tools=tools)
+    calls = any(message.get("tool_calls") for message in messages)
+    for key, given in (("tools", tools), ("tool_calls", calls)):
+        if given and key not in template:
+            raise ValueError(
+                f"has {key}, which the tokenizer's chat template does not write, so they would be missing from what is "
+                "learned; take them out, or name a tokenizer whose template writes them"
+            )
+    if "generation" in STATEMENTS.findall(template):
+        _require_text(tokenizer, messages, tools)
+        found = tokenizer.apply_chat_template(
+            list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
+        )
         return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
-    whole = _render_ids(tokenizer, messages, False)
+    whole = _render_ids(tokenizer, messages, False, tools)
     mask = np.zeros(len(whole), dtype=bool)
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = _render_ids(tokenizer, messages[:place], True) if place else np.empty(0, dtype=np.int64)
-            after = _render_ids(tokenizer, messages[: place + 1], False)
+            before = _render_ids(tokenizer, messages[:place], True, tools) if place else np.empty(0, dtype=np.int64)
+            after = _render_ids(tokenizer, messages[: place + 1], False, tools)
             if not (place and _begins(after, before) and _begins(whole, after)):
                 raise ValueError(
                     f"messages[{place}]: where the assistant's turn is cannot be told from the tokenizer's chat "
@@ -50,9 +63,9 @@ def _require_template(tokenizer: Any) -> None:
         raise ValueError("the tokenizer has no chat template; name one that has, or put chat_template.jinja beside it")
 
 
-def _render_ids(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> Ids:
+def _render_ids(tokenizer: Any, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> Ids:
     found = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=prompt, return_dict=True, sanitize_control_tokens=True
+        list(messages), tools=tools, add_generation_prompt=prompt, return_dict=True, sanitize_control_tokens=True
     )
     return np.array(found["input_ids"], dtype=np.int64)
 
@@ -61,11 +74,11 @@ def _begins(whole: Ids, part: Ids) -> bool:
     return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
 
 
-def _require_text(tokenizer: Any, messages: Sequence[Message]) -> None:
+def _require_text(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:
     """Where a template has marks, transformers cannot tell a special token in a message from one of the template's."""
-    for place, message in enumerate(messages):
-        for token in tokenizer.all_special_tokens:
-            if token in str(message.get("content", "")):
-                raise ValueError(
-                    f"messages[{place}].content has {token!r}, which is a special token of the tokenizer; take it out"
-                )
+    parts = [(f"messages[{place}].{key}", message[key]) for place, message in enumerate(messages) for key in message]
+    for name, value in [*parts, ("tools", tools)]:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        for token in tokenizer.all_special_tokens if not name.endswith(".role") else ():
+            if json.dumps(token, ensure_ascii=False)[1:-1] in text:
+                raise ValueError(f"{name} has {token!r}, which is a special token of the tokenizer; take it out")

@@ -137,11 +137,14 @@ def _make_part(
         with closing(encode_all(tasks, encoder, workers)) as encoded:
             documents = write_documents(prefix, counted.watch(encoded), encoder.dtype, packed)
         dropped = counted.dropped
-    if not len(documents.tokens):
+    learned, unlearned = int(documents.learned.sum()), int((~documents.learned).sum())
+    if not learned:
         raise ValueError(
-            f"{part.wanted} has no documents to learn from, {dropped} records having been left out as too long; add "
-            "some"
+            f"{part.wanted} has no documents to learn from, {dropped} records having been left out as too long and "
+            f"{unlearned} as having no token to learn; add some"
         )
+    if unlearned:
+        _log.warning("left out %d records of %s that have no token to learn", unlearned, part.wanted)
     return *divide(prefix, documents, part.fraction, tokenizer, folder), dropped
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 RESPONSES = ("response", "completion")
 """Keys of a response, where the settings name none."""
+
+
+TOOLS = "tools"
+"""Key of the schemas of functions that the assistant of a chat may call."""
+
+
+class Chat(NamedTuple):
+    """A record of a chat."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,7 @@ def _encode_responses(tokenizer: TextTokenizer, pairs: Sequence[tuple[str, str]]
         yield Tokens(ids, np.arange(len(ids)) >= len(prompt), len(pair[1].encode()))
 
 
-def _read_messages(data: TextData, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:
     key = data.messages_key
     messages = record[key]
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -149,14 +160,34 @@ def _read_messages(data: TextData, record: Mapping[str, Any]) -> list[dict[str, 
         raise ValueError(
             f"{key} has no turn of the assistant, so nothing can be learned from it; add one, or take it out"
         )
+    return Chat(read, _read_tools(record.get(TOOLS)))
+
+
+def _read_tools(given: Any) -> list[dict[str, Any]] | None:
+    """Schemas of functions: objects, or JSON in a string, as tables have it, whose objects all need the same keys."""
+    tools = _of_json(given)
+    if tools is None or tools == []:
+        return None
+    read: list[Any] = [_of_json(tool) for tool in tools] if isinstance(tools, list) else [None]
+    if not all(isinstance(tool, Mapping) for tool in read):
+        raise ValueError(
+            f"{TOOLS} = {show(given)} must be a list of objects, each the schema of a function, or JSON of it"
+        )
     return read
+
+
+def _of_json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{TOOLS} = {show(value)} is not JSON ({error})") from None
 
 
 def _read_message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{name} = {show(message)} must be an object with role and content")
     for key in ("role", "content"):
-        if key not in message:
+        if key not in message and not (key == "content" and message.get("tool_calls")):
             raise ValueError(f"{name} = {show(dict(message))} lacks {key!r}; a message has role and content")
     if message["role"] not in ROLES:
         raise ValueError(f"{name}.role = {show(message['role'])} must be one of {', '.join(ROLES)}")
@@ -167,10 +198,10 @@ def _read_message(name: str, message: Any) -> dict[str, Any]:
     return kept
 
 
-def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[list[dict[str, Any]]]) -> Iterator[Tokens]:
-    for messages in chats:
+def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[Tokens]:
+    for chat in chats:
         try:
-            ids, mask = tokenizer.chat(messages)
+            ids, mask = tokenizer.chat(chat.messages, chat.tools)
         except ValueError:
             raise
         except Exception as error:  # a template may raise what it likes
@@ -186,9 +217,9 @@ def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[list[dict[str, Any]]
 KINDS: dict[str, Kind] = {
     "chat": Kind(
         keys=lambda data, record: (data.messages_key,),
-        read=_read_messages,
+        read=_read_chat,
         encode=_encode_chats,
-        texts=lambda messages: [message.get("content", "") for message in messages],
+        texts=lambda chat: [message.get("content", "") for message in chat.messages],
         packed=True,
     ),
     "response": Kind(

@@ -42,6 +42,11 @@ class Documents:
     packed: bool
     highest: int
 
+    @property
+    def learned(self) -> NDArray[np.bool_]:
+        """Which of them are used, bool: not records of which nothing is learned, that would be rows without a loss."""
+        return self.labels > 0 if self.packed else np.ones(len(self.tokens), dtype=bool)
+
 
 def write_documents(prefix: Path, encoded: Iterable[Encoded], dtype: np.dtype[Any], packed: bool) -> Documents:
     """Write what was encoded as a data set, with a second one of the masks where documents are packed."""
@@ -117,12 +122,13 @@ def divide(
         tokenizer: counts the bytes of what is held out where they are not known.
         folder: where the numbers of the documents are written.
     """
-    held = documents.shares < fraction
-    if 0 < fraction < 1 and (held.all() or not held.any()):
-        lowest = float(documents.shares.min())
-        held = (np.arange(len(held)) == documents.shares.argmin()) & (len(held) > 1 and lowest < 1)
+    learned = documents.learned
+    held = learned & (documents.shares < fraction)
+    if 0 < fraction < 1 and held.sum() in (0, learned.sum()):
+        shares = np.where(learned, documents.shares, 2.0)
+        held = (np.arange(len(held)) == shares.argmin()) & (learned.sum() > 1 and float(shares.min()) < 1)
     sides = []
-    for name, side in (("train", ~held), ("validation", held)):
+    for name, side in (("train", learned & ~held), ("validation", held)):
         chosen = None
         if not side.all():
             chosen = folder / f"{prefix.name}.{name}.npy"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from zeromesh.data.chat import Ids, Message, render, render_prompt
+from zeromesh.data.chat import Ids, Message, Tools, render, render_prompt
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -42,7 +42,7 @@ class TextTokenizer:
         pad: the id that fills what is left of a sample; it is never a label.
         encode: texts to ids, int64, without special tokens added.
         decode: ids to text, without special tokens.
-        chat: messages to ids and to which of them the assistant has said, bool, of the same shape.
+        chat: messages and tools to ids and to which of them the assistant has said, bool, of the same shape.
         prompt: messages to the ids after which the assistant speaks next.
         save: writes all that ``load_tokenizer`` needs into a folder.
     """
@@ -52,7 +52,7 @@ class TextTokenizer:
     pad: int
     encode: Callable[[Sequence[str]], list[Ids]]
     decode: Callable[[Sequence[int]], str]
-    chat: Callable[[Sequence[Message]], tuple[Ids, NDArray[np.bool_]]]
+    chat: Callable[[Sequence[Message], Tools], tuple[Ids, NDArray[np.bool_]]]
     prompt: Callable[[Sequence[Message]], Ids]
     save: Callable[[Path], None]
 
@@ -159,7 +159,7 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
         encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encoded]
 
-    def chat(messages: Sequence[Message]) -> NoReturn:
+    def chat(messages: Sequence[Message], tools: Tools = None) -> NoReturn:
         raise ValueError(
             f"chats need a chat template, which {name} does not have; set data.tokenizer to the folder of a model's "
             "tokenizer"
@@ -212,7 +212,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
         decode=lambda ids: str(
             tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         ),
-        chat=lambda messages: render(tokenizer, messages),
+        chat=lambda messages, tools: render(tokenizer, messages, tools),
         prompt=lambda messages: render_prompt(tokenizer, messages),
         save=save,
     )
