@@ -204,6 +204,37 @@ def test_a_data_set_of_megatron_is_trained_on_where_it_is(tmp_path: Path) -> Non
     assert len(prepare(TextData.model_validate({"train": weighted}), tmp_path / "run" / "text").train) == 2
 
 
+def test_data_sets_of_one_name_in_two_folders_keep_their_own_documents(tmp_path: Path) -> None:
+    weighted = []
+    for name, count in (("a", 40), ("b", 70)):
+        (tmp_path / name).mkdir()
+        published(tmp_path / name / "tokens", [[[100 * number, number]] for number in range(count)])
+        weighted.append({"source": str(tmp_path / name / "tokens"), "weight": 1})
+    data = TextData.model_validate({"train": weighted, "validation_fraction": 0.2})
+    prepared = prepare(data, tmp_path / "run" / "text")
+    for train, held, count in zip(prepared.train, prepared.validation, (40, 70), strict=True):
+        assert sorted([*train.numbers, *held.numbers]) == list(range(count))
+
+
+def test_a_mask_may_have_any_number_that_is_not_zero(tmp_path: Path) -> None:
+    published(tmp_path / "theirs", [[[1, 2, 3]], [[4, 5]]])
+    with IndexedWriter(tmp_path / "theirs.mask", np.dtype("u1")) as writer:
+        writer.add(np.array([0, 255, 255, 0, 255]), np.array([3, 2], dtype=np.int32), np.array([True, True]))
+    (part,) = prepare(
+        TextData(train=(str(tmp_path / "theirs"),), validation_fraction=0), tmp_path / "run" / "text"
+    ).train
+    assert part.labels == 3
+
+
+def test_a_folder_that_was_not_written_here_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "run" / "text").mkdir(parents=True)
+    (tmp_path / "run" / "text" / "chapter.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"text' is where the tokens would be written.*move it away, or choose"):
+        prepare(TextData(train=(str(tmp_path / "a.txt"),)), tmp_path / "run" / "text")
+    assert (tmp_path / "run" / "text" / "chapter.tex").read_text() == "years of work"
+
+
 def test_with_a_tokenizer_the_bytes_of_megatrons_tokens_are_known(tmp_path: Path) -> None:
     source = tmp_path / "corpus"
     source.mkdir()
@@ -290,6 +321,19 @@ def test_ids_of_a_large_vocabulary_take_32_bits(tmp_path: Path) -> None:
         part = prepare(data, tmp_path / "run" / "text").train[0]
         assert part.indexed.tokens.dtype == dtype
         assert part.indexed.tokens[:3].tolist() == [1, 65_000, 2]
+
+
+def test_ids_of_a_vocabulary_with_gaps_are_not_cut(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 70_000, "</s>": 3}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "words.json"))
+    (tmp_path / "a.txt").write_text("a b a\n")
+    data = TextData(train=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path / "words.json"), validation_fraction=0)
+    prepared = prepare(data, tmp_path / "run" / "text")
+    assert prepared.train[0].indexed.tokens.tolist() == [0, 70_000, 0, 3]
+    assert prepared.vocabulary == 70_001
 
 
 def test_named_records_are_held_out_and_not_trained_on(tmp_path: Path) -> None:

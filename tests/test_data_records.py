@@ -312,6 +312,31 @@ def test_tables_are_read_as_json_lines_are(tmp_path: Path) -> None:
         prepare(data(tmp_path / "c.parquet"), tmp_path / "text")
 
 
+def test_a_table_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    for text in ("first", "second"):
+        table = datasets.Dataset.from_dict({"text": [text]})
+        table.to_parquet(str(tmp_path / "a.parquet"))
+        table.save_to_disk(str(tmp_path / "folder"))
+        for name in ("a.parquet", "folder"):
+            prepared = prepare(data(tmp_path / name), tmp_path / "run" / "text")
+            assert tokenizer_of(prepared).decode(prepared.train[0].indexed.tokens.tolist()) == text
+
+
+def test_damage_in_the_middle_of_a_file_names_it(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = lines(tmp_path / "a.jsonl", [{"text": f"number {n}"} for n in range(2000)])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    datasets.Dataset.from_dict({"text": [f"number {n}" for n in range(2000)]}).to_parquet(str(tmp_path / "a.parquet"))
+    for name in ("a.jsonl.gz", "a.parquet"):
+        content = bytearray((tmp_path / name).read_bytes())
+        middle = len(content) // 3
+        content[middle : middle + 50] = bytes(50)
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} cannot be read as a (gzip|parquet) file: .*; make it anew"):
+            prepare(data(tmp_path / name), tmp_path / "run" / "text")
+
+
 @pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("table", "datasets")])
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)

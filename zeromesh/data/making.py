@@ -145,7 +145,7 @@ def _make_part(
         )
     if unlearned:
         _log.warning("left out %d records of %s that have no token to learn", unlearned, part.wanted)
-    return *divide(prefix, documents, part.fraction, tokenizer, folder), dropped
+    return *divide(part.name, prefix, documents, part.fraction, tokenizer, folder), dropped
 
 
 class _Counted:

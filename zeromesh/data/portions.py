@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def _cut_compressed(document: Document) -> Iterator[Portion]:
                 lines = block.count(b"\n")
                 yield Portion(document, count, count + lines, raw.tell() - read, block)
                 count, read = count + lines, raw.tell()
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{document.path} cannot be read as a gzip file: {error}; make it anew") from None
 
 
@@ -156,7 +157,10 @@ def _cut_parquet(document: Document) -> Iterator[Portion]:
 
 
 def _read_parquet(portion: Portion) -> Iterator[tuple[int, Any]]:
-    yield from enumerate(map(_row, _parquet(portion.document.path).read_row_group(portion.start).to_pylist()))
+    path = portion.document.path
+    with _readable(path, "a parquet file"):
+        rows = _parquet(path).read_row_group(portion.start).to_pylist()
+    yield from enumerate(map(_row, rows))
 
 
 def _place_parquet(portion: Portion, number: int) -> str:
@@ -165,17 +169,27 @@ def _place_parquet(portion: Portion, number: int) -> str:
     return f"{portion.document.path}, row {before + number + 1}"
 
 
-@lru_cache(maxsize=4)
 def _parquet(path: Path) -> Any:
+    return _open_parquet(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _open_parquet(path: Path, changed: int) -> Any:
+    """Kept open, unless the file was changed at another time."""
     try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
+        from pyarrow import parquet
     except ImportError:
         raise _missing(path, "pyarrow") from None
+    with _readable(path, "a parquet file"):
+        return parquet.ParquetFile(path)
+
+
+@contextmanager
+def _readable(path: Path, what: str) -> Iterator[None]:
     try:
-        return ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as a parquet file: {error}; make it anew") from None
+        yield
+    except Exception as error:  # whatever pyarrow and datasets raise on damaged files
+        raise ValueError(f"{path} cannot be read as {what}: {error}; make it anew") from error
 
 
 def _cut_dataset(document: Document) -> Iterator[Portion]:
@@ -187,7 +201,9 @@ def _cut_dataset(document: Document) -> Iterator[Portion]:
 
 
 def _read_dataset(portion: Portion) -> Iterator[tuple[int, Any]]:
-    columns = _dataset(portion.document.path)[portion.start : portion.stop]
+    path = portion.document.path
+    with _readable(path, "a data set of Hugging Face"):
+        columns = _dataset(path)[portion.start : portion.stop]
     rows = zip(*columns.values(), strict=True)
     yield from enumerate(_row(dict(zip(columns, row, strict=True))) for row in rows)
 
@@ -203,16 +219,19 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-@lru_cache(maxsize=4)
 def _dataset(folder: Path) -> Any:
+    return _open_dataset(folder, max(file.stat().st_mtime_ns for file in folder.iterdir()))
+
+
+@lru_cache(maxsize=4)
+def _open_dataset(folder: Path, changed: int) -> Any:
+    """As ``_open_parquet``."""
     try:
         from datasets import load_from_disk
     except ImportError:
         raise _missing(folder, "datasets") from None
-    try:
+    with _readable(folder, "a data set of Hugging Face"):
         return load_from_disk(str(folder)).with_format(None)
-    except Exception as error:  # whatever pyarrow and datasets raise on damaged files
-        raise ValueError(f"{folder} cannot be read as a data set of Hugging Face: {error}; make it anew") from error
 
 
 def _missing(path: Path, package: str) -> ValueError:

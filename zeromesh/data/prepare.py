@@ -45,8 +45,9 @@ def prepare(
         console: where progress is shown.
 
     Raises:
-        ValueError: if a source has no text, a record is wrong, the vocabulary does not suit the text, or, as
-            ``Changed``, if the files in the folder were made from something else and may not be written.
+        ValueError: if a source has no text, a record is wrong, the vocabulary does not suit the text, the folder holds
+            something else, or, as ``Changed``, if the files in the folder were made from something else and may not
+            be written.
     """
     parts = _find(data, folder.parent)
     key = _key(data, parts, length)
@@ -58,6 +59,7 @@ def prepare(
             f"the text in data.train has changed since its tokens were written to {str(folder)!r}; bring back the "
             "files and settings of that time, or start a new run"
         )
+    _require_ours(folder)
     new = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -70,6 +72,15 @@ def prepare(
     made = load_summary(folder / SUMMARY_FILE)
     assert made is not None
     return made.sampled(data)
+
+
+def _require_ours(folder: Path) -> None:
+    """Raise ValueError for a folder that was not written here, and must not be replaced."""
+    if folder.exists() and not (folder / SUMMARY_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"{str(folder)!r} is where the tokens would be written, and is something else, without {SUMMARY_FILE}; "
+            "move it away, or choose another folder, with run.output in zeromesh train"
+        )
 
 
 def _find(data: TextData, output: Path) -> list[Part]:

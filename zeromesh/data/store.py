@@ -110,11 +110,12 @@ def scan_documents(prefix: Path) -> Documents:
 
 
 def divide(
-    prefix: Path, documents: Documents, fraction: float, tokenizer: TextTokenizer | None, folder: Path
+    name: str, prefix: Path, documents: Documents, fraction: float, tokenizer: TextTokenizer | None, folder: Path
 ) -> tuple[TokenSet, TokenSet]:
     """What is trained on and what is held out.
 
     Args:
+        name: of the part of the blend; the data sets of two parts may have one name.
         prefix: of the data set.
         documents: what is known of it.
         fraction: of the documents to hold out; 0 for none and 1 for all. At least one is, where some are to be and
@@ -128,10 +129,10 @@ def divide(
         shares = np.where(learned, documents.shares, 2.0)
         held = (np.arange(len(held)) == shares.argmin()) & (learned.sum() > 1 and float(shares.min()) < 1)
     sides = []
-    for name, side in (("train", learned & ~held), ("validation", held)):
+    for kind, side in (("train", learned & ~held), ("validation", held)):
         chosen = None
         if not side.all():
-            chosen = folder / f"{prefix.name}.{name}.npy"
+            chosen = folder / f"{name}.{kind}.npy"
             np.save(chosen, np.flatnonzero(side))
         sides.append(
             TokenSet(
@@ -184,7 +185,7 @@ def first_beyond(data: Indexed, vocabulary: int) -> tuple[int, int]:
 
 def _labels(mask: NDArray[np.uint8], lengths: NDArray[Any]) -> NDArray[np.int64]:
     """Labels of each document; its first token is none."""
-    before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+    before = np.concatenate([[0], np.cumsum(mask != 0, dtype=np.int64)])
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = ends - lengths
     found: NDArray[np.int64] = before[ends] - before[np.minimum(starts + 1, ends)]

@@ -166,7 +166,7 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
         )
 
     return TextTokenizer(
-        size=tokenizer.get_vocab_size(),
+        size=max(tokenizer.get_vocab().values()) + 1,  # a vocabulary may have gaps
         end=end,
         pad=end,
         encode=encode,
