@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import torch
 from harness import run_ranks
 from runs import assert_same, config, everything, seed_everything, start, train
 from zeromesh.checkpoint import folder as folders
+from zeromesh.checkpoint.packing import pack, unpack
 
 # Runs that were cut off.
 
@@ -214,6 +216,21 @@ def test_a_checkpoint_takes_the_place_of_a_half_deleted_one_and_of_no_folder_of_
     (tmp_path / "app" / "main.js").touch()
     with pytest.raises(FileExistsError, match=r"holds main\.js, and is not overwritten"):
         folders.require_free(tmp_path / "app")
+
+
+def test_of_a_link_to_a_checkpoint_only_the_link_is_replaced(tmp_path: Path) -> None:
+    write_manifest(tmp_path / "step1", 1000)
+    write_manifest(tmp_path / "best.draft", 1000)
+    (tmp_path / "best").symlink_to("step1")
+    folders.commit(tmp_path / "best.draft", tmp_path / "best")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step1"]
+    assert not (tmp_path / "best").is_symlink()
+    assert (tmp_path / "step1" / folders.MANIFEST).is_file()
+
+
+def test_what_is_packed_comes_back() -> None:
+    for value in ({"a": (1, [2.5, None])}, {1: "x", (2, 3): {}}, {"__tuple__": 5}, {"x": {"__items__": [1]}}):
+        assert unpack(json.loads(json.dumps(pack(value)))) == value
 
 
 # Folders that are not the same on all ranks.

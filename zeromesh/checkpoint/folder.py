@@ -158,8 +158,10 @@ def _is_swept(path: Path, series: str) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint's folder; nothing if there is none."""
-    if folder.exists():
+    """Delete a checkpoint's folder; nothing if there is none. Of a link, only itself."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half deleted is no checkpoint
         shutil.rmtree(folder)
 

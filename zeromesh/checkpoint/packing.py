@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
+MARKS = {"__items__", "__tuple__", "__tensor__"}
+"""Keys of what stands for something that JSON does not have."""
+
 
 def pack(value: Any) -> Any:
     """What JSON holds of ``value``.
 
-    Tuples, dicts with keys that are not strings, and tensors of one element are marked as such.
+    Tuples, dicts with keys that are not strings or are marks, and tensors of one element are marked as such.
     """
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
+        if all(isinstance(key, str) and key not in MARKS for key in value):
             return {key: pack(item) for key, item in value.items()}
         return {"__items__": [[pack(key), pack(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
