@@ -76,9 +76,10 @@ def _begins(whole: Ids, part: Ids) -> bool:
 
 def _require_text(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:
     """Where a template has marks, transformers cannot tell a special token in a message from one of the template's."""
+    special = tokenizer.all_special_tokens
     parts = [(f"messages[{place}].{key}", message[key]) for place, message in enumerate(messages) for key in message]
-    for name, value in [*parts, ("tools", tools)]:
-        text = json.dumps(value, ensure_ascii=False, default=str)
-        for token in tokenizer.all_special_tokens if not name.endswith(".role") else ():
-            if json.dumps(token, ensure_ascii=False)[1:-1] in text:
+    for name, value in [*parts, *([("tools", tools)] if tools else [])]:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        for token in special if not name.endswith(".role") else ():
+            if token in text:
                 raise ValueError(f"{name} has {token!r}, which is a special token of the tokenizer; take it out")

@@ -143,7 +143,8 @@ def _require_no_records(data: TextData, document: Document) -> None:
         way = f"write one record per line: jq -c '{'.[]' if is_array else '.'}' {lines}"
     raise ValueError(
         f"{document.path} has {'an array of records' if is_array else 'records'}, and a file that ends in .json is "
-        f"plain text; {way}; to learn it as it is written, let its name end in .txt"
+        f"plain text; {way}; to learn it as it is written, let its name end in .txt, and to leave it out, choose "
+        "files with data.suffixes"
     )
 
 
