@@ -322,7 +322,7 @@ SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
         ({"model": SHAPE}, "keep one of them"),
         ({"lora": {"r": 2}, "huggingface": {"weights": False}}, "lora adapts the weights of a model"),
         ({"huggingface": None}, "needs a section 'model', or 'huggingface'"),
-        ({"huggingface": {"sequence_length": 16}}, "and a sample of sequence_length = 16 holds"),
+        ({"huggingface": {"sequence_length": 16}}, "sequence_length = 16 holds 17 with its last label"),
         ({"train_batch_size": 4096}, "fewer than the 4096"),
     ],
 )  # fmt: skip
