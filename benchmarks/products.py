@@ -6,6 +6,7 @@ else could be seen beside them. What goes in, what comes out, and what is kept a
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,12 @@ def needed(device: torch.device) -> bool:
 def replace() -> None:
     """From here on compute them so in this process, forward and backward, whoever asks."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("mm", product, "CPU", allow_override=True)
-    for name, narrowed in ((ATTENTION, 1), (ATTENTION + "_backward", 3)):
-        kernel = torch.library.get_kernel(name, "CPU")
-        library.impl(name, partial(_attention, kernel, narrowed), "CPU", with_keyset=True, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that are replaced
+        library.impl("mm", product, "CPU", allow_override=True)
+        for name, narrowed in ((ATTENTION, 1), (ATTENTION + "_backward", 3)):
+            kernel = torch.library.get_kernel(name, "CPU")
+            library.impl(name, partial(_attention, kernel, narrowed), "CPU", with_keyset=True, allow_override=True)
     _kept.append(library)
 
 

@@ -56,6 +56,41 @@ def test_the_floor_does_not_learn() -> None:
         assert found[0] == found[1]
 
 
+PRODUCTS = """
+import torch
+from torch.nn import functional as F
+import products
+
+def results(dtype):
+    torch.manual_seed(0)
+    given = [torch.randn(2, 5, 600), torch.randn(700, 600), torch.randn(2, 3, 40, 8)]
+    x, weight, heads = (tensor.bfloat16().to(dtype).requires_grad_() for tensor in given)
+    linear, attention = F.linear(x, weight), F.scaled_dot_product_attention(heads, heads * 2, heads + 1, is_causal=True)
+    linear.backward(torch.ones_like(linear) / 4)
+    attention.backward(torch.ones_like(attention))
+    return [linear, attention, x.grad, weight.grad, heads.grad]
+
+expected, usual = results(torch.float32), results(torch.bfloat16)
+products.replace()
+for before, after in zip(expected, results(torch.float32), strict=True):
+    assert torch.equal(before, after)
+found = results(torch.bfloat16)
+for wide, narrow, other in zip(expected, found, usual, strict=True):
+    assert narrow.dtype is torch.bfloat16
+    torch.testing.assert_close(narrow.float(), other.float(), rtol=0.05, atol=0.05)
+for index in (0, 3):
+    assert torch.equal(found[index], expected[index].bfloat16()), "rounded once"
+print("equal")
+"""
+
+
+def test_bf16_products_in_fp32_are_those_of_torch_rounded_once() -> None:
+    """In a process of its own: torch's kernels are replaced for good."""
+    done = run_command([sys.executable, "-c", PRODUCTS], cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.strip() == "equal"
+
+
 HEAP = """
 import torch
 from heap import Heap
