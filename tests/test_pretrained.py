@@ -18,7 +18,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
-from zeromesh import export
+from zeromesh import export, pretrained
 from zeromesh.dist.environment import shutdown
 from zeromesh.pretrained import INDEX, SINGLE, FileTensor
 from zeromesh.shard import deferred
@@ -243,6 +243,30 @@ def test_a_configuration_alone_gives_initial_values(tmp_path: Path) -> None:
         torch.manual_seed(4)
         model = zeromesh.from_pretrained(tmp_path, weights=False)
     require_equal(start(model, 3).state_dict(), dict(expected.state_dict()))
+
+
+def with_two_heads(folder: Path, difference: float) -> None:
+    """A checkpoint with a head of its own, whose configuration says that the head is the embedding."""
+    saved("llama", folder)
+    state = load_file(folder / SINGLE)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][-1, -1] += difference
+    save_file(state, folder / SINGLE, {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+
+
+def test_a_head_that_differs_from_what_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    with_two_heads(tmp_path / "same", 0)
+    zeromesh.from_pretrained(tmp_path / "same")
+    with_two_heads(tmp_path / "other", 1)
+    with (
+        patch.object(pretrained, "COMPARED", 100),  # it differs in the last part
+        pytest.raises(ValueError, match="lm_head.weight in .* and model.embed_tokens.weight in .*tie_word_embeddings"),
+    ):
+        zeromesh.from_pretrained(tmp_path / "other")
+    state = start(zeromesh.from_pretrained(tmp_path / "other", tie_word_embeddings=False), 3).state_dict()
+    require_equal(state, load_file(tmp_path / "other" / SINGLE))
 
 
 # What cannot be read.

@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 OPEN_FILES = 64
+COMPARED = 1 << 24
+"""Elements of two tensors that are compared at a time."""
+
 MOST_NAMED = 8
 """So many tensors of each kind are named where a checkpoint does not fit."""
 
@@ -190,14 +193,21 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
         strict: refuse a checkpoint that lacks a parameter. Else those keep their values.
 
     Raises:
-        ValueError: there are no safetensors, a file is damaged, a shape differs, or, with ``strict``, a tensor is
-            missing.
+        ValueError: there are no safetensors, a file is damaged, a shape differs, parameters that are to be one have
+            different values, or, with ``strict``, a tensor is missing.
     """
     path = _local(folder)
     files = list(checkpoint_tensors(path))
-    sources, unexpected = _sources(model, files)
+    sources, unexpected, doubles = _sources(model, files)
     targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
     _require_shapes(path, targets, sources)
+    for name, one, other in doubles:
+        if not _is_equal(one, other):
+            raise ValueError(
+                f"{str(path)!r} has two values for {name}: {one} and {other} differ. If the model ties them, set "
+                '"tie_word_embeddings" to false in its config.json, or pass tie_word_embeddings=False, to keep both; '
+                "else take one of them out"
+            )
     missing = tuple(name for name, _ in model.named_parameters() if name not in sources)
     if missing and strict:
         raise ValueError(
@@ -278,8 +288,10 @@ def _handle(file: Path, *state: int) -> Any:
         raise ValueError(f"{str(file)!r} is truncated or not a safetensors file ({error}); copy it again") from None
 
 
-def _sources(model: nn.Module, files: Iterable[FileTensor]) -> tuple[dict[str, Source], list[str]]:
-    """Where each parameter and buffer is read from, and the tensors that nothing is read from."""
+def _sources(
+    model: nn.Module, files: Iterable[FileTensor]
+) -> tuple[dict[str, Source], list[str], list[tuple[str, FileTensor, FileTensor]]]:
+    """Where each parameter and buffer is read from, tensors that are of no use, and pairs of which one is enough."""
     names = dict(model.state_dict())
     first = _first_names(model)
     rename, known = _renaming(model, names)
@@ -287,6 +299,7 @@ def _sources(model: nn.Module, files: Iterable[FileTensor]) -> tuple[dict[str, S
         pattern: entry for entry in known if hasattr(entry, "operations") for pattern in entry.source_patterns
     }
     sources: dict[str, Source] = {}
+    doubles: list[tuple[str, FileTensor, FileTensor]] = []
     parts: dict[str, tuple[Any, dict[str, list[FileTensor]]]] = {}
     unexpected = []
     for file in sorted(files, key=lambda file: _natural(file.key)):
@@ -294,7 +307,9 @@ def _sources(model: nn.Module, files: Iterable[FileTensor]) -> tuple[dict[str, S
         if name not in names:
             unexpected.append(file.key)
         elif pattern is None:
-            sources.setdefault(first.get(name, name), file)
+            earlier = sources.setdefault(first.get(name, name), file)
+            if isinstance(earlier, FileTensor) and earlier is not file:
+                doubles.append((first.get(name, name), earlier, file))
         else:
             _, collected = parts.setdefault(name, (converters[pattern], {}))
             collected.setdefault(pattern, []).append(file)
@@ -307,7 +322,7 @@ def _sources(model: nn.Module, files: Iterable[FileTensor]) -> tuple[dict[str, S
                 sources[first.get(made, made)] = Converted(made, converter, given, model)  # type: ignore[arg-type]
     if known:  # transformers turns those back that were of use when a model is saved
         model._weight_conversions = [entry for entry in known if entry.was_used()]  # type: ignore[assignment]
-    return sources, unexpected
+    return sources, unexpected, doubles
 
 
 def _renaming(model: nn.Module, names: Mapping[str, Any]) -> tuple[Any, list[Any]]:
@@ -352,6 +367,14 @@ def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: 
         raise ValueError(
             f"{str(folder)!r} holds another model, or not all of it: {_some(wrong)}; use the config.json of it"
         )
+
+
+def _is_equal(one: FileTensor, other: FileTensor) -> bool:
+    size = math.prod(one.shape)
+    return one.shape == other.shape and all(
+        bool((one.read(start, stop) == other.read(start, stop)).all())
+        for start, stop in ((start, min(start + COMPARED, size)) for start in range(0, size, COMPARED))
+    )
 
 
 def _give(target: torch.Tensor, source: Source) -> None:
