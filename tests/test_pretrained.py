@@ -233,6 +233,21 @@ def test_a_new_head_keeps_its_initial_values(tmp_path: Path, caplog: pytest.LogC
         "bert.embeddings.word_embeddings.weight"])  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["resnet", "deepseek_v3"])
+def test_buffers_that_a_checkpoint_lacks_are_named(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path)
+    state, model = load_file(folder / SINGLE), build(name)
+    cls = type(model)
+    lacking = next(key for key in state if key in dict(model.named_buffers()))
+    del state[lacking]
+    save_file(state, folder / SINGLE, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks {lacking} of {cls.__name__}"):
+        zeromesh.from_pretrained(folder, cls)
+    assert zeromesh.load_pretrained(model, folder, strict=False).missing == (lacking,)
+    with patch.object(cls, "_keys_to_ignore_on_load_missing", [lacking.rpartition(".")[2]]):
+        zeromesh.from_pretrained(folder, cls)  # as transformers' classes say of what older checkpoints lack
+
+
 def test_a_configuration_alone_gives_initial_values(tmp_path: Path) -> None:
     build("llama").config.save_pretrained(tmp_path)
     torch.manual_seed(4)

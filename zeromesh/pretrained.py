@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
@@ -116,7 +117,7 @@ class Loaded:
     """What of a checkpoint did not fit.
 
     Attributes:
-        missing: parameters of the model that it lacks, which keep the values that they have.
+        missing: parameters and persistent buffers of the model that it lacks, which keep the values that they have.
         unexpected: its tensors that the model has no use for.
     """
 
@@ -134,7 +135,8 @@ def from_pretrained(
         folder: with config.json and, for ``weights``, safetensors.
         model_class: a class of transformers, also an automatic one; None is ``AutoModelForCausalLM``.
         weights: False gives the initial values that the configuration describes.
-        strict: refuse a checkpoint that lacks a parameter; else that gets an initial value, as a new head does.
+        strict: refuse a checkpoint that lacks a parameter or a persistent buffer; else these get initial values, as a
+            new head does.
         dtype: of the parameters. Where the run's own configuration switches 16 bits on, fp32 is right, since it is what
             the masters are made of; no value of the checkpoint is rounded on its way into them.
         config: values that replace those of config.json, or arguments of the model's class.
@@ -190,7 +192,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
     Args:
         model: not yet given to ``initialize``.
         folder: with ``model.safetensors``, or with several files and their index.
-        strict: refuse a checkpoint that lacks a parameter. Else those keep their values.
+        strict: refuse a checkpoint that lacks a parameter or a persistent buffer. Else those keep their values.
 
     Raises:
         ValueError: there are no safetensors, a file is damaged, a shape differs, parameters that are to be one have
@@ -208,7 +210,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
                 '"tie_word_embeddings" to false in its config.json, or pass tie_word_embeddings=False, to keep both; '
                 "else take one of them out"
             )
-    missing = tuple(name for name, _ in model.named_parameters() if name not in sources)
+    missing = tuple(name for name, target in targets.items() if name not in sources and _is_needed(model, name, target))
     if missing and strict:
         raise ValueError(
             f"{str(path)!r} lacks {_some(missing)} of {type(model).__name__}{_suggestion(missing, unexpected)}; use "
@@ -367,6 +369,12 @@ def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: 
         raise ValueError(
             f"{str(folder)!r} holds another model, or not all of it: {_some(wrong)}; use the config.json of it"
         )
+
+
+def _is_needed(model: nn.Module, name: str, target: torch.Tensor) -> bool:
+    """Not where a class of transformers lists a buffer as one that older checkpoints lack."""
+    known = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return isinstance(target, nn.Parameter) or not any(re.search(pattern, name) for pattern in known)
 
 
 def _is_equal(one: FileTensor, other: FileTensor) -> bool:
