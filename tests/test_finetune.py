@@ -46,6 +46,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     script = str(EXAMPLES / "tiny_model.py")
     run(sys.executable, script, folder, "--hidden-size", "32", "--layers", "2")
+    generation = folder / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"top_k": 7}))  # config.json has it not
     return folder
 
 
@@ -143,6 +145,7 @@ def test_a_tuned_model_opens_with_its_tokenizer(tuned: Path, tmp_path: Path) -> 
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         assert torch.equal(exported(tokens).logits, model(tokens).logits)
+    assert (exported.generation_config.top_k, model.generation_config.top_k) == (7, 7)
     before = invoke("export", tuned, tmp_path / "before", "--tag", "global_step2")
     assert before.exit_code == 0, before.output
     earlier = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "before")

@@ -150,6 +150,23 @@ def test_an_exported_folder_gives_the_same_logits(tmp_path: Path) -> None:
         assert torch.equal(again(input_ids=tokens).logits, expected)
 
 
+def test_settings_of_generation_travel_with_the_model(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "in")
+    wanted = {
+        "eos_token_id": [5, 6],
+        "bos_token_id": 4,
+        "do_sample": False,
+        "temperature": 0.6,
+    }  # as some are published
+    (folder / "generation_config.json").write_text(json.dumps(wanted))
+    start(zeromesh.from_pretrained(folder), 3).save_16bit_model(tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert {key: found.get(key) for key in wanted} == wanted
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match="generation_config.json' cannot be read by transformers"):
+        zeromesh.from_pretrained(folder)
+
+
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Not the model's own, which is computed in fp32."""
     logits = model(input_ids=tokens).logits

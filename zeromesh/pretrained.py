@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 OPEN_FILES = 64
 COMPARED = 1 << 24
@@ -163,6 +164,12 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
     with Recording(), nullcontext() if draws else require_transformers("initialization").no_init_weights():
         model: PreTrainedModel = make(settings, dtype=dtype, **arguments)
     model.tie_weights()
+    if model.can_generate() and (path / GENERATION).is_file():
+        # The settings of generation that config.json holds are those of older checkpoints.
+        try:
+            model.generation_config = require_transformers().GenerationConfig.from_pretrained(path)
+        except (ValueError, OSError, TypeError) as error:
+            raise ValueError(f"{str(path / GENERATION)!r} cannot be read by transformers: {error}") from None
     return model
 
 
