@@ -173,6 +173,68 @@ def test_adapters_are_those_of_plain_peft(
         torch.testing.assert_close(merged(input_ids=tokens).logits, logits, rtol=1e-5, atol=1e-6)
 
 
+TIED: dict[str, dict[str, Any]] = {
+    "head": {"target_modules": ["lm_head"]},
+    "embedding": {"target_modules": ["embed_tokens"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "trained embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "trained both": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "neither": {"target_modules": ["q_proj"]},
+}
+
+
+def tied(output: Path) -> dict[str, torch.Tensor]:
+    """Adapt a model whose head is its embedding in every way of the table, and write it; the logits before."""
+    import peft
+    import transformers
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers.utils.logging.disable_progress_bar()
+    if torch.distributed.get_rank() == 0:
+        MODELS["qwen3"].build().save_pretrained(output / "base")
+    torch.distributed.barrier()
+    tokens, logits = batches()[0], {}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-1}},
+        "zero_optimization": {"stage": 3},
+    }
+    for kind, options in TIED.items():
+        torch.manual_seed(7)
+        model: Any = zeromesh.from_pretrained(output / "base")
+        with zeromesh.zero.Init():
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+        engine = zeromesh.initialize(model=model, config=config)[0]
+        for _ in range(2):
+            engine.backward(loss_of(engine, tokens))
+            engine.step()
+        engine.save_16bit_model(output / kind / "merged", merge_adapters=True)
+        engine.save_16bit_model(output / kind / "adapters")
+        engine.eval()
+        with torch.no_grad():
+            logits[kind] = engine(input_ids=tokens).logits
+        engine.destroy()
+    return logits
+
+
+def test_a_tied_embedding_that_adapters_take_apart_is_written_apart(tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    expected = run_ranks(tied, 2, tmp_path, timeout=LIMIT)[0]
+    make, tokens = transformers.AutoModelForCausalLM.from_pretrained, batches()[0]
+    for kind, logits in expected.items():
+        merged = make(tmp_path / kind / "merged", dtype=torch.float32)
+        adapted = peft.PeftModel.from_pretrained(
+            make(tmp_path / "base", dtype=torch.float32), tmp_path / kind / "adapters"
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(adapted(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+        assert merged.config.tie_word_embeddings == (kind == "neither")
+
+
 def test_in_16_bits_adapters_are_written_from_their_masters(folder: Path, tmp_path: Path) -> None:
     _, base = run_ranks(train, 2, folder, tmp_path, "attention", 3, torch.float32, True, True, timeout=LIMIT)[0]
     weights = load_file(folder / "model.safetensors")

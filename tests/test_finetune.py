@@ -99,7 +99,7 @@ def tuned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on two ranks that trained adapters."""
     folder = tmp_path_factory.mktemp("adapted")
-    lora = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+    lora = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # which is the embedding, too
     path = write(folder, settings(tiny, folder / "run", lora=lora, run={"ranks": 2}, bf16={"enabled": True}))
     run(*ZEROMESH, "train", path)
     return folder / "run"

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zeromesh.agree import attempt, share
+from zeromesh.pretrained import first_names
 from zeromesh.shard.sharded import Sharded
 from zeromesh.shard.unit import Flat, Unit
 
@@ -109,16 +110,16 @@ def save_model(sharded: Sharded, folder: Path, filename: str, merge_adapters: bo
     for state in _unit_states(sharded):
         if first and failure is None:
             assert files is not None
-            failure = attempt(lambda: _add(files, plain_model(model), state))[1]  # noqa: B023
+            failure = attempt(lambda: _add(files, model, state))[1]  # noqa: B023
     if first and failure is None:
-        failure = attempt(lambda: _finish(files, folder, plain_model(model)))[1]
+        failure = attempt(lambda: _finish(files, folder, model))[1]
     if files is not None and failure is not None:
         files.discard()
     share(sharded.mesh.group("world"), "write the model", failure)
 
 
 def write_model(model: nn.Module, states: Iterable[State], folder: Path, filename: str) -> None:
-    """Write a plain model whose state comes in parts, by one process."""
+    """Write a model whose plain state comes in parts, by one process."""
     files = Files(folder, filename, LARGEST_FILE)
     try:
         for state in states:
@@ -140,15 +141,41 @@ def plain_model(model: Any) -> nn.Module:
     return inner
 
 
+def written_names(model: nn.Module) -> dict[str, list[str]]:
+    """Under which of its names each parameter is written, by the first of them.
+
+    That one alone, unless adapters make several values of one: of an embedding that is the head, too, one may be
+    adapted, or both, each in its own way. Then the model that is written has them apart.
+    """
+    every: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        every.setdefault(id(parameter), []).append(name)
+    return {
+        names[0]: names if len({_wrapper(model, name) for name in names}) > 1 else names[:1] for names in every.values()
+    }
+
+
+def _wrapper(model: nn.Module, name: str) -> nn.Module | None:
+    """What PEFT put around the module that a tensor belongs to."""
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts)))
+    return next((module for module in around if _is_adapted_layer(module) or hasattr(module, "original_module")), None)
+
+
+def _is_adapted_layer(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer") and hasattr(module, "merge")
+
+
 def _unit_states(sharded: Sharded) -> Iterator[State]:
     """What the units add to the plain model's state, one after the other, on the CPU; on the first rank only.
 
-    A parameter that stands at several places is there once, under its first name.
+    A parameter that stands at several places is there once, unless adapters make several of it.
     """
     model, first = sharded.model, sharded.mesh.rank == 0
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    written = written_names(model)
+    names = {id(parameter): written[name] for name, parameter in model.named_parameters()}
     for unit in sharded.units:
-        members = {names[id(p)]: p for flat in unit.flats for p in flat.parameters}
+        members = {name: p for flat in unit.flats for p in flat.parameters for name in names[id(p)]}
         with sharded.events.gathered(_with_adapters(sharded, unit, members)):
             state = plain_state(model, members) if first else {}
         yield state
@@ -210,8 +237,7 @@ def _adapted_path(model: nn.Module, name: str) -> str | None:
     """The path of the adapted layer that a tensor belongs to."""
     parts = name.split(".")
     for depth in range(1, len(parts)):
-        module = model.get_submodule(".".join(parts[:depth]))
-        if hasattr(module, "base_layer") and hasattr(module, "merge"):
+        if _is_adapted_layer(model.get_submodule(".".join(parts[:depth]))):
             return ".".join(parts[:depth])
     return None
 
@@ -226,6 +252,7 @@ def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _add(files: Files, model: nn.Module, state: State) -> None:
+    model = plain_model(model)
     if state and hasattr(model, "base_model_prefix"):
         # Under the names, and in the parts, in which the model's checkpoints are published.
         state = import_module("transformers.core_model_loading").revert_weight_conversion(model, state)
@@ -240,11 +267,15 @@ def _finish(files: Files | None, folder: Path, model: nn.Module) -> None:
     write_configuration(folder, model)
 
 
-def write_configuration(folder: Path, model: Any) -> None:
-    """Write what transformers needs beside the weights, if the model is one of its."""
+def write_configuration(folder: Path, adapted: nn.Module) -> None:
+    """Write what transformers needs beside the weights, if the plain model is one of its."""
+    model: Any = plain_model(adapted)
     if not hasattr(model, "base_model_prefix"):
         return
     config = copy.deepcopy(model.config)
+    if any(len(names) > 1 for names in written_names(adapted).values()):
+        for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+            part.tie_word_embeddings = False
     config.architectures = [type(model).__name__]
     config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), config.dtype)
     config.save_pretrained(folder)
@@ -260,14 +291,14 @@ def _save_adapters(sharded: Sharded, folder: Path) -> None:
     copies = {id(p) for m in model.modules() if hasattr(m, "adapter_state_dict") for p in m.parameters()}
     units = [unit for unit in sharded.units if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
     with sharded.events.gathered(units):
-        wanted = adapter_names(model)
+        wanted, others = adapter_names(model), first_names(model)
         state: State = {}
         for unit in sharded.units:
             for flat in unit.flats:
                 for index, segment in enumerate(flat.layout.segments):
-                    if segment.name in wanted:
+                    if names := {name for name in wanted if others.get(name, name) == segment.name}:
                         value = _whole(sharded, unit, flat, index)
-                        state |= {segment.name: value.cpu()} if first else {}
+                        state |= {name: value.to("cpu", copy=True) for name in names} if first else {}
         state |= {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers() if name in wanted}
         failure = attempt(lambda: model.save_pretrained(str(folder), state_dict=state) if first else None)[1]
     share(sharded.mesh.group("world"), "write the adapters", failure)

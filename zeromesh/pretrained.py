@@ -302,7 +302,7 @@ def _sources(
 ) -> tuple[dict[str, Source], list[str], list[tuple[str, FileTensor, FileTensor]]]:
     """Where each parameter and buffer is read from, tensors that are of no use, and pairs of which one is enough."""
     names = dict(model.state_dict())
-    first = _first_names(model)
+    first = first_names(model)
     rename, known = _renaming(model, names)
     converters = {
         pattern: entry for entry in known if hasattr(entry, "operations") for pattern in entry.source_patterns
@@ -353,8 +353,8 @@ def _renaming(model: nn.Module, names: Mapping[str, Any]) -> tuple[Any, list[Any
     return rename, known
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter that has several."""
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter that has several, by the others."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}

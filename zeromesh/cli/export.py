@@ -19,8 +19,8 @@ from zeromesh.cli.model import BuiltIn, Transformer, language_model
 from zeromesh.cli.screen import make_console
 from zeromesh.data.making import TOKENIZER_FOLDER
 from zeromesh.data.tokenizer import load_tokenizer
-from zeromesh.export import State, adapter_names, is_adapted, plain_model, plain_state, write_model
-from zeromesh.pretrained import require_transformers
+from zeromesh.export import State, adapter_names, is_adapted, plain_state, write_model, written_names
+from zeromesh.pretrained import first_names, require_transformers
 
 FILE = "model.safetensors"
 
@@ -89,24 +89,29 @@ def _export_transformer(language: Transformer, reader: Reader, output: Path, dty
     if merge and not is_adapted(model):
         raise ValueError("--merge: the run has no adapters; leave it out")
     if is_adapted(model) and not merge:
-        state = {name: reader.tensor(f"parameter/{name}") for name in adapter_names(model)}
+        first = first_names(model)
+        state = {name: reader.tensor(f"parameter/{first.get(name, name)}") for name in adapter_names(model)}
         model.save_pretrained(str(output), state_dict=state)
     else:
-        write_model(plain_model(model), _states(model, reader), output, FILE)
+        write_model(model, _states(model, reader), output, FILE)
 
 
 def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
     """What each block adds to the plain model's state; conversions of transformers never cross blocks."""
+    written, first = written_names(model), first_names(model)
 
     def real(path: str) -> nn.Module:
         """An adapted layer with its values."""
         layer = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
-        values = {name: reader.tensor(f"parameter/{path}.{name}") for name, _ in layer.named_parameters()}
+        names = {name: f"{path}.{name}" for name, _ in layer.named_parameters()}
+        values = {name: reader.tensor(f"parameter/{first.get(own, own)}") for name, own in names.items()}
         layer.load_state_dict(values, strict=False)
         return layer
 
     for _, members in groupby(model.named_parameters(), lambda named: _block(named[0])):
-        state = {name: reader.tensor(f"parameter/{name}").to(like.dtype) for name, like in members}
+        state: State = {}
+        for name, like in members:
+            state |= dict.fromkeys(written[name], reader.tensor(f"parameter/{name}").to(like.dtype))
         yield plain_state(model, state, real)
     for name in reader.names:
         kind, _, buffer = name.partition("/")
