@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from harness import run_command
 from huggingface_models import MODELS, VOCABULARY
 from zeromesh.architectures import published
 from zeromesh.architectures.decoder import Decoder
+from zeromesh.cli import export
 from zeromesh.cli.main import app
 from zeromesh.cli.model import Transformer, language_model, require_causal, require_document_attention
 from zeromesh.config.settings import Settings
@@ -193,6 +195,27 @@ def test_adapters_are_written_for_peft_and_merged_on_request(tiny: Path, adapted
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(tokens).logits
     assert float((found - expected).abs().max()) < 0.1 * float((plain - expected).abs().max())
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
+
+
+def test_an_export_leaves_all_or_nothing(tuned: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with patch.object(export, "write_model", side_effect=OSError("no space")):
+        assert "no space" in invoke("export", tuned, out).output
+    assert not out.exists()
+    draft = out / export.DRAFT
+    draft.mkdir(parents=True)  # as an export that was killed leaves it
+    (draft / "model.safetensors.00000.part").write_text("half")
+    (out / "mine.txt").write_text("mine")
+    result = invoke("export", tuned, out)
+    assert result.exit_code == 2
+    assert f"it holds mine.txt, beside {export.DRAFT} of an export that was interrupted" in result.output
+    assert (out / "mine.txt").read_text() == "mine"
+    (out / "mine.txt").unlink()
+    result = invoke("export", tuned, out)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} > {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not draft.exists()
+    assert not list(out.glob("*.part"))
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])

@@ -132,6 +132,16 @@ def test_several_files_are_read_and_written_as_one(tmp_path: Path) -> None:
         require_equal(transformers().LlamaForCausalLM.from_pretrained(out).state_dict(), expected)
 
 
+def test_what_is_in_a_folder_stays_but_for_an_earlier_export(tmp_path: Path) -> None:
+    mine = {"adapter_notes.txt", "model-best-of-mine.safetensors", "model.safetensors.part", "notes.part"}
+    older = {"adapter_config.json", "adapter_model.safetensors", f"{SINGLE}.00007.part"}
+    older |= {"model-00001-of-00002.safetensors", INDEX}
+    for name in mine | older:
+        (tmp_path / name).write_text(name)
+    start(build("llama"), 3).save_16bit_model(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == mine | {SINGLE, "config.json", "generation_config.json"}
+
+
 def test_an_exported_folder_gives_the_same_logits(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "in")
     model = zeromesh.from_pretrained(folder)

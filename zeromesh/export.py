@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,9 @@ from zeromesh.shard.unit import Flat, Unit
 LARGEST_FILE = 4 * 10**9
 """Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit."""
 
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""What PEFT writes."""
+
 State = dict[str, torch.Tensor]
 
 
@@ -35,6 +39,8 @@ class Files:
 
     def __init__(self, folder: Path, name: str, largest: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        for part in _named(folder, rf"{re.escape(name)}\.\d{{5}}\.part"):
+            part.unlink()  # of a process that was killed
         self._folder, self._name, self._largest = folder, name, largest
         self._state: State = {}
         self._written: list[tuple[Path, list[str]]] = []
@@ -63,9 +69,10 @@ class Files:
             _write_text(index, text)
         else:
             index.unlink(missing_ok=True)
-        for path in {self._folder / self._name, *self._folder.glob(f"{stem}-*-of-*.safetensors")}:
+        numbered = rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors"
+        for path in _named(self._folder, rf"{re.escape(self._name)}|{numbered}"):
             if path.name not in places.values():
-                path.unlink(missing_ok=True)
+                path.unlink()
 
     def discard(self) -> None:
         """Remove what was written so far."""
@@ -262,8 +269,8 @@ def _add(files: Files, model: nn.Module, state: State) -> None:
 def _finish(files: Files | None, folder: Path, model: nn.Module) -> None:
     assert files is not None
     files.finish()
-    for adapters in folder.glob("adapter_*"):  # they would be added to the model once more
-        adapters.unlink()
+    for name in ADAPTERS:  # they would be added to the model once more
+        (folder / name).unlink(missing_ok=True)
     write_configuration(folder, model)
 
 
@@ -323,6 +330,11 @@ def adapter_names(model: Any) -> set[str]:
         found = import_module("peft").get_peft_model_state_dict(model, state_dict=numbered, adapter_name=adapter)
         chosen |= {names[int(number)] for number in found.values()}
     return chosen
+
+
+def _named(folder: Path, pattern: str) -> list[Path]:
+    """The files whose names fit a regular expression."""
+    return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]
 
 
 def _size(state: Mapping[str, torch.Tensor]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from zeromesh.export import State, adapter_names, is_adapted, plain_state, write
 from zeromesh.pretrained import first_names, require_transformers
 
 FILE = "model.safetensors"
+DRAFT = ".zeromesh-export"
 
 
 def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
@@ -39,20 +42,51 @@ def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
     """
     folder = RunFolder(run)
     reader = _reader(folder, tag)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{str(output)!r} is there already, and is not overwritten; choose another folder")
     settings = folder.settings()
     language = language_model(settings)
     dtype = settings.precision.compute or torch.float32
-    if isinstance(language, BuiltIn):
-        if merge:
-            raise ValueError(f"--merge: the run in {str(run)!r} has no adapters; leave it out")
-        _export_built_in(language, reader, folder, output, dtype)
-    else:
-        assert isinstance(language, Transformer)
-        _export_transformer(language, reader, output, dtype, merge)
-    folder.copy_tokenizer(output)
+    with _draft(output) as draft:
+        if isinstance(language, BuiltIn):
+            if merge:
+                raise ValueError(f"--merge: the run in {str(run)!r} has no adapters; leave it out")
+            _export_built_in(language, reader, folder, draft, dtype)
+        else:
+            assert isinstance(language, Transformer)
+            _export_transformer(language, reader, draft, dtype, merge)
+        folder.copy_tokenizer(draft)
     make_console().print(f"{reader.folder} is written to {output}", soft_wrap=True)
+
+
+@contextmanager
+def _draft(output: Path) -> Iterator[Path]:
+    """A folder in the output, whose files come out of it when they are all written; else nothing is left.
+
+    Raises:
+        ValueError: the output holds anything but what an export that was killed left in its draft.
+    """
+    draft, made = output / DRAFT, not output.exists()
+    held = [] if made else [path.name for path in output.iterdir() if path != draft] if output.is_dir() else ["a file"]
+    if held:
+        beside = f", beside {DRAFT} of an export that was interrupted" if draft.exists() else ""
+        raise ValueError(
+            f"{str(output)!r} is there already, and is not overwritten; it holds {', '.join(sorted(held)[:3])}{beside}: "
+            "choose another folder, or an empty one"
+        )
+    try:
+        if draft.exists():
+            shutil.rmtree(draft)
+        draft.mkdir(parents=True)
+        yield draft
+        # The configuration last, without which nothing opens the folder.
+        for path in sorted(draft.iterdir(), key=lambda path: path.name.endswith("config.json")):
+            path.rename(output / path.name)
+        draft.rmdir()
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        if made:
+            with suppress(OSError):
+                output.rmdir()
+        raise
 
 
 def _reader(folder: RunFolder, tag: str | None) -> Reader:
