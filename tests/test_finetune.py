@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import zeromesh
-from harness import run_command
+from harness import run_command, run_ranks
 from huggingface_models import MODELS, VOCABULARY
 from zeromesh.architectures import published
 from zeromesh.architectures.decoder import Decoder
-from zeromesh.cli import export
+from zeromesh.cli import check, export, train
 from zeromesh.cli.main import app
 from zeromesh.cli.model import Transformer, language_model, require_causal, require_document_attention
 from zeromesh.config.settings import Settings
@@ -111,11 +111,11 @@ def test_the_model_learns_what_the_assistant_says(tiny: Path, tuned: Path) -> No
     """The same steps in plain torch: every learned token of the global batch counts the same, wherever it is."""
     import transformers
 
-    from zeromesh.cli.check import check, prepare_text
+    from zeromesh.cli.check import prepare_text
     from zeromesh.data.loader import Share, training_batches
 
     values = settings(tiny, tuned.parent / "plain")
-    job = check(Settings.load(values))
+    job = check.check(Settings.load(values))
     batches = training_batches(prepare_text(job, may_write=True), 192, Share(0, 1, 4, 1), job.settings.seed, 0)
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -402,6 +402,24 @@ def test_a_folder_without_runs_is_not_exported(tmp_path: Path) -> None:
     result = invoke("export", tmp_path, tmp_path / "out")
     assert result.exit_code == 2
     assert "holds no checkpoint" in result.output
+
+
+def build_where_one_rank_cannot(folder: Path) -> str:
+    values = settings(folder / str(torch.distributed.get_rank()), folder / "run")
+    try:
+        train._engine(check.Job.of(Settings.load(values)))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_a_model_that_one_rank_cannot_build_is_told_to_all(tiny: Path, tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        shutil.copytree(tiny, tmp_path / rank)
+    (tmp_path / "1" / "model.safetensors").write_bytes(b"")
+    first, second = run_ranks(build_where_one_rank_cannot, 2, tmp_path)
+    assert "1/model.safetensors' is truncated" in second
+    assert first == f"rank 1 could not build the model: {second}"
 
 
 def test_the_settings_describe_one_model() -> None:

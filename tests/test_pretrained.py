@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -380,6 +382,49 @@ def test_what_cannot_be_read_is_named(damage: Callable[[Path], None], message: s
     damage(folder)
     with pytest.raises(ValueError, match=message):
         zeromesh.from_pretrained(folder)
+
+
+def read_where_one_rank_cannot(folder: Path, damage: str, row: int) -> str:
+    """Rank 1 has a folder of its own, with a file that is damaged after it was opened."""
+    rank = torch.distributed.get_rank()
+    mine = folder / str(rank)
+    with patch.object(deferred, "LARGE", 64):
+        model = zeromesh.from_pretrained(mine)
+        with zeromesh.zero.Init(), torch.no_grad():
+            model.lm_head.weight.mul_(2)  # it is replayed whole
+    if rank and damage == "removed":
+        (mine / SINGLE).unlink()
+    elif rank and damage == "truncated":
+        truncated(mine)
+    elif rank and damage == "rewritten":
+        save_file({"model.embed_tokens.weight": torch.ones(3)}, mine / SINGLE)
+    elif rank:
+        pretrained._handle.cache_clear()
+    refused = PermissionError(errno.EACCES, "Permission denied") if rank and damage == "refused" else None
+    with patch("safetensors.safe_open", side_effect=refused, wraps=safe_open):
+        try:
+            start(model, row)
+        except (ValueError, RuntimeError) as error:
+            return f"{error}"
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize(
+    ("damage", "row", "why"),
+    [
+        ("truncated", 3, "is truncated"),
+        ("removed", 0, "No such file"),
+        ("refused", 3, "Permission denied"),
+        ("rewritten", 3, "(3,) now"),
+    ],
+)
+def test_what_one_rank_cannot_read_is_told_to_all(damage: str, row: int, why: str, tmp_path: Path) -> None:
+    shutil.copytree(saved("mixtral", tmp_path / "0"), tmp_path / "1")
+    first, second = run_ranks(read_where_one_rank_cannot, 2, tmp_path, damage, row, timeout=LIMIT)
+    assert "rank 1 could not read its part of the weights: " in first
+    for message in (first, second):
+        assert f"model.embed_tokens.weight in '{tmp_path}/1/{SINGLE}' cannot be read" in message
+        assert why in message
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,16 @@ def share(world: Group, what: str, failure: Exception | None) -> None:
     """If something failed on one rank, let it fail on all, rather than leave the others waiting.
 
     Raises:
-        the rank's own error where it failed, RuntimeError naming the first such rank elsewhere.
+        the rank's own error where it failed, RuntimeError with the first such rank and what it says elsewhere.
     """
     failed = world.exchange(torch.tensor([float(failure is not None)], dtype=torch.float64))
+    if not bool(failed.any()):
+        return
+    said = _texts(world, "" if failure is None else str(failure) or type(failure).__name__)
     if failure is not None:
         raise failure
-    if bool(failed.any()):
-        raise RuntimeError(f"rank {int(failed.flatten().nonzero()[0])} could not {what}; its own message says why")
+    rank = int(failed.flatten().nonzero()[0])
+    raise RuntimeError(f"rank {rank} could not {what}: {said[rank]}")
 
 
 def together(world: Group, what: str, action: Callable[[], object]) -> None:
@@ -67,14 +70,20 @@ def require_agreement(world: Group, what: str, text: str) -> None:
     rows = world.exchange(torch.tensor([digest, len(data)], dtype=torch.int64))
     if bool((rows == rows[0]).all()):
         return
-    longest = int(rows[:, 1].max())
-    buffer = torch.zeros(longest, dtype=torch.uint8)
-    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    texts = world.exchange(buffer)
-    decoded = [bytes(row[: int(n)].tolist()).decode() for row, n in zip(texts, rows[:, 1], strict=True)]
-    other = next(rank for rank, value in enumerate(decoded) if value != decoded[0])
-    diff = difflib.unified_diff(decoded[0].splitlines(), decoded[other].splitlines(), n=0, lineterm="")
+    texts = _texts(world, text)
+    other = next(rank for rank, value in enumerate(texts) if value != texts[0])
+    diff = difflib.unified_diff(texts[0].splitlines(), texts[other].splitlines(), n=0, lineterm="")
     shown = [line for line in diff if not line.startswith(("---", "+++", "@@"))][:20]
     raise ValueError(
         f"{what} differs between rank 0 (-) and rank {other} (+); all ranks need the same:\n" + "\n".join(shown)
     )
+
+
+def _texts(world: Group, text: str) -> list[str]:
+    """Every rank's text."""
+    data = text.encode(errors="replace")
+    lengths = world.exchange(torch.tensor([len(data)], dtype=torch.int64)).flatten().tolist()
+    buffer = torch.zeros(max(lengths), dtype=torch.uint8)
+    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else buffer[:0]
+    rows = world.exchange(buffer)
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]

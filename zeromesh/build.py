@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,10 @@ from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.observing import make_observer, open_monitors
 from zeromesh.shard import guard, hooks
+from zeromesh.shard.deferred import Source
 from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.find import check_compiled, check_parameters, find_units
-from zeromesh.shard.materialise import materialiser
+from zeromesh.shard.materialise import materialiser, replace
 from zeromesh.shard.sharded import Sharded, Slots
 
 if TYPE_CHECKING:
@@ -138,9 +140,12 @@ def initialize(
     require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
     sharded = None
     try:
-        materialise = materialiser(model, resolved.seed)
+        values, failure = attempt(lambda: Values(materialiser(model, resolved.seed)))
+        share(world, "give the model its values", failure)
+        assert values is not None
         _place_buffers(model, mesh.device, resolved.precision.compute)
-        sharded = shard(model, mesh, resolved, materialise)
+        sharded = shard(model, mesh, resolved, values)
+        share(world, "read its part of the weights", values.failure)
         if built is not None:
             _adopt(built, sharded, resolved)
         else:
@@ -159,6 +164,45 @@ def initialize(
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
         _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
     return engine, built, loader, scheduler
+
+
+class Values:
+    """Parameters' values as a materialiser makes them; if that fails, wrong ones until all ranks can hear of it.
+
+    Attributes:
+        failure: the first one.
+    """
+
+    def __init__(self, materialise: Callable[[str, nn.Parameter], Source | None]) -> None:
+        self.failure: Exception | None = None
+        self._materialise = materialise
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> Source | None:
+        """See ``materialiser``."""
+        source, failure = attempt(lambda: self._materialise(name, parameter))
+        if failure is not None:
+            replace(parameter, self._stand_in(failure, parameter.shape).to(parameter.dtype))
+        return None if source is None else Reading(source, self._stand_in)
+
+    def _stand_in(self, failure: Exception | None, size: torch.Size) -> torch.Tensor:
+        self.failure = self.failure or failure
+        return torch.zeros(size)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A source of ``Values``."""
+
+    source: Source
+    stand_in: Callable[[Exception | None, torch.Size], torch.Tensor]
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements of it, or those that stand for them."""
+        value, failure = attempt(lambda: self.source.read(start, stop))
+        return value if value is not None else self.stand_in(failure, torch.Size([stop - start]))
 
 
 def _show_log() -> None:

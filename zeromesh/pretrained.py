@@ -58,13 +58,23 @@ class FileTensor:
             return self.whole().reshape(1)[start:stop]
         width = math.prod(self.shape[1:])
         first, last = start // max(width, 1), -(-stop // max(width, 1))
-        rows: torch.Tensor = _opened(self.file).get_slice(self.key)[first:last]
+        rows = self._taken(lambda file: file.get_slice(self.key)[first:last])
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
     def whole(self) -> torch.Tensor:
         """All of it, in its shape."""
-        tensor: torch.Tensor = _opened(self.file).get_tensor(self.key)
-        return tensor
+        return self._taken(lambda file: file.get_tensor(self.key))
+
+    def _taken(self, take: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        from safetensors import SafetensorError
+
+        try:
+            file = _opened(self.file)
+            if (shape := tuple(file.get_slice(self.key).get_shape())) != self.shape:
+                raise ValueError(f"its shape was {self.shape} before, and is {shape} now")
+            return take(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"{self.key} in {str(self.file)!r} cannot be read: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -293,7 +303,9 @@ def _handle(file: Path, *state: int) -> Any:
 
     try:
         return safe_open(str(file), framework="pt")
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise ValueError(f"{str(file)!r} cannot be opened ({error})") from None
+    except SafetensorError as error:
         raise ValueError(f"{str(file)!r} is truncated or not a safetensors file ({error}); copy it again") from None
 
 

@@ -67,10 +67,10 @@ def _draft(output: Path) -> Iterator[Path]:
     draft, made = output / DRAFT, not output.exists()
     held = [] if made else [path.name for path in output.iterdir() if path != draft] if output.is_dir() else ["a file"]
     if held:
+        some = ", ".join(sorted(held)[:3])
         beside = f", beside {DRAFT} of an export that was interrupted" if draft.exists() else ""
         raise ValueError(
-            f"{str(output)!r} is there already, and is not overwritten; it holds {', '.join(sorted(held)[:3])}{beside}: "
-            "choose another folder, or an empty one"
+            f"{str(output)!r} is there already, and is not overwritten; it holds {some}{beside}: choose another folder"
         )
     try:
         if draft.exists():

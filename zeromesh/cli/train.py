@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import zeromesh
+from zeromesh.agree import attempt, share, world_group
 from zeromesh.cli.check import Job, check, prepare_text
 from zeromesh.cli.closing import Span, close
 from zeromesh.cli.evaluate import HeldOut
@@ -22,7 +23,7 @@ from zeromesh.config.printing import jsonable
 from zeromesh.config.settings import Settings
 from zeromesh.data.loader import Share, training_batches
 from zeromesh.data.prepared import Prepared
-from zeromesh.dist.environment import init_distributed, shutdown
+from zeromesh.dist.environment import device_of_group, init_distributed, shutdown
 from zeromesh.dist.launch import RankFailure, launch
 from zeromesh.engine import Engine
 from zeromesh.observe.metrics import MetricsLog
@@ -161,7 +162,9 @@ def _engine(job: Job) -> tuple[Engine, float]:
     """
     settings = job.settings
     torch.manual_seed(settings.seed)
-    model = job.language.build()
+    model, failure = attempt(job.language.build)
+    share(world_group(device_of_group(init_distributed())), "build the model", failure)
+    assert model is not None
     cost = job.language.cost(model)
     engine, *_ = zeromesh.initialize(model, config=settings)
     torch.manual_seed(settings.seed + 1 + engine.mesh.rank)

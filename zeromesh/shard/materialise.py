@@ -33,20 +33,21 @@ def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter
     def materialise(name: str, parameter: nn.Parameter) -> Source | None:
         source = source_of(parameter)
         if source is not None:
-            _replace(parameter, torch.empty(0, dtype=parameter.dtype))
+            replace(parameter, torch.empty(0, dtype=parameter.dtype))
         elif is_deferred(parameter):
-            _replace(parameter, replayed(parameter))
+            replace(parameter, replayed(parameter))
         elif parameter.device.type == "meta":
             path, _, last = name.rpartition(".")
             values = _initialised(model, path, seed)
             _require_value(model, name, values[last])
-            _replace(parameter, values[last])
+            replace(parameter, values[last])
         return source
 
     return materialise
 
 
-def _replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter a value, whatever its device is: the object stays the same."""
     # Not torch.utils.swap_tensors: it refuses where something refers to the parameter weakly, as an LSTM does.
     torch._C._swap_tensor_impl(parameter, nn.Parameter(value.detach(), requires_grad=parameter.requires_grad))
 
