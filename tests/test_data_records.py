@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from zeromesh.config.train import TextData
 from zeromesh.data.prepare import prepare
@@ -109,6 +109,42 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path, template: 
     assert part.labels == part.bytes + 3
     assert prepared.document_attention
     assert prepared.pad == tokenizer_of(prepared).end
+
+
+def begins_texts(folder: Path) -> Path:
+    """The tokenizer of a folder puts a token before each text from here on, as that of Llama does."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = ("<|system|>", tokenizer.token_to_id("<|system|>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|system|> $A", special_tokens=[begin])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|system|>"}))
+    return folder
+
+
+@pytest.mark.parametrize("template", [PLAIN, "{{ bos_token }}" + PLAIN, "{{ bos_token }}" + MARKED])
+def test_a_tokenizer_that_begins_texts_begins_each_once(tmp_path: Path, template: str) -> None:
+    folder = begins_texts(chat_tokenizer(tmp_path / "tokenizer", template))
+    begin = "[<|system|>]"
+    path = lines(tmp_path / "text.jsonl", [{"text": "one"}, {"text": "two"}])
+    (tmp_path / "text.txt").write_text("three")
+    pairs = lines(tmp_path / "pairs.jsonl", [{"prompt": "four", "response": "five"}])
+    chats = lines(tmp_path / "chats.jsonl", [{"messages": CHAT[1:3]}])
+    sources = [{"source": str(source), "weight": 1} for source in (path, tmp_path / "text.txt", pairs, chats)]
+    settings = data(path, train=sources, tokenizer=str(folder), workers=1)
+    prepared = prepare(settings, tmp_path / "text")
+    tokenizer = tokenizer_of(prepared)
+    found = [spell(part.indexed.tokens[:], tokenizer) for part in prepared.train]
+    assert f"{begin}one[<|end|>]{begin}two[<|end|>]" in found
+    assert f"{begin}three[<|end|>]" in found
+    learned_ = [pair for part in prepared.train if part.packed for pair in learned(part, tokenizer)]
+    assert (f"{begin}fourfive[<|end|>]", "five[<|end|>]") in learned_
+    # A chat has what its template says, and a prompt is how such a chat begins.
+    own = begin if "bos_token" in template else ""
+    chat = f"{own}[<|user|>]One?[<|end|>][<|assistant|>]Yes, é[<|end|>]"
+    assert (chat, "Yes, é[<|end|>]") in learned_
+    if template != "{{ bos_token }}" + MARKED:  # which has no prompt for the assistant
+        assert chat.startswith(spell(tokenizer.prompt(CHAT[1:2]), tokenizer))
 
 
 def test_a_special_token_in_a_message_is_text_or_refused(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,9 +24,11 @@ from zeromesh.architectures.decoder import Decoder
 from zeromesh.cli import check, export, train
 from zeromesh.cli.main import app
 from zeromesh.cli.model import Transformer, language_model, require_causal, require_document_attention
+from zeromesh.cli.sample import Writer
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, ModelShape
 from zeromesh.data.loader import Batch
+from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.dist.environment import shutdown
 from zeromesh.observe.metrics import read_metrics
 
@@ -160,6 +163,20 @@ def test_a_tuned_model_answers(tuned: Path) -> None:
     assert outputs[0].output == outputs[1].output
     assert outputs[0].output.startswith("What is rain?\n")
     assert json.loads((tuned / "report.json").read_text())["samples"][0].startswith("What is rain?\n")
+
+
+@pytest.mark.parametrize("begin", [None, 7])
+def test_a_prompt_begins_as_a_text_does_in_training(tiny: Path, begin: int | None) -> None:
+    tokenizer = replace(load_tokenizer(tiny), begin=begin)
+    seen: list[list[int]] = []
+
+    def following(ids: Sequence[int]) -> torch.Tensor:
+        seen.append(list(ids))
+        return torch.zeros(tokenizer.size)
+
+    writer = Writer(lambda: following, frozenset({tokenizer.end}), tokenizer)
+    list(writer.pieces("What is rain?", 1, 0.0, 0))
+    assert seen[0] == [tokenizer.end if begin is None else begin, *tokenizer.encode(["What is rain?"])[0]]
 
 
 def test_a_tuned_run_goes_on_as_if_it_had_not_been_stopped(tiny: Path, tuned: Path, tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class Writer:
         if chat:
             before = self.tokenizer.prompt([{"role": "user", "content": prompt}]).tolist()
         else:
-            before = [self.tokenizer.end, *self.tokenizer.encode([prompt])[0].tolist()]
+            start = self.tokenizer.end if self.tokenizer.begin is None else self.tokenizer.begin
+            before = [start, *self.tokenizer.encode([prompt])[0].tolist()]
         yield from stream_text(self.tokenizer, self._ids(before, tokens, temperature, seed), before)
 
     @torch.no_grad()

@@ -117,7 +117,7 @@ class Encoder:
         pieces = encode_text(self.tokenizer, [text for side in texts for _, text in read_portion(side.portion)])
         for side in task:
             if side.kind is None:
-                found.append((self._ended(next(pieces), side.portion.last), side.portion.last, side.share or 0.0))
+                found.append((self._bounded(next(pieces), side.portion), side.portion.last, side.share or 0.0))
                 continue
             for tokens, share in self._records(side.portion, side.kind, side.share):
                 if tokens is None:
@@ -138,8 +138,9 @@ class Encoder:
             read=sum(side.portion.size for side in task),
         )
 
-    def _ended(self, tokens: Tokens, last: bool) -> Tokens:
-        return Tokens(np.append(tokens.ids, self.tokenizer.end), None, tokens.size) if last else tokens
+    def _bounded(self, tokens: Tokens, portion: Portion) -> Tokens:
+        first = portion.start == portion.document.start
+        return Tokens(self.tokenizer.bounded(tokens.ids, first, portion.last), None, tokens.size)
 
     def _records(self, portion: Portion, name: str, share: float | None) -> Iterator[tuple[Tokens | None, float]]:
         """Tokens, None for a record that is dropped, and the share of each record."""

@@ -136,7 +136,7 @@ def _string(record: Mapping[str, Any], key: str) -> str:
 
 def _encode_documents(tokenizer: TextTokenizer, texts: Sequence[str]) -> Iterator[Tokens]:
     for tokens in encode_text(tokenizer, texts):
-        yield Tokens(np.append(tokens.ids, tokenizer.end), None, tokens.size)
+        yield Tokens(tokenizer.bounded(tokens.ids), None, tokens.size)
 
 
 def _response_key(data: TextData, record: Mapping[str, Any]) -> str:
@@ -146,8 +146,8 @@ def _response_key(data: TextData, record: Mapping[str, Any]) -> str:
 def _encode_responses(tokenizer: TextTokenizer, pairs: Sequence[tuple[str, str]]) -> Iterator[Tokens]:
     prompts, responses = (tokenizer.encode([pair[side] for pair in pairs]) for side in (0, 1))
     for pair, prompt, response in zip(pairs, prompts, responses, strict=True):
-        ids = np.concatenate([prompt, response, [tokenizer.end]])
-        yield Tokens(ids, np.arange(len(ids)) >= len(prompt), len(pair[1].encode()))
+        ids = tokenizer.bounded(np.concatenate([prompt, response]))
+        yield Tokens(ids, np.arange(len(ids)) >= len(ids) - len(response) - 1, len(pair[1].encode()))
 
 
 def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:

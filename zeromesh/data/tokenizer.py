@@ -38,6 +38,8 @@ class TextTokenizer:
 
     Attributes:
         size: ids are below it.
+        begin: the id that begins a document, if the tokenizer puts one before a text by itself; chats have what their
+            template says.
         end: the id that ends a document.
         pad: the id that fills what is left of a sample; it is never a label.
         encode: texts to ids, int64, without special tokens added.
@@ -48,6 +50,7 @@ class TextTokenizer:
     """
 
     size: int
+    begin: int | None
     end: int
     pad: int
     encode: Callable[[Sequence[str]], list[Ids]]
@@ -55,6 +58,11 @@ class TextTokenizer:
     chat: Callable[[Sequence[Message], Tools], tuple[Ids, NDArray[np.bool_]]]
     prompt: Callable[[Sequence[Message]], Ids]
     save: Callable[[Path], None]
+
+    def bounded(self, ids: Ids, first: bool = True, last: bool = True) -> Ids:
+        """A document, or its first or last part, with what begins and ends it."""
+        before = [self.begin] if first and self.begin is not None else []
+        return np.concatenate([np.array(before, dtype=np.int64), ids, np.array([self.end] if last else [], np.int64)])
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
@@ -167,6 +175,7 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
 
     return TextTokenizer(
         size=max(tokenizer.get_vocab().values()) + 1,  # a vocabulary may have gaps
+        begin=next((first for first in tokenizer.encode("").ids[:1] if first != end), None),
         end=end,
         pad=end,
         encode=encode,
@@ -206,6 +215,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
 
     return TextTokenizer(
         size=max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1),
+        begin=next((first for first in tokenizer("")["input_ids"][:1] if first == tokenizer.bos_token_id), None),
         end=end,
         pad=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         encode=encode,
