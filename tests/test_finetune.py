@@ -415,6 +415,33 @@ def test_an_unknown_role_is_named_with_its_line(tiny: Path, tmp_path: Path) -> N
     assert "5" in result.output
 
 
+def test_a_base_model_that_is_gone_is_named_with_the_way_back(
+    tiny: Path, tuned: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run, needed in ((tuned, "export"), (adapted, "sample")):
+        name = run.parent.name
+        shutil.copytree(run, tmp_path / name, ignore=shutil.ignore_patterns("*.png"))
+        config = tmp_path / name / "config.json"
+        values = json.loads(config.read_text())
+        values["huggingface"]["path"] = values["data"]["tokenizer"] = "base"  # seen from where the run was started
+        config.write_text(json.dumps(values))
+        monkeypatch.chdir(tmp_path)
+        mine = settings(Path("base"), Path(name), run={"resume": True}, lora=values["lora"])
+        commands = [(needed, name, tmp_path / "out"), ("train", write(tmp_path / f"{name}-again", mine))]
+        for command in commands:
+            result = invoke(*command)
+            assert result.exit_code == 2
+            message = " ".join(result.output.split())
+            assert f"huggingface.path = 'base' in '{name}/config.json' is no folder any more" in message
+            assert f"the model in '{tmp_path}/base'; put it back there, or a link to where it is now" in message
+        (tmp_path / "base").symlink_to(tiny)
+        result = invoke("sample", name, "Hello", "--tokens", "1")
+        assert result.exit_code == 0, result.output
+        (tmp_path / "base").unlink()
+    base = json.loads((adapted / "model" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base == str(tiny)
+
+
 def test_a_folder_without_runs_is_not_exported(tmp_path: Path) -> None:
     result = invoke("export", tmp_path, tmp_path / "out")
     assert result.exit_code == 2

@@ -81,6 +81,8 @@ def check(settings: Settings) -> Job:
         raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
     sizes = _mesh(job)
     resolved = _resolved(job)
+    if job.run.resume and job.folder.config.is_file():
+        job.folder.require_base()
     model = _check_model(job)
     check_optimizer(model, resolved, sizes["data"])
     job.folder.check(job.run.resume)

@@ -52,6 +52,7 @@ def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
             _export_built_in(language, reader, folder, draft, dtype)
         else:
             assert isinstance(language, Transformer)
+            folder.require_base()
             _export_transformer(language, reader, draft, dtype, merge)
         folder.copy_tokenizer(draft)
     make_console().print(f"{reader.folder} is written to {output}", soft_wrap=True)

@@ -89,6 +89,21 @@ class RunFolder:
         except ValueError as error:
             raise ValueError(f"{str(self.config)!r} is not what zeromesh train wrote: {error}") from None
 
+    def require_base(self) -> None:
+        """Refuse if the folder of the model of transformers that the run began with is gone.
+
+        Raises:
+            ValueError: it is.
+        """
+        base = self.settings().huggingface
+        if base is None or Path(base.path).expanduser().is_dir():
+            return
+        raise ValueError(
+            f"huggingface.path = {base.path!r} in {str(self.config)!r} is no folder any more: the run began with the "
+            f"model in {str(Path(base.path).expanduser().absolute())!r}; put it back there, or a link to where it is "
+            "now (zeromesh sample and export also take its new place from that file)"
+        )
+
     def check(self, resume: bool) -> None:
         """Refuse a folder in which the run cannot start.
 

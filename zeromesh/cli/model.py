@@ -129,7 +129,7 @@ class Transformer:
     @property
     def folder(self) -> Path:
         """Where it is."""
-        return Path(self.source.path).expanduser()
+        return Path(self.source.path).expanduser().absolute()  # adapters say what they are for, and are moved
 
     @property
     def tokenizer(self) -> str | None:

@@ -97,6 +97,8 @@ def load_writer(folder: RunFolder) -> Writer:
     tokenizer = load_tokenizer(folder.text / TOKENIZER_FOLDER)
     language = language_model(folder.settings())
     if isinstance(language, Transformer):
+        if language.lora is not None:
+            folder.require_base()
         model = load_transformer(language, folder.model)
         ends = model.generation_config.eos_token_id
         known = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
