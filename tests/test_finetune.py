@@ -358,15 +358,21 @@ SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"huggingface": {"sequence_length": 1024}}, "sequence_length = 1024 is longer than the 512 positions of the"),
-        ({"huggingface": {"path": "nowhere"}}, "'nowhere' is no folder"),
-        ({"lora": {"target_modules": "query"}}, "lora.target_modules: Target modules"),
+        ({"huggingface": {"sequence_length": 1024}}, "huggingface.sequence_length = 1024 is longer than the 512"),
+        ({"huggingface": {"path": "nowhere"}}, "huggingface.path = 'nowhere': '"),
+        ({"huggingface": {"path": "nowhere"}, "lora": {"r": 2}}, "huggingface.path = 'nowhere': '"),
+        ({"huggingface": {"attention": "none"}}, "with huggingface.attention = 'none': Specified"),
+        ({"huggingface": {"attention": "flash_attention_2"}}, "huggingface.attention = 'flash_attention_2': "),
+        ({"lora": {"target_modules": "norm"}}, "lora.target_modules: Target module LlamaRMSNorm"),
+        ({"lora": {"target_modules": "q_prj"}}, "lora.target_modules: LlamaForCausalLM has no module "
+         "whose name ends in 'q_prj'; did you mean 'q_proj'?"),
+        ({"lora": {"target_modules": "q_proj", "modules_to_save": "nope"}}, "lora.modules_to_save: LlamaForCausalL"),
         ({"lora": {"target_modules": "q_proj"}, "huggingface": None, "model": SHAPE}, "lora needs a model of transfor"),
         ({"model": SHAPE}, "keep one of them"),
         ({"lora": {"r": 2}, "huggingface": {"weights": False}}, "lora adapts the weights of a model"),
         ({"huggingface": None}, "needs a section 'model', or 'huggingface'"),
         ({"huggingface": {"sequence_length": 16}}, "sequence_length = 16 holds 17 with its last label"),
-        ({"train_batch_size": 4096}, "fewer than the 4096"),
+        ({"train_batch_size": 4096}, "samples of huggingface.sequence_length = 192 tokens, fewer than the 4096"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused(tiny: Path, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -384,6 +390,7 @@ def test_a_tokenizer_that_the_model_has_no_entries_for_is_refused(tiny: Path, tm
     result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "run", **changes)))
     assert result.exit_code == 2
     assert "vocabulary has 96 entries" in result.output
+    assert "name a model with a larger vocabulary in huggingface.path" in " ".join(result.output.split())
 
 
 def test_weights_are_not_trained_with_another_tokenizer(tiny: Path, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     if prepared.tokenizer is not None and vocabulary < prepared.vocabulary:
         raise ValueError(
             f"the model's vocabulary has {vocabulary} entries, and the tokenizer {prepared.vocabulary}; use the "
-            "model's own tokenizer, or a larger vocabulary"
+            f"model's own tokenizer in data.tokenizer, or {_larger(job)}"
         )
     if prepared.tokenizer is not None and isinstance(job.language, Transformer):
         job.language.require_tokenizer(job.data.tokenizer, prepared.vocabulary)
@@ -119,16 +119,22 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
             place, token = first_beyond(part.indexed, vocabulary)
             raise ValueError(
                 f"{str(file_of(part.prefix, '.bin'))!r} has the id {token} at token {place}, and the model's "
-                f"vocabulary has {vocabulary} entries; raise model.vocab_size, or make the tokens with its tokenizer"
+                f"vocabulary has {vocabulary} entries; {_larger(job)}, or make the tokens with its tokenizer"
             )
     samples = sum(part.count for part in training_samples(prepared, length, job.settings.seed))
     wanted = _resolved(job).train_batch_size
     if samples < wanted:
         raise ValueError(
-            f"data.train gives {samples} samples of {LENGTH} = {length} tokens, fewer than the {wanted} "
-            "of one step (train_batch_size); add text, or make the batch or the sequence smaller"
+            f"data.train gives {samples} samples of {job.language.section}.sequence_length = {length} tokens, fewer "
+            f"than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
         )
     return prepared
+
+
+def _larger(job: Job) -> str:
+    """How the model gets a larger vocabulary."""
+    built_in = job.language.section == "model"
+    return "raise model.vocab_size" if built_in else "name a model with a larger vocabulary in huggingface.path"
 
 
 def _mesh(job: Job) -> dict[str, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +16,7 @@ from torch import nn
 import zeromesh
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.architectures.flops import training_cost, training_flops_per_token
+from zeromesh.config.errors import nearest
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, Lora, ModelShape
 from zeromesh.data.loader import Batch
@@ -36,6 +39,10 @@ class LanguageModel(Protocol):
     @property
     def name(self) -> str:
         """Its architecture."""
+
+    @property
+    def section(self) -> str:
+        """Of the configuration, where it is described."""
 
     @property
     def tokenizer(self) -> str | None:
@@ -85,6 +92,11 @@ class BuiltIn:
         return self.shape.architecture
 
     @property
+    def section(self) -> str:
+        """Of the configuration."""
+        return "model"
+
+    @property
     def tokenizer(self) -> str | None:
         """None: one is trained."""
         return None
@@ -127,6 +139,11 @@ class Transformer:
         return _architecture(self.folder)
 
     @property
+    def section(self) -> str:
+        """Of the configuration."""
+        return "huggingface"
+
+    @property
     def folder(self) -> Path:
         """Where it is."""
         return Path(self.source.path).expanduser().absolute()  # adapters say what they are for, and are moved
@@ -148,16 +165,28 @@ class Transformer:
     @property
     def vocabulary(self) -> int | None:
         """Entries of its vocabulary."""
-        return int(configuration(self.folder)[0].get_text_config().vocab_size)
+        with self._named():
+            return int(configuration(self.folder)[0].get_text_config().vocab_size)
 
     @property
     def _options(self) -> dict[str, Any]:
         return {} if self.source.attention is None else {"attn_implementation": self.source.attention}
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """What is wrong with the folder, or cannot be had with it, is said of the keys of the configuration."""
+        try:
+            yield
+        except (ValueError, ImportError) as error:
+            attention = self.source.attention
+            beside = "" if attention is None else f" with huggingface.attention = {attention!r}"
+            raise ValueError(f"huggingface.path = {self.source.path!r}{beside}: {error}") from None
+
     def unfilled(self, dtype: torch.dtype) -> nn.Module:
         """The model, whose parameters have no values yet."""
         quiet()
-        model = build(self.folder, None, dtype, draws=False, **self._options)
+        with self._named():
+            model = build(self.folder, None, dtype, draws=False, **self._options)
         return model if self.lora is None else _with_adapters(model, self.lora)
 
     def build(self) -> nn.Module:
@@ -166,18 +195,19 @@ class Transformer:
         Raises:
             ValueError: it cannot be built, is not causal, has not enough positions, or cannot have the adapters.
         """
+        quiet()
+        with self._named():
+            model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **self._options)
         if self.lora is not None and not self.has_weights:
             raise ValueError(
-                f"lora adapts the weights of a model, and {self.source.path!r} gives none; choose one with weights, or "
-                "leave lora out"
+                f"lora adapts the weights of a model, and huggingface.path = {self.source.path!r} gives none, or "
+                "huggingface.weights leaves them out; choose one with weights, or leave lora out"
             )
-        quiet()
-        model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **self._options)
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and self.sequence_length > longest:
             raise ValueError(
-                f"sequence_length = {self.sequence_length} is longer than the {longest} positions of the "
-                f"model in {self.source.path!r}; set it to {longest} or less"
+                f"huggingface.sequence_length = {self.sequence_length} is longer than the {longest} positions of the "
+                f"model in huggingface.path = {self.source.path!r}; set it to {longest} or less"
             )
         return model if self.lora is None else _with_adapters(model, self.lora)
 
@@ -196,8 +226,8 @@ class Transformer:
         own = self.tokenizer
         if named is None:
             raise ValueError(
-                f"the weights in {self.source.path!r} know the ids of their own tokenizer, which is not there; "
-                "name it in data.tokenizer, or set huggingface.weights to false"
+                f"the weights in huggingface.path = {self.source.path!r} know the ids of their own tokenizer, which is "
+                "not there; name it in data.tokenizer, or set huggingface.weights to false"
             )
         if own is not None and Path(named) != Path(own) and (entries := load_tokenizer(Path(own)).size) != size:
             raise ValueError(
@@ -245,6 +275,7 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         import peft
     except ImportError as error:
         raise ValueError(f"lora needs PEFT ({error}); pip install 'zeromesh[hf]'") from None
+    _require_modules(model, lora)
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in lora.model_dump().items()}
     if given["target_modules"] == ["all-linear"]:
         given["target_modules"] = "all-linear"
@@ -254,6 +285,20 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     except ValueError as error:
         raise ValueError(f"lora.target_modules: {error}") from None
     return adapted
+
+
+def _require_modules(model: nn.Module, lora: Lora) -> None:
+    """Refuse names that stand for no module: PEFT passes over them where others do."""
+    paths = [path for path, _ in model.named_modules()]
+    ends = sorted({path.rpartition(".")[2] for path in paths})
+    for key, dot in (("target_modules", "."), ("modules_to_save", "")):
+        for name in getattr(lora, key) or ():
+            if name != "all-linear" and not any(path == name or path.endswith(dot + name) for path in paths):
+                similar = nearest(name, ends)
+                raise ValueError(
+                    f"lora.{key}: {type(model).__name__} has no module whose name ends in {name!r}"
+                    + (f"; did you mean {similar!r}?" if similar else f"; it has {', '.join(ends)}")
+                )
 
 
 @torch.no_grad()
