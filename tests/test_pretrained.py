@@ -362,9 +362,40 @@ def absent(folder: Path) -> None:
     folder.rename(folder.with_name("elsewhere"))
 
 
+def without_an_index(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "model-00001-of-00002.safetensors")
+
+
+def with_a_stale_index(folder: Path) -> None:
+    single = (folder / SINGLE).read_bytes()
+    build("llama").save_pretrained(folder, max_shard_size="30KB")
+    (folder / SINGLE).write_bytes(single)
+
+
+def with_adapters(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def with_code(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text()) | {"model_type": "mine"}
+    (folder / "config.json").write_text(json.dumps({**values, "auto_map": {"AutoConfig": "mine.Config"}}))
+    (folder / "mine.py").write_text("raise SystemExit('it was run')")
+
+
+def with_code_of_the_model(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text()) | {"model_type": "vit"}
+    (folder / "config.json").write_text(json.dumps({**values, "auto_map": {"AutoModelForCausalLM": "mine.Model"}}))
+    (folder / "mine.py").write_text("raise SystemExit('it was run')")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (without_an_index, "it has model-00001-of-00002.safetensors, and what is in which .* told by the index"),
+        (with_a_stale_index, "holds both model.safetensors and model.safetensors.index.json of other files"),
+        (with_adapters, "holds adapters of PEFT, which are not read from there; merge them"),
+        (with_code, "holds no configuration that transformers can read: .* custom code"),
+        (with_code_of_the_model, "custom code"),
         (truncated, "model.safetensors' is truncated or not a safetensors file"),
         (other_sizes, r"model.embed_tokens.weight, is \(96, 32\) there and \(96, 64\) in the model"),
         (without_a_tensor, r"lacks model.norm.weight of LlamaForCausalLM \(it has model.normal.weight for model.norm"),
@@ -377,9 +408,12 @@ def absent(folder: Path) -> None:
         (absent, "is no folder; name a local one"),
     ],
 )
-def test_what_cannot_be_read_is_named(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(
+    damage: Callable[[Path], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved("llama", tmp_path / "in")
     damage(folder)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks whether to run code that lies in a folder
     with pytest.raises(ValueError, match=message):
         zeromesh.from_pretrained(folder)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-GENERATION = "generation_config.json"
+GENERATION, ADAPTERS = "generation_config.json", "adapter_config.json"
 
 OPEN_FILES = 64
 COMPARED = 1 << 24
@@ -170,7 +170,10 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
     """
     settings, arguments = configuration(path, **config)
     make = model_class or require_transformers().AutoModelForCausalLM
-    make = getattr(make, "from_config", None) or make._from_config
+    if hasattr(make, "from_config"):  # an automatic one, which would ask whether to run code that lies in the folder
+        make, arguments = make.from_config, arguments | {"trust_remote_code": False}
+    else:
+        make = make._from_config
     with Recording(), nullcontext() if draws else require_transformers("initialization").no_init_weights():
         model: PreTrainedModel = make(settings, dtype=dtype, **arguments)
     model.tie_weights()
@@ -187,12 +190,21 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
     """What a folder's config.json says, with some values replaced, and those that it has no place for.
 
     Raises:
-        ValueError: there is none, or it is of quantized weights.
+        ValueError: there is none, it needs code of the folder's own, or is of quantized weights or of adapters.
     """
     transformers = require_transformers()
+    if config.pop("trust_remote_code", False):
+        raise ValueError(
+            f"trust_remote_code: no code in {str(path)!r} is run; use a model that transformers has itself"
+        )
+    if (path / ADAPTERS).is_file():
+        raise ValueError(
+            f"{str(path)!r} holds adapters of PEFT, which are not read from there; merge them into their model "
+            "(zeromesh export RUN FOLDER --merge, or PEFT's merge_and_unload), or name the model without them"
+        )
     try:
         settings, arguments = transformers.AutoConfig.from_pretrained(
-            path, local_files_only=True, return_unused_kwargs=True, **config
+            path, local_files_only=True, return_unused_kwargs=True, trust_remote_code=False, **config
         )
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{str(path)!r} holds no configuration that transformers can read: {error}") from None
@@ -275,13 +287,19 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         if absent := [file.name for file in files if not file.is_file()]:
             keys = [key for key, name in places.items() if name in absent]
             raise ValueError(f"{str(folder)!r} lacks {', '.join(absent)} with {_some(keys)}; copy it again")
+        if (folder / SINGLE).is_file() and folder / SINGLE not in files:
+            raise ValueError(
+                f"{str(folder)!r} holds both {SINGLE} and {INDEX} of other files; take out those that are not meant"
+            )
         return files
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: set()}
-    pickles = sorted(path.name for path in folder.glob("*.bin"))
-    found = (
-        f"only {', '.join(pickles[:3])}, which are pickles and may run any code; convert them" if pickles else "none"
-    )
+    pickles, others = (sorted(path.name for path in folder.glob(f"*{ending}")) for ending in (".bin", ".safetensors"))
+    found = "it has no weights"
+    if others:
+        found = f"it has {', '.join(others[:3])}, and what is in which of several files is told by the index"
+    elif pickles:
+        found = f"only {', '.join(pickles[:3])}, which are pickles and may run any code; convert them"
     raise ValueError(
         f"{str(folder)!r} holds no {SINGLE} and no {INDEX}: {found}; "
         "model.save_pretrained(folder) of a recent transformers writes safetensors"
