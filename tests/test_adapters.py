@@ -18,6 +18,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
+from zeromesh import export
 from zeromesh.dist.environment import shutdown
 from zeromesh.shard import deferred
 
@@ -251,6 +252,51 @@ def test_merging_needs_adapters(tmp_path: Path) -> None:
     engine = zeromesh.initialize(model=nn.Linear(2, 2), config=config)[0]
     with pytest.raises(ValueError, match="Linear has no adapters of PEFT"):
         engine.save_16bit_model(tmp_path, merge_adapters=True)
+    with pytest.raises(ValueError, match=r"save_filename = 'pytorch_model.bin' must end in .safetensors"):
+        engine.save_16bit_model(tmp_path, "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_prompts_are_written_by_peft_itself(merge: bool, folder: Path, tmp_path: Path) -> None:
+    import peft
+
+    model: Any = zeromesh.from_pretrained(folder)
+    with zeromesh.zero.Init():
+        model = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    with pytest.raises(
+        ValueError, match="PROMPT_TUNING learns prompts.* inside zeromesh.zero.GatheredParameters.* writes them"
+    ):
+        engine.save_16bit_model(tmp_path, merge_adapters=merge)
+    with zeromesh.zero.GatheredParameters(model.parameters()):
+        model.save_pretrained(tmp_path)
+    assert load_file(tmp_path / ADAPTERS)["prompt_embeddings"].shape == (4, 32)
+
+
+def save_where_ranks_differ(folder: Path, output: Path) -> str:
+    engine = zeromesh.initialize(
+        model=adapted(zeromesh.from_pretrained(folder), "attention", torch.float32),
+        config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}},
+    )[0]
+    # Rank 1 does not see the base model's folder, and PEFT chooses otherwise there.
+    choice = {"return_value": set()} if torch.distributed.get_rank() else {"wraps": export.adapter_names}
+    with patch.object(export, "adapter_names", **choice):
+        engine.save_16bit_model(output / "adapters")
+    with patch.object(export, "_merged", side_effect=NotImplementedError("this layer cannot")):
+        try:
+            engine.save_16bit_model(output / "merged", merge_adapters=True)
+        except (NotImplementedError, RuntimeError) as error:
+            return str(error)
+    return "nothing was wrong"
+
+
+def test_ranks_that_differ_as_they_write_do_not_wait_for_each_other(folder: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(save_where_ranks_differ, 2, folder, tmp_path, timeout=LIMIT)
+    assert first == "this layer cannot"
+    assert second == "rank 0 could not write the model: this layer cannot"
+    assert load_file(tmp_path / "adapters" / ADAPTERS)
+    assert not list((tmp_path / "merged").iterdir())
 
 
 def test_pefts_own_saving_of_sharded_adapters_says_what_is_wrong(folder: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def share(world: Group, what: str, failure: Exception | None) -> None:
     failed = world.exchange(torch.tensor([float(failure is not None)], dtype=torch.float64))
     if not bool(failed.any()):
         return
-    said = _texts(world, "" if failure is None else str(failure) or type(failure).__name__)
+    said = texts(world, "" if failure is None else str(failure) or type(failure).__name__)
     if failure is not None:
         raise failure
     rank = int(failed.flatten().nonzero()[0])
@@ -70,20 +70,21 @@ def require_agreement(world: Group, what: str, text: str) -> None:
     rows = world.exchange(torch.tensor([digest, len(data)], dtype=torch.int64))
     if bool((rows == rows[0]).all()):
         return
-    texts = _texts(world, text)
-    other = next(rank for rank, value in enumerate(texts) if value != texts[0])
-    diff = difflib.unified_diff(texts[0].splitlines(), texts[other].splitlines(), n=0, lineterm="")
+    found = texts(world, text)
+    other = next(rank for rank, value in enumerate(found) if value != found[0])
+    diff = difflib.unified_diff(found[0].splitlines(), found[other].splitlines(), n=0, lineterm="")
     shown = [line for line in diff if not line.startswith(("---", "+++", "@@"))][:20]
     raise ValueError(
         f"{what} differs between rank 0 (-) and rank {other} (+); all ranks need the same:\n" + "\n".join(shown)
     )
 
 
-def _texts(world: Group, text: str) -> list[str]:
+def texts(world: Group, text: str) -> list[str]:
     """Every rank's text."""
     data = text.encode(errors="replace")
     lengths = world.exchange(torch.tensor([len(data)], dtype=torch.int64)).flatten().tolist()
-    buffer = torch.zeros(max(lengths), dtype=torch.uint8)
-    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else buffer[:0]
+    buffer = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    if data:
+        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = world.exchange(buffer)
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]

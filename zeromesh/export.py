@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.agree import attempt, share
+from zeromesh.agree import attempt, share, texts
 from zeromesh.pretrained import first_names
 from zeromesh.shard.sharded import Sharded
 from zeromesh.shard.unit import Flat, Unit
@@ -103,21 +103,29 @@ def save_model(sharded: Sharded, folder: Path, filename: str, merge_adapters: bo
 
     Raises:
         OSError: the first rank could not write; every rank raises.
-        ValueError: the model has no adapters to merge.
+        ValueError: the model has no adapters to merge, or they are prompts, or the file's name is not of safetensors.
     """
-    model = sharded.model
+    model: Any = sharded.model
     adapted = is_adapted(model)
+    if not filename.endswith(".safetensors"):
+        raise ValueError(f"save_filename = {filename!r} must end in .safetensors, which is what is written; change it")
     if merge_adapters and not adapted:
         raise ValueError(f"merge_adapters: {type(model).__name__} has no adapters of PEFT; leave it out")
+    if adapted and model.active_peft_config.is_prompt_learning:
+        kind = model.active_peft_config.peft_type.value
+        raise ValueError(
+            f"{kind} learns prompts, which are no part of a layer; inside zeromesh.zero.GatheredParameters("
+            "model.parameters()), on the first rank, model.save_pretrained(folder) writes them"
+        )
     if adapted and not merge_adapters:
         _save_adapters(sharded, folder)
         return
     first = sharded.mesh.rank == 0
     files, failure = attempt(lambda: Files(folder, filename, LARGEST_FILE) if first else None)
-    for state in _unit_states(sharded):
+    for tensors in _unit_tensors(sharded):
         if first and failure is None:
             assert files is not None
-            failure = attempt(lambda: _add(files, model, state))[1]  # noqa: B023
+            failure = attempt(lambda: _add(files, model, plain_state(model, tensors)))[1]  # noqa: B023
     if first and failure is None:
         failure = attempt(lambda: _finish(files, folder, model))[1]
     if files is not None and failure is not None:
@@ -173,8 +181,8 @@ def _is_adapted_layer(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "merge")
 
 
-def _unit_states(sharded: Sharded) -> Iterator[State]:
-    """What the units add to the plain model's state, one after the other, on the CPU; on the first rank only.
+def _unit_tensors(sharded: Sharded) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of each unit, with their values on the first rank until the next are taken; then the buffers.
 
     A parameter that stands at several places is there once, unless adapters make several of it.
     """
@@ -182,12 +190,13 @@ def _unit_states(sharded: Sharded) -> Iterator[State]:
     written = written_names(model)
     names = {id(parameter): written[name] for name, parameter in model.named_parameters()}
     for unit in sharded.units:
-        members = {name: p for flat in unit.flats for p in flat.parameters for name in names[id(p)]}
+        members: dict[str, torch.Tensor] = {
+            name: p for flat in unit.flats for p in flat.parameters for name in names[id(p)]
+        }
         with sharded.events.gathered(_with_adapters(sharded, unit, members)):
-            state = plain_state(model, members) if first else {}
-        yield state
+            yield members
     kept = frozenset(model.state_dict(keep_vars=True))
-    yield plain_state(model, {name: buffer for name, buffer in model.named_buffers() if name in kept and first})
+    yield {name: buffer for name, buffer in model.named_buffers() if name in kept and first}
 
 
 def _with_adapters(sharded: Sharded, unit: Unit, names: Iterable[str]) -> list[Unit]:
@@ -293,12 +302,15 @@ def write_configuration(folder: Path, adapted: nn.Module) -> None:
 def _save_adapters(sharded: Sharded, folder: Path) -> None:
     """The trained parameters as PEFT keeps them: PEFT chooses which of them, and what they are called."""
     model: Any = sharded.model
-    first = sharded.mesh.rank == 0
+    world, first = sharded.mesh.group("world"), sharded.mesh.rank == 0
     # PEFT looks into the modules that are trained whole instead of being adapted.
     copies = {id(p) for m in model.modules() if hasattr(m, "adapter_state_dict") for p in m.parameters()}
     units = [unit for unit in sharded.units if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
     with sharded.events.gathered(units):
-        wanted, others = adapter_names(model), first_names(model)
+        # The first rank's choice is that of all: PEFT looks for the base model's folder, which others may not see.
+        chosen, failure = attempt(lambda: "\n".join(sorted(adapter_names(model))) if first else "")
+        share(world, "choose what to write of the adapters", failure)
+        wanted, others = texts(world, chosen or "")[0].split("\n"), first_names(model)
         state: State = {}
         for unit in sharded.units:
             for flat in unit.flats:
@@ -308,7 +320,7 @@ def _save_adapters(sharded: Sharded, folder: Path) -> None:
                         state |= {name: value.to("cpu", copy=True) for name in names} if first else {}
         state |= {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers() if name in wanted}
         failure = attempt(lambda: model.save_pretrained(str(folder), state_dict=state) if first else None)[1]
-    share(sharded.mesh.group("world"), "write the adapters", failure)
+    share(world, "write the adapters", failure)
 
 
 def _whole(sharded: Sharded, unit: Unit, flat: Flat, index: int) -> torch.Tensor:
