@@ -73,7 +73,11 @@ def read_and_write(name: str, folder: Path, output: Path, row: int, largest: int
         read.append(stop - start)
         return reading(self, start, stop)
 
-    with patch.object(deferred, "LARGE", 64), patch.object(FileTensor, "read", counted):
+    with (
+        patch.object(deferred, "LARGE", 64),
+        patch.object(FileTensor, "read", counted),
+        patch.object(pretrained, "HASHED", 0),
+    ):
         model = zeromesh.from_pretrained(folder, cls)
         from_files = {name: p.numel() for name, p in model.named_parameters() if isinstance(source_of(p), FileTensor)}
         read.clear()
@@ -430,12 +434,25 @@ def read_where_one_rank_cannot(folder: Path, damage: str, row: int) -> str:
         (mine / SINGLE).unlink()
     elif rank and damage == "truncated":
         truncated(mine)
+    elif rank and damage == "other values":
+        state = load_file(mine / SINGLE)
+        save_file({key: value + 1 for key, value in state.items()}, mine / SINGLE, {"format": "pt"})
     elif rank and damage == "rewritten":
         save_file({"model.embed_tokens.weight": torch.ones(3)}, mine / SINGLE)
     elif rank:
         pretrained._handle.cache_clear()
     refused = PermissionError(errno.EACCES, "Permission denied") if rank and damage == "refused" else None
-    with patch("safetensors.safe_open", side_effect=refused, wraps=safe_open):
+    reading = FileTensor.read
+
+    def late(self: FileTensor, start: int, stop: int) -> torch.Tensor:
+        if stop - start > pretrained.HASHED:
+            raise ValueError(f"{self.key} in {str(self.file)!r} cannot be read: it is too late")
+        return reading(self, start, stop)
+
+    with (
+        patch("safetensors.safe_open", side_effect=refused, wraps=safe_open),
+        patch.object(FileTensor, "read", late if rank and damage == "late" else reading),
+    ):
         try:
             start(model, row)
         except (ValueError, RuntimeError) as error:
@@ -450,6 +467,7 @@ def read_where_one_rank_cannot(folder: Path, damage: str, row: int) -> str:
         ("removed", 0, "No such file"),
         ("refused", 3, "Permission denied"),
         ("rewritten", 3, "(3,) now"),
+        ("late", 3, "it is too late"),
     ],
 )
 def test_what_one_rank_cannot_read_is_told_to_all(damage: str, row: int, why: str, tmp_path: Path) -> None:
@@ -459,6 +477,13 @@ def test_what_one_rank_cannot_read_is_told_to_all(damage: str, row: int, why: st
     for message in (first, second):
         assert f"model.embed_tokens.weight in '{tmp_path}/1/{SINGLE}' cannot be read" in message
         assert why in message
+
+
+def test_ranks_do_not_read_parts_of_different_checkpoints(tmp_path: Path) -> None:
+    shutil.copytree(saved("mixtral", tmp_path / "0"), tmp_path / "1")
+    for message in run_ranks(read_where_one_rank_cannot, 2, tmp_path, "other values", 3, timeout=LIMIT):
+        assert "the checkpoint that is read differs between rank 0 (-) and rank 1 (+)" in message
+        assert "-model.layers.0.mlp.experts.down_proj: " in message
 
 
 @pytest.mark.parametrize(

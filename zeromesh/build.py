@@ -27,6 +27,7 @@ from zeromesh.engine import Engine
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.observing import make_observer, open_monitors
+from zeromesh.pretrained import describe_sources
 from zeromesh.shard import guard, hooks
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.exchange import FlatExchange
@@ -141,8 +142,10 @@ def initialize(
     sharded = None
     try:
         values, failure = attempt(lambda: Values(materialiser(model, resolved.seed)))
-        share(world, "give the model its values", failure)
+        described, unread = attempt(lambda: describe_sources(model))
+        share(world, "read its part of the weights", failure or unread)
         assert values is not None
+        require_agreement(world, "the checkpoint that is read", described or "")
         _place_buffers(model, mesh.device, resolved.precision.compute)
         sharded = shard(model, mesh, resolved, values)
         share(world, "read its part of the weights", values.failure)

@@ -6,6 +6,7 @@ computed with as one tensor. transformers has a table of these conversions, whic
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from zeromesh.config.errors import nearest
-from zeromesh.shard.deferred import Recording, Source, read_from
+from zeromesh.shard.deferred import Recording, Source, read_from, source_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -32,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION, ADAPTERS = "generation_config.json", "adapter_config.json"
+
+HASHED = 64
+"""Elements of each tensor by which ranks see whether they read the same checkpoint."""
 
 OPEN_FILES = 64
 COMPARED = 1 << 24
@@ -254,6 +258,24 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
             if name in sources:
                 _give(target, sources[name])
     return Loaded(missing, tuple(unexpected))
+
+
+def describe_sources(model: nn.Module) -> str:
+    """A line for each parameter that will be read from a checkpoint, with a hash of some of its elements.
+
+    Each rank reads its own part. Of copies that are not the same, a model would be made that nobody has trained.
+    """
+    found = ((name, source_of(parameter)) for name, parameter in model.named_parameters())
+    return "\n".join(f"{name}: {_hash(source)} in {source}" for name, source in found if source is not None)
+
+
+def _hash(source: Source) -> str:
+    """Of elements from the middle of one of the tensors that the values are made of."""
+    file = next(iter(source.parts.values()))[0] if isinstance(source, Converted) else source
+    size = math.prod(file.shape) if isinstance(file, FileTensor) else HASHED
+    start = max(0, size // 2 - HASHED)
+    some = file.read(start, min(start + HASHED, size)).contiguous().view(torch.uint8)
+    return hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16]
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[FileTensor]:
