@@ -181,6 +181,7 @@ TIED: dict[str, dict[str, Any]] = {
     "trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "trained embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     "trained both": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
     "neither": {"target_modules": ["q_proj"]},
 }
 

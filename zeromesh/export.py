@@ -246,7 +246,8 @@ def _merged_name(model: nn.Module, name: str) -> str | None:
     rest = name.removeprefix(f"{path}.")
     if not rest.startswith("base_layer."):
         return None
-    return f"{path}.{rest.removeprefix('base_layer.')}".removeprefix("base_model.model.")
+    plain = path.removesuffix(".token_adapter")  # which stands between a module and its layer
+    return f"{plain}.{rest.removeprefix('base_layer.')}".removeprefix("base_model.model.")
 
 
 def _adapted_path(model: nn.Module, name: str) -> str | None:
