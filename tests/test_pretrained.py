@@ -392,9 +392,20 @@ def with_code_of_the_model(folder: Path) -> None:
     (folder / "mine.py").write_text("raise SystemExit('it was run')")
 
 
+def in_codes(folder: Path) -> None:
+    state = load_file(folder / SINGLE)
+    state["lm_head.weight"] = state["lm_head.weight"].to(torch.int8)
+    state["model.norm.weight"] = state["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(state, folder / SINGLE, {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (
+            in_codes,
+            r"quantized weights, model.norm.weight in .* \(F8_E4M3\), lm_head.weight in .* \(I8\), which cannot",
+        ),
         (without_an_index, "it has model-00001-of-00002.safetensors, and what is in which .* told by the index"),
         (with_a_stale_index, "holds both model.safetensors and model.safetensors.index.json of other files"),
         (with_adapters, "holds adapters of PEFT, which are not read from there; merge them"),

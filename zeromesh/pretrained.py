@@ -41,17 +41,21 @@ OPEN_FILES = 64
 COMPARED = 1 << 24
 """Elements of two tensors that are compared at a time."""
 
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls the dtypes of weights that can be trained."""
+
 MOST_NAMED = 8
 """So many tensors of each kind are named where a checkpoint does not fit."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors file; ``kind`` is what the file calls its dtype."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
+    kind: str = "F32"
 
     def __str__(self) -> str:
         return f"{self.key} in {self.file.name}"
@@ -236,6 +240,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
     sources, unexpected, doubles = _sources(model, files)
     targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
     _require_shapes(path, targets, sources)
+    _require_floats(path, targets, sources)
     for name, one, other in doubles:
         if not _is_equal(one, other):
             raise ValueError(
@@ -271,7 +276,7 @@ def describe_sources(model: nn.Module) -> str:
 
 def _hash(source: Source) -> str:
     """Of elements from the middle of one of the tensors that the values are made of."""
-    file = next(iter(source.parts.values()))[0] if isinstance(source, Converted) else source
+    file = next(iter(_files_of(source)), source)
     size = math.prod(file.shape) if isinstance(file, FileTensor) else HASHED
     start = max(0, size // 2 - HASHED)
     some = file.read(start, min(start + HASHED, size)).contiguous().view(torch.uint8)
@@ -290,7 +295,8 @@ def checkpoint_tensors(folder: Path) -> Iterator[FileTensor]:
         if lacking := sorted(keys - present):
             raise ValueError(f"{str(file)!r} lacks {_some(lacking)}, which {INDEX} says it holds; copy the file again")
         for key in sorted(keys or present):
-            yield FileTensor(file, key, tuple(opened.get_slice(key).get_shape()))
+            found = opened.get_slice(key)
+            yield FileTensor(file, key, tuple(found.get_shape()), found.get_dtype())
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
@@ -428,6 +434,22 @@ def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: 
         raise ValueError(
             f"{str(folder)!r} holds another model, or not all of it: {_some(wrong)}; use the config.json of it"
         )
+
+
+def _require_floats(folder: Path, targets: Mapping[str, torch.Tensor], sources: Mapping[str, Source]) -> None:
+    """Refuse what is to be a floating-point number, and is the code of one."""
+    wide = [sources[name] for name, target in targets.items() if name in sources and target.is_floating_point()]
+    coded = [f"{file} ({file.kind})" for source in wide for file in _files_of(source) if file.kind not in FLOATING]
+    if coded:
+        raise ValueError(
+            f"{str(folder)!r} holds quantized weights, {_some(coded)}, which cannot be trained; use the original ones"
+        )
+
+
+def _files_of(source: Source) -> list[FileTensor]:
+    if isinstance(source, Converted):
+        return [file for files in source.parts.values() for file in files]
+    return [source] if isinstance(source, FileTensor) else []
 
 
 def _is_needed(model: nn.Module, name: str, target: torch.Tensor) -> bool:
