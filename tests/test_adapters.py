@@ -174,6 +174,31 @@ def test_adapters_are_those_of_plain_peft(
         torch.testing.assert_close(merged(input_ids=tokens).logits, logits, rtol=1e-5, atol=1e-6)
 
 
+def test_adapters_of_experts_are_merged(tmp_path: Path) -> None:
+    """PEFT puts one around the other for the parameters of one module."""
+    import peft
+    import transformers
+
+    MODELS["mixtral"].build().save_pretrained(tmp_path / "base")
+    torch.manual_seed(7)
+    model: Any = zeromesh.from_pretrained(tmp_path / "base")
+    options = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    with zeromesh.zero.Init():
+        model = peft.get_peft_model(model, options)
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
+    engine = zeromesh.initialize(model=model, config=config)[0].eval()
+    engine.save_16bit_model(tmp_path / "merged", merge_adapters=True)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    tokens = batches()[0]
+    with torch.no_grad():
+        logits = engine(input_ids=tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(base(tokens).logits, logits, rtol=1e-2, atol=1e-2)
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert weights.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
+
+
 TIED: dict[str, dict[str, Any]] = {
     "head": {"target_modules": ["lm_head"]},
     "embedding": {"target_modules": ["embed_tokens"]},

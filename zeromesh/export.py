@@ -229,7 +229,9 @@ def plain_state(
         if path is None:
             merged[target] = tensor.detach().cpu().clone()
         else:
-            merged[target] = _merged((layer or model.get_submodule)(path), name, tensor.dtype)
+            own = _under_adapters(model, path, name)
+            assert own is not None
+            merged[target] = _merged((layer or model.get_submodule)(path), own, tensor.dtype)
     return merged
 
 
@@ -243,11 +245,21 @@ def _merged_name(model: nn.Module, name: str) -> str | None:
     path = _adapted_path(model, name)
     if path is None:
         return inner
-    rest = name.removeprefix(f"{path}.")
-    if not rest.startswith("base_layer."):
-        return None
+    own = _under_adapters(model, path, name)
     plain = path.removesuffix(".token_adapter")  # which stands between a module and its layer
-    return f"{plain}.{rest.removeprefix('base_layer.')}".removeprefix("base_model.model.")
+    return None if own is None else f"{plain}.{own}".removeprefix("base_model.model.")
+
+
+def _under_adapters(model: nn.Module, path: str, name: str) -> str | None:
+    """The name in the layer under the adapters of a tensor of an adapted layer; None for what is the adapters' own.
+
+    There may be several around one layer: experts have one for each of their parameters.
+    """
+    module: Any = model.get_submodule(path)
+    own = name.removeprefix(f"{path}.")
+    while own.startswith("base_layer."):
+        module, own = module.base_layer, own.removeprefix("base_layer.")
+    return None if _is_adapted_layer(module) else own
 
 
 def _adapted_path(model: nn.Module, name: str) -> str | None:
@@ -263,8 +275,10 @@ def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of the layer under the adapters with these added in fp32 at least."""
     wide = copy.deepcopy(layer).cpu()
     wide.to(torch.promote_types(dtype, torch.float32))
-    wide.merge()
-    merged: torch.Tensor = wide.get_base_layer().get_parameter(name.partition("base_layer.")[2])
+    while _is_adapted_layer(wide):
+        wide.merge()
+        wide = wide.base_layer
+    merged: torch.Tensor = wide.get_parameter(name)
     return merged.detach().to(dtype).clone()
 
 
