@@ -166,7 +166,8 @@ def written_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         every.setdefault(id(parameter), []).append(name)
     return {
-        names[0]: names if len({_wrapper(model, name) for name in names}) > 1 else names[:1] for names in every.values()
+        names[0]: names if len(names) > 1 and len({_wrapper(model, name) for name in names}) > 1 else names[:1]
+        for names in every.values()
     }
 
 
