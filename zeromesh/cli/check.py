@@ -18,7 +18,7 @@ from zeromesh.data.indexed import file_of
 from zeromesh.data.loader import training_samples
 from zeromesh.data.making import size_is_set
 from zeromesh.data.prepare import prepare
-from zeromesh.data.prepared import LENGTH, Prepared
+from zeromesh.data.prepared import Prepared
 from zeromesh.data.store import first_beyond
 from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.dist.environment import Environment, is_launched

@@ -22,6 +22,9 @@ SUMMARY_FILE = "data.json"
 FREE = {"train", "vocabulary_size", "workers", "packing", "document_attention"}
 """Settings that the token files do not depend on, and the sources, which are looked at one by one."""
 
+VERSION = 2
+"""Of how texts become tokens: token files that were made otherwise are made anew."""
+
 
 class Changed(ValueError):
     """The sources or settings of a text are not what its token files were made from."""
@@ -113,7 +116,7 @@ def _documents(data: TextData, source: str, output: Path) -> tuple[Document, ...
 
 def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
     """A hash over the settings, the tokenizer, and every file's name, size and time of change."""
-    settings = [data.model_dump(mode="json", exclude=FREE), length]
+    settings = [VERSION, data.model_dump(mode="json", exclude=FREE), length]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     if data.tokenizer is not None and Path(data.tokenizer).expanduser().exists():
         digest.update(content_key(Path(data.tokenizer).expanduser()).encode())
