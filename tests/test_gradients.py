@@ -20,9 +20,9 @@ from zeromesh.shard.place import make_units
 SIZE = 64
 
 
-def gradient(*shapes: tuple[int, ...]) -> Gradient:
+def gradient(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Gradient:
     named = [(str(number), torch.Size(shape)) for number, shape in enumerate(shapes)]
-    return Gradient(Layout.build(named, torch.float32, True, 2), slice(0, SIZE), slice(0, SIZE), 16)
+    return Gradient(Layout.build(named, dtype, True, 2), slice(0, SIZE), slice(0, SIZE), 16)
 
 
 def test_a_gradient_that_is_all_of_its_buffer_stays_where_it_is() -> None:
@@ -48,6 +48,10 @@ def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:
         return gradient((8, 8)), torch.ones(8, 8).t(), None
     if kind == "expanded":
         return gradient((8, 8)), torch.ones(8, 1).expand(8, 8), None
+    if kind == "conjugated":
+        return gradient((8, 8), dtype=torch.complex64), torch.full((8, 8), 1j).conj().data, None
+    if kind == "negated":
+        return gradient((8, 8)), torch._neg_view(torch.ones(8, 8)).data, None
     if kind == "part of something":
         return gradient((8, 8)), torch.ones(16, 8)[8:], None
     whole = torch.ones(8, 8)
@@ -56,8 +60,8 @@ def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["of another dtype", "with gaps around it", "one of several", "transposed", "expanded", "part of something",
-     "seen by somebody else"],
+    ["of another dtype", "with gaps around it", "one of several", "transposed", "expanded", "conjugated", "negated",
+     "part of something", "seen by somebody else"],
 )  # fmt: skip
 def test_a_gradient_that_is_not_alone_in_memory_as_it_should_be_is_copied(kind: str) -> None:
     found, value, other = held(kind)
@@ -141,6 +145,13 @@ def test_sums_of_narrower_parts_are_those_of_plain_torch_whatever_the_chunks(add
     with patch.object(collectives, "CHUNK", 7):
         collectives._accumulate(parts, out, add)
     assert torch.allclose(out, expected, rtol=1e-6)
+
+
+def test_sums_of_narrower_parts_are_right_while_tensors_are_made_elsewhere_by_default() -> None:
+    parts, out = [torch.ones(8, dtype=torch.bfloat16) for _ in range(2)], torch.zeros(8)
+    with torch.device("meta"):
+        collectives._accumulate(parts, out, False)
+    assert torch.equal(out, torch.full((8,), 2.0))
 
 
 def test_the_matrix_has_a_unit_whose_gradient_is_not_copied() -> None:

@@ -301,7 +301,7 @@ def _accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> 
 
 def _convert_and_add(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
     """As ``_accumulate``, chunk by chunk."""
-    scratch = torch.empty(min(CHUNK, out.numel()), dtype=out.dtype)
+    scratch = torch.empty(min(CHUNK, out.numel()), dtype=out.dtype, device=out.device)
     for total, *chunks in zip(out.split(CHUNK), *(part.split(CHUNK) for part in parts), strict=True):
         if not add:
             total.copy_(chunks.pop(0))
