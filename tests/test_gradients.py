@@ -137,6 +137,34 @@ def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
             assert torch.allclose(rank[name], expected, rtol=1e-12, atol=1e-14), name
 
 
+class Looked(Pair):
+    """On one rank the loss depends on a weight that was used outside of its unit."""
+
+    def forward(self, x: torch.Tensor, look: bool = False) -> torch.Tensor:
+        h = self.second(x) + self.third(x) + self.first(x)
+        return h.square().mean() + (self.first.weight.square().mean() if look else 0.0)
+
+
+def look_at_a_weight_on_one_rank() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "slots": {"parameter": 99},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "units": ["Linear"],
+    }
+    engine, *_ = zeromesh.initialize(model=Looked().double(), config=config)
+    for _ in range(2):
+        for step in range(2):
+            engine.backward(engine(inputs(step), look=engine.data_rank == 0))
+            assert all(unit.slot is None for unit in engine.sharded.units[1:])
+        engine.step()
+
+
+def test_after_the_last_backward_no_rank_has_units_that_others_have_not() -> None:
+    run_ranks(look_at_a_weight_on_one_rank, 2)
+
+
 @pytest.mark.parametrize("add", [False, True])
 def test_sums_of_narrower_parts_are_those_of_plain_torch_whatever_the_chunks(add: bool) -> None:
     parts = [torch.randn(1000, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3)]

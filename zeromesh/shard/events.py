@@ -300,6 +300,11 @@ class Events:
         for unit in reversed(self._units):
             if unit not in self._reduced:
                 self._reduce(unit)
+        if self._last and self._root.sharded:
+            # All of them, as ranks may differ in what they used outside: the next fetches must be the same on all.
+            self._residency.leave_backward()
+            for unit in self._units[1:]:
+                self._residency.release(unit)
         self._reducer.finish()
 
     def _listen_to_other(self) -> None:
