@@ -16,6 +16,7 @@ import zeromesh
 from hard_case import WIDTH, Broken, Case
 from hard_cases import CASES
 from harness import run_ranks
+from zeromesh.shard import slots
 from zeromesh.shard.slots import Pool, Slot
 from zeromesh.shard.unit import State, Unit
 
@@ -140,13 +141,14 @@ def _restore(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def memory_full_of_nan() -> Iterator[None]:
-    """Memory that holds nothing valid holds NaN: slots when they are made and given back, buffers when they are
-    allocated, and what is to be gathered of replicated parameters after an update."""
-    make_slot, give, begin_fetch = Slot.__init__, Pool.give, Unit.begin_fetch
+    """Memory that holds nothing valid holds NaN: that of slots and of gradients' homes when it is allocated, slots
+    when they are given back, and what is to be gathered of replicated parameters after an update."""
+    allocate, give, begin_fetch = slots.allocate, Pool.give, Unit.begin_fetch
 
-    def poison_new(slot: Slot, *args: Any, **options: Any) -> None:
-        make_slot(slot, *args, **options)
-        slot.storage.fill_(0xFF)
+    def poison_new(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        storage = allocate(nbytes, device)
+        storage.fill_(0xFF)
+        return storage
 
     def poison_given(pool: Pool, slot: Slot) -> None:
         slot.storage.fill_(0xFF)
@@ -160,7 +162,7 @@ def memory_full_of_nan() -> Iterator[None]:
         begin_fetch(unit, *args)
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(Slot, "__init__", poison_new))
+        patches.enter_context(patch.object(slots, "allocate", poison_new))
         patches.enter_context(patch.object(Pool, "give", poison_given))
         patches.enter_context(patch.object(Unit, "begin_fetch", poison_stale))
         torch.use_deterministic_algorithms(True)  # fills what torch.empty gives, too
@@ -171,14 +173,14 @@ def memory_full_of_nan() -> Iterator[None]:
 
 
 def start(case: Case, variant: str) -> WithEngine:
-    row, slots = VARIANTS[variant]
+    row, budget = VARIANTS[variant]
     kind, options = case.optimizer
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": case.micro_batches,
         "optimizer": {"type": kind, "params": options},
         "zero_optimization": {"stage": row},
-        "slots": {"parameter": slots, "gradient": slots},
+        "slots": {"parameter": budget, "gradient": budget},
         **case.config,
     }
     model = make(case.model)
