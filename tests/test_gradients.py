@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,6 +53,8 @@ def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:
         return gradient((8, 8), dtype=torch.complex64), torch.full((8, 8), 1j).conj().data, None
     if kind == "negated":
         return gradient((8, 8)), torch._neg_view(torch.ones(8, 8)).data, None
+    if kind == "of another library":
+        return gradient((8, 8)), torch.from_numpy(np.ones((8, 8), np.float32)), None
     if kind == "part of something":
         return gradient((8, 8)), torch.ones(16, 8)[8:], None
     whole = torch.ones(8, 8)
@@ -61,7 +64,7 @@ def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:
 @pytest.mark.parametrize(
     "kind",
     ["of another dtype", "with gaps around it", "one of several", "transposed", "expanded", "conjugated", "negated",
-     "part of something", "seen by somebody else"],
+     "of another library", "part of something", "seen by somebody else"],
 )  # fmt: skip
 def test_a_gradient_that_is_not_alone_in_memory_as_it_should_be_is_copied(kind: str) -> None:
     found, value, other = held(kind)

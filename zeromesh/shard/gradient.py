@@ -107,6 +107,8 @@ class Gradient:
             return False
         if memory.nbytes() != value.nbytes or torch._C._storage_Use_Count(memory._cdata) > ALONE:
             return False
+        if not memory.resizable():
+            return False  # it is of another library's, which may still use it
         if value.is_conj() or value.is_neg():
             return False  # in memory are other numbers, and what arrives from other ranks goes into memory
         self.full = value.view(-1) if factor == 1.0 else value.view(-1).mul_(factor)

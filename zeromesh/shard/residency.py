@@ -96,8 +96,8 @@ class Residency:
         Args:
             unit: whose backward begins.
             needed: its backward looks at its parameters.
-            last: units that will not be used again before an update, which makes their parameters worthless; their
-                memory is free for gradients.
+            last: units that will probably not be used again before an update, which makes their parameters worthless;
+                their memory is free for gradients.
         """
         before, self._held = self._backward, set()
         self._backward = {unit, *unit.ancestors, *(other for other in before if unit in other.ancestors)}
