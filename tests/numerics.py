@@ -47,7 +47,10 @@ MESHES: dict[str, dict[str, int]] = {
     "4": {"data": 4},
     "2x2": {"replicate": 2, "data": 2},
     "3x1": {"replicate": 3, "data": 1},
+    "2+2": {"data": 4},
 }
+NODES = {"2+2": 2}
+"""Ranks per node where there are several: what goes from node to node is summed inside them first."""
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float64": {},
@@ -109,6 +112,11 @@ class Case:
         return MESHES[self.mesh]["data"]
 
     @property
+    def near(self) -> int:
+        """Ranks of a shard group that share a node."""
+        return NODES.get(self.mesh, self.shards)
+
+    @property
     def replicas(self) -> int:
         return MESHES[self.mesh].get("replicate", 1)
 
@@ -152,6 +160,7 @@ class Case:
             "gradient_clipping": CLIP if self.clip else 0.0,
             "zero_optimization": {"stage": self.row},
             "mesh": MESHES[self.mesh],
+            "communication": {"ranks_per_node": NODES.get(self.mesh)},
             "slots": {"parameter": parameter, "gradient": gradient},
             "activation_checkpointing": {"enabled": self.checkpointing},
             "optimizer": {"type": self.optimizer, "params": dict(OPTIMIZERS[self.optimizer])},
@@ -502,7 +511,7 @@ def _summed_in_group(case: Case, parts: list[list[torch.Tensor]]) -> torch.Tenso
     if case.row >= 2 or (case.row == 1 and case.accumulation == 1):
         # Rounded for the wire at once, and summed over the ranks after every micro-batch.
         wires = [[_divided(case, part, case.sent) for part in own] for own in parts]
-        return _add([own[m] for m in range(case.accumulation) for own in wires], case.home)
+        return _add([p for m in range(case.accumulation) for p in _by_node(case, [own[m] for own in wires])], case.home)
     # Every rank sums its own micro-batches, and only that is sent.
     totals = [_divided(case, own[0], case.home) for own in parts]
     for total, own in zip(totals, parts, strict=True):
@@ -510,9 +519,18 @@ def _summed_in_group(case: Case, parts: list[list[torch.Tensor]]) -> torch.Tenso
             total.add_(part, alpha=1 / case.divisor)
     if case.shards == 1:
         return totals[0]
-    total = _add([own.to(case.sent) for own in totals], case.home)
+    total = _add(_by_node(case, [own.to(case.sent) for own in totals]), case.home)
     # Where every rank needs the whole sum, it is sent a second time.
     return total.to(case.sent).to(case.home) if case.row == 0 else total
+
+
+def _by_node(case: Case, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What is added up to the sum over the ranks: their parts, or the sum of each node, rounded for the wire."""
+    if case.near == case.shards:
+        return parts
+    wide = torch.promote_types(case.sent, torch.float32)
+    nodes = range(0, case.shards, case.near)
+    return [_add(parts[first : first + case.near], wide).to(case.sent) for first in nodes]
 
 
 def _divided(case: Case, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -66,7 +66,7 @@ def test_the_resolved_configuration_reads_back_as_itself(path: Path) -> None:
                 "pipeline",
                 "tensor_parallel.autotp_size",
                 "sequence_parallel_size",
-                "zero_optimization.zero_quantized_weights",
+                "zero_optimization.zero_quantized_nontrainable_weights",
             ],
         ),
     ],

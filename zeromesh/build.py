@@ -22,7 +22,8 @@ from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
 from zeromesh.config.printing import jsonable
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
-from zeromesh.dist.mesh import Mesh
+from zeromesh.dist.formats import FORMATS
+from zeromesh.dist.mesh import Links, Mesh
 from zeromesh.engine import Engine
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
@@ -223,7 +224,23 @@ def _show_log() -> None:
 def make_mesh(settings: Settings, environment: Environment | None = None) -> Mesh:
     """The mesh that the configuration describes, over the ranks that are running."""
     environment = environment or init_distributed()
-    return Mesh(settings.resolve_mesh(environment.world_size), device_of_group(environment))
+    sizes = settings.resolve_mesh(environment.world_size)
+    return Mesh(sizes, device_of_group(environment), _links(settings, environment))
+
+
+def _links(settings: Settings, environment: Environment) -> Links:
+    """Where this rank is among the nodes, and how the links between them are used."""
+    gather, reduce = (None if name is None else FORMATS[name] for name in settings.across_nodes)
+    node = None if environment.one_node else environment.node_rank
+    count = settings.communication.ranks_per_node
+    if count is not None:
+        if environment.world_size % count:
+            raise ValueError(
+                f"communication.ranks_per_node is {count}, which does not divide the {environment.world_size} ranks; "
+                "set it to a divisor, or leave it out"
+            )
+        node = environment.rank // count
+    return Links(node, settings.communication.hierarchical, gather, reduce)
 
 
 def shard(model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None) -> Sharded:

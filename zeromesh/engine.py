@@ -444,8 +444,12 @@ class Engine:
         """
         return report.memory(self.sharded, self.optimizer)
 
-    def traffic_report(self, reset: bool = False) -> dict[str, dict[str, int]]:
-        """Bytes this rank sent and calls, by collective and axis (``"all_gather/data"``), since the last reset."""
+    def traffic_report(self, reset: bool = False) -> dict[str, dict[str, float]]:
+        """What this rank sent since the last reset, by collective and axis (``"all_gather/data"``).
+
+        For each: ``bytes``, ``calls``, ``across_nodes`` (bytes of them that went to other nodes), and
+        ``relative_error`` where numbers were rounded for the links between nodes.
+        """
         return report.traffic(self.mesh.traffic, reset)
 
     def train(self, mode: bool = True) -> Engine:

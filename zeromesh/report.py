@@ -42,11 +42,24 @@ def _optimizer_state(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[
                 yield "optimizer", "device", value.nbytes
 
 
-def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, int]]:
-    """Bytes sent and calls by ``collective/axis``; with ``reset`` the count starts anew."""
-    keys = sorted(counted.bytes)
-    found = {f"{kind}/{axis}": {"bytes": counted.bytes[kind, axis], "calls": counted.calls[kind, axis]}
-             for kind, axis in keys}  # fmt: skip
+def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
+    """What was sent, by ``collective/axis``; with ``reset`` the count starts anew.
+
+    Returns:
+        For each: ``bytes`` that this rank sent, ``calls``, ``across_nodes`` (bytes of them that went to other nodes),
+        and ``relative_error`` where numbers were rounded for links between nodes: the root of the mean square of the
+        errors, relative to that of the numbers.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for kind, axis in sorted(counted.bytes):
+        found[f"{kind}/{axis}"] = {
+            "bytes": counted.bytes[kind, axis],
+            "calls": counted.calls[kind, axis],
+            "across_nodes": counted.across[kind, axis],
+        }
+        error = counted.relative_error(kind, axis)
+        if error is not None:
+            found[f"{kind}/{axis}"]["relative_error"] = error
     if reset:
         counted.reset()
     return found

@@ -52,7 +52,7 @@ class Report:
     gzip_bits_per_byte: float | None
     peak_memory: list[int]
     memory: dict[str, Any]
-    traffic: dict[str, dict[str, int]]
+    traffic: dict[str, dict[str, float]]
     traffic_steps: int
     samples: list[str]
     lines: LineCount | None

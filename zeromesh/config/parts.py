@@ -21,6 +21,9 @@ from zeromesh.config.section import (
     TagValidation,
 )
 
+LinkFormat = Literal["16bit", "8bit"]
+"""Names of ``zeromesh.dist.formats.FORMATS``."""
+
 
 class Fp16(Section):
     """fp16 parameters with an fp32 master and a loss scale."""
@@ -216,6 +219,25 @@ class MeshSizes(Section):
         if value == 0:
             raise ValueError("must be a whole number >= 1, or -1 for what is left; leave the key out for -1")
         return value
+
+
+class Communication(Section):
+    """How the links between nodes are used."""
+
+    hierarchical: bool | None = Field(
+        None,
+        description="Send over the links between nodes what is needed once only, and share it inside the nodes. Null: "
+        "where nodes have equally many ranks, on gloo and mpi (nccl knows the nodes itself).",
+    )
+    ranks_per_node: PositiveInt | None = Field(
+        None, description="Ranks that share a fast link, neighbours in number. Null: those that share a machine."
+    )
+    across_nodes_gather: LinkFormat | None = Field(
+        None, description="How parameters are written on links between nodes: 16bit, or 8bit. Null: as they are."
+    )
+    across_nodes_reduce: LinkFormat | None = Field(
+        None, description="How gradients are written on links between nodes: 16bit, or 8bit. Null: as they are."
+    )
 
 
 class Slots(Section):

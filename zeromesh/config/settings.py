@@ -22,6 +22,7 @@ from zeromesh.config.parts import (
     Aio,
     Bf16,
     Checkpoint,
+    Communication,
     DataTypes,
     Fp16,
     MeshSizes,
@@ -107,6 +108,7 @@ class Settings(Section):
         description="Which states are sharded, and where they rest. True and false stand for stages 1 and 0.",
     )
     mesh: MeshSizes = Field(MeshSizes(), description="Sizes of the mesh of ranks; their product is the world size.")
+    communication: Communication = Field(Communication(), description="How the links between nodes are used.")
     slots: Slots = Field(Slots(), description="Budgets of full-size working buffers, in units.")
     units: Names = Field(
         (),
@@ -207,6 +209,17 @@ class Settings(Section):
         """
         return solve_mesh(self.mesh.model_dump(), self._shard_group, world_size)
 
+    @property
+    def across_nodes(self) -> tuple[str | None, str | None]:
+        """How parameters and gradients are written on links between nodes; see ``communication``.
+
+        DeepSpeed's ``zero_quantized_weights`` and ``zero_quantized_gradients`` (Wang et al., "ZeRO++", 2023) stand for
+        8 bits.
+        """
+        zero, ours = self.zero_optimization, self.communication
+        gather = "8bit" if zero.zero_quantized_weights else ours.across_nodes_gather
+        return gather, "8bit" if zero.zero_quantized_gradients else ours.across_nodes_reduce
+
     def resolve(self, data_size: int, sizes: Mapping[str, int] | None = None) -> Resolved:
         """The settings with the batch sizes worked out for ``data_size`` data-parallel ranks.
 
@@ -285,7 +298,12 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
-        problems = [*_precision_problems(self), *_shard_group_problems(self), *_model_problems(self)]
+        problems = [
+            *_precision_problems(self),
+            *_shard_group_problems(self),
+            *_link_problems(self),
+            *_model_problems(self),
+        ]
         if problems:
             raise ConfigError(problems)
         return self
@@ -342,6 +360,34 @@ def _model_problems(settings: Settings) -> list[str]:
     if settings.lora is not None and settings.huggingface is None:
         return ["lora needs a model of transformers; name its folder with huggingface.path"]
     return []
+
+
+def _link_problems(settings: Settings) -> list[str]:
+    zero, ours = settings.zero_optimization, settings.communication
+    pairs = {
+        "zero_quantized_weights": (zero.zero_quantized_weights, "across_nodes_gather", ours.across_nodes_gather),
+        "zero_quantized_gradients": (zero.zero_quantized_gradients, "across_nodes_reduce", ours.across_nodes_reduce),
+    }
+    problems = [
+        f'zero_optimization.{old} says 8 bits and communication.{new} is "{value}"; keep one of them'
+        for old, (on, new, value) in pairs.items()
+        if on and value not in (None, "8bit")
+    ]
+    gather, reduce = settings.across_nodes
+    if (gather or reduce) and ours.hierarchical is False:
+        problems.append(
+            "communication.hierarchical is false, but only what goes from node to node by itself is written in fewer "
+            "bits; leave it out, or leave parameters and gradients as they are"
+        )
+    kept = settings.fp16.enabled or settings.bf16.enabled
+    if gather and zero.stage < 3 and not (zero.stage > 0 and kept):
+        problems.append(
+            f"parameters are to be gathered in {gather.replace('bit', ' bits')}, but at stage {zero.stage} "
+            + ("none are gathered" if zero.stage == 0 else "without bf16 or fp16 they have no other copy that is exact")
+            + "; set zero_optimization.stage to 3"
+            + (", or bf16.enabled" if zero.stage else "")
+        )
+    return problems
 
 
 def _shard_group_problems(settings: Settings) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 OURS: tuple[str, ...] = (
     "mesh",
+    "communication",
     "slots",
     "units",
     "seed",
@@ -95,7 +96,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "checkpoint.parallel_write": "all ranks always write at once",
     "checkpoint.checkpoint_serialization": "checkpoints have one format",
     "checkpoint.writer": "checkpoints have one writer",
-    "zero_optimization.mics_hierarchical_params_gather": "units are gathered in one step",
+    "zero_optimization.mics_hierarchical_params_gather": "communication.hierarchical says so",
     "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.offload_param": _OFFLOAD,
     "zero_optimization.cpu_offload": _OFFLOAD,
@@ -146,7 +147,6 @@ class NotYet:
 
 _OFF = (False,)
 _OFFLOADING = "offloading to the host or to NVMe"
-_QUANTISED = "quantised communication"
 
 NOT_YET: dict[str, NotYet] = {
     "mesh.pipeline": NotYet((1,), "pipeline parallelism"),
@@ -163,8 +163,6 @@ NOT_YET: dict[str, NotYet] = {
     "zero_optimization.cpu_offload": NotYet((False, None), _OFFLOADING),
     "zero_optimization.cpu_offload_param": NotYet((False, None), _OFFLOADING),
     "zero_optimization.zenflow": NotYet((None,), _OFFLOADING),
-    "zero_optimization.zero_quantized_weights": NotYet(_OFF, _QUANTISED),
-    "zero_optimization.zero_quantized_gradients": NotYet(_OFF, _QUANTISED),
     "zero_optimization.zero_quantized_nontrainable_weights": NotYet(_OFF, "quantised frozen weights"),
     "weight_quantization": NotYet(({"enabled": False}, None), "quantised weights"),
     "data_types.keep_in_fp32_modules": NotYet((None, []), "modules that stay in fp32 in a 16-bit run"),

@@ -86,9 +86,11 @@ class ZeroOptimization(Section):
     cpu_offload: bool | None = Field(None, description="Old form of offload_optimizer.device = cpu.")
     cpu_offload_param: bool | None = Field(None, description="Old form of offload_param.device = cpu.")
     cpu_offload_use_pin_memory: bool | None = Field(None, description="Old form of pin_memory in the offload sections.")
-    zero_quantized_weights: bool = Field(False, description="Gather parameters as 8-bit numbers.")
+    zero_quantized_weights: bool = Field(False, description="Gather parameters as 8-bit numbers between nodes.")
     zero_quantized_nontrainable_weights: bool = Field(False, description="Keep frozen parameters as 8-bit numbers.")
-    zero_quantized_gradients: bool = Field(False, description="Reduce gradients as 4-bit numbers.")
+    zero_quantized_gradients: bool = Field(
+        False, description="Reduce gradients as 8-bit numbers between nodes (DeepSpeed: 4-bit)."
+    )
     zenflow: ZenFlow | None = Field(None, description="Update important gradients first, the others on the host.")
     overlap_comm: bool | None = Field(None, description="Overlap the reduction of gradients with the backward.")
     contiguous_gradients: bool = Field(True, description="Copy gradients into one buffer as they are produced.")

@@ -6,12 +6,18 @@ are posted at once and progress on gloo's own thread, which is what overlaps the
 a tag per purpose, so that ranks that disagree on the order never add up each other's wrong buffers.
 
 With n ranks, a buffer of V bytes costs each rank V (n-1)/n on the wire for an all-gather or a reduce-scatter.
+
+Where the ranks lie on several nodes, there are two steps, see ``places.py``: an all-gather goes over the slow link
+first and then around the node, a reduce-scatter sums inside the node first and sends what is left over the slow link.
+What is sent over it may be written in fewer bits, see ``formats.py``; what all ranks then have is equal, as the sender
+too goes on with what the others read.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,32 +25,64 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.dist.environment import backends
+from zeromesh.dist.formats import Format
+from zeromesh.dist.later import Later
+from zeromesh.dist.places import Places
 from zeromesh.dist.watchdog import Watchdog
 
 CHUNK = 1 << 17
 """Elements that are converted at once where dtypes differ. torch adds 16-bit numbers to fp32 ones four times slower on a
 CPU than it converts them, while what was converted is still in the processor's cache."""
 
+NARROW = (torch.float16, torch.bfloat16)
+"""Dtypes whose sums are made in fp32 and rounded once."""
+
 
 @dataclass
 class Traffic:
-    """Bytes that this rank sent, and calls, by (collective, axis), since the last reset; ``listener`` hears of each."""
+    """What this rank sent, by (collective, axis), since the last reset.
+
+    Attributes:
+        calls: collectives.
+        bytes: all that was sent.
+        across: bytes of them that went to other nodes.
+        errors: of what was rounded for the slow link: sums of the squares of the errors, and of the numbers.
+        listener: hears of each call.
+    """
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    across: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    errors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     listener: Callable[[str, str, int], None] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, collective: str, axis: str, sent: int) -> None:
-        """Count one call that sends ``sent`` bytes from this rank."""
+    def add(self, collective: str, axis: str, sent: int, across: int = 0) -> None:
+        """Count one call that sends ``sent`` bytes from this rank, ``across`` of them to other nodes."""
         self.calls[collective, axis] += 1
         self.bytes[collective, axis] += sent
+        self.across[collective, axis] += across
         if self.listener is not None:
             self.listener(collective, axis, sent)
 
+    def add_error(self, collective: str, axis: str, true: torch.Tensor, written: torch.Tensor) -> None:
+        """Count how far what was written for the slow link is from what it stands for."""
+        true, written = true.double(), written.double()
+        squares = torch.stack([(written - true).square().sum(), true.square().sum()]).cpu()
+        with self._lock:
+            self.errors[collective, axis] = self.errors.get((collective, axis), 0) + squares
+
+    def relative_error(self, collective: str, axis: str) -> float | None:
+        """Root of the mean square of the errors, relative to that of the numbers; None where nothing was rounded."""
+        if (collective, axis) not in self.errors:
+            return None
+        error, size = self.errors[collective, axis].tolist()
+        return float((error / size) ** 0.5) if size else 0.0
+
     def reset(self) -> None:
         """Start counting anew."""
-        self.calls.clear()
-        self.bytes.clear()
+        for counts in (self.calls, self.bytes, self.across, self.errors):
+            counts.clear()
 
 
 class PeerLost(RuntimeError):
@@ -109,6 +147,7 @@ class Group:
 
     Attributes:
         purposes: what the tags stand for, for messages.
+        places: which of the ranks share a node.
 
     Args:
         axis: name of the mesh axis, for accounting.
@@ -116,13 +155,24 @@ class Group:
         device: where the tensors live.
         traffic: where bytes and calls are counted.
         watchdog: told about waits.
+        node_of: the node of each group rank; None if all are on one.
+        hierarchical: whether to send over the slow links between nodes what is needed once only, and share it inside
+            the nodes; None: where nodes have as many ranks each, and the backend does not know the nodes itself.
 
     Raises:
-        ValueError: the process group has no backend for the device.
+        ValueError: the process group has no backend for the device, or the nodes differ in their number of ranks and
+            ``hierarchical`` is true.
     """
 
     def __init__(
-        self, axis: str, process_group: Any, device: torch.device, traffic: Traffic, watchdog: Watchdog | None = None
+        self,
+        axis: str,
+        process_group: Any,
+        device: torch.device,
+        traffic: Traffic,
+        watchdog: Watchdog | None = None,
+        node_of: Sequence[int] | None = None,
+        hierarchical: bool | None = None,
     ) -> None:
         self.axis = axis
         self.process_group = process_group
@@ -132,9 +182,16 @@ class Group:
         self.purposes: dict[int, str] = {}
         self.size: int = 1 if process_group is None else process_group.size()
         self.rank: int = 0 if process_group is None else process_group.rank()
-        self._point_to_point = process_group is not None and backend_for(device, process_group) == "gloo"
-        # gloo sends from host memory only: tensors of an accelerator pass through a host copy.
-        self._through_host = self._point_to_point and device.type != "cpu"
+        self._node_of = list(node_of) if node_of is not None else [0] * self.size
+        backend = None if process_group is None else backend_for(device, process_group)
+        self._hosted = backend in ("gloo", "mpi")
+        # nccl knows the nodes itself, and has collectives that are faster than messages inside them.
+        wanted = hierarchical if self._hosted or hierarchical is not None else False
+        self.places = Places.of(self._node_of, self.rank, wanted)
+        self._point_to_point = self._hosted or bool(self.places.across)
+        # Messages go out of host memory only: tensors of an accelerator pass through a host copy.
+        self._through_host = self._hosted and device.type != "cpu"
+        self._later = Later(torch.device("cpu") if self._hosted else device)
 
     def receive_elements(self, shard_elements: int) -> int:
         """Elements of the receive buffer that ``reduce_scatter`` needs for shards of ``shard_elements``."""
@@ -142,7 +199,7 @@ class Group:
             return 0
         return shard_elements * (self.size - 1 if self._point_to_point else 1)
 
-    def all_gather(self, full: torch.Tensor, own: torch.Tensor, tag: int) -> Pending:
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor, tag: int, form: Format | None = None) -> Pending:
         """Fill ``full`` from the shards of all ranks.
 
         Args:
@@ -150,6 +207,8 @@ class Group:
             own: shape ``(n,)``, this rank's shard, converted where its dtype is another; it may be the segment of
                 ``full`` itself, and may change at once otherwise.
             tag: distinguishes collectives that are under way at the same time.
+            form: how shards are written between nodes; all ranks, this one too, then have what was written. None: as
+                they are.
         """
         mine = full.chunk(self.size)[self.rank]
         if mine.data_ptr() != own.data_ptr():
@@ -157,82 +216,204 @@ class Group:
         if self.size == 1:
             return Pending()
         what = self._name("all_gather", tag)
-        self._traffic.add("all_gather", self.axis, mine.nbytes * (self.size - 1))
-        if self._through_host:
-            host = torch.empty_like(full, device="cpu")
-            host.chunk(self.size)[self.rank].copy_(mine)
-            rows = host.chunk(self.size)
-            works = self._exchange([rows[self.rank]] * self.size, rows, tag)
-            return Pending(what, works, lambda: _copy(full, host), self._watchdog, full.nbytes)
-        if self._point_to_point:
-            works = self._exchange([mine] * self.size, full.chunk(self.size), tag)
+        if not self._point_to_point:
+            self._count("all_gather", dict.fromkeys(self._others(), mine.nbytes))
+            # c10d's stream waits for the current stream here, on which every reader of ``full`` was launched, and
+            # the current stream waits for c10d's in ``wait``: the buffer is not written before it is free.
+            work = dist.all_gather_into_tensor(full, mine, group=self.process_group, async_op=True)
+            return Pending(what, [work], None, self._watchdog, full.nbytes)
+        if not self._through_host:
+            works = self._gather(full.chunk(self.size), tag, form)
             return Pending(what, works, None, self._watchdog, full.nbytes)
-        # c10d's stream waits for the current stream here, on which every reader of ``full`` was launched, and
-        # the current stream waits for c10d's in ``wait``: the buffer is not written before it is free.
-        work = dist.all_gather_into_tensor(full, mine, group=self.process_group, async_op=True)
-        return Pending(what, [work], None, self._watchdog, full.nbytes)
+        host = torch.empty_like(full, device="cpu")
+        host.chunk(self.size)[self.rank].copy_(mine)
+        works = self._gather(host.chunk(self.size), tag, form)
+        return Pending(what, works, lambda: _copy(full, host), self._watchdog, full.nbytes)
+
+    def _gather(self, shards: Sequence[torch.Tensor], tag: int, form: Format | None) -> list[Any]:
+        """Fill ``shards``, of which this rank's is there: over the slow link first, then around the node."""
+        self._later.finish(tag)
+        places, mine = self.places, shards[self.rank]
+        form = form if form is not None and form.shortens(mine.dtype) else None
+        message, landings = mine, {peer: shards[peer] for _, peer in places.across}
+        if form is not None and places.across:
+            message = form.encode(mine)
+            true = mine.clone()
+            form.decode(message, mine)
+            self._traffic.add_error("all_gather", self.axis, true, mine)
+            landings = {peer: torch.empty_like(message) for peer in landings}
+        far = dict.fromkeys(landings, message.nbytes)
+        near = {peer: mine.nbytes * len(places.nodes) for _, peer in places.mates}
+        self._count("all_gather", far | near)
+        crossing = self._post(landings.items(), [(peer, message) for peer in landings], tag)
+        sharing = self._post(
+            [(peer, shards[peer]) for _, peer in reversed(places.mates)], [(p, mine) for _, p in places.mates], tag
+        )
+        if not places.across or (form is None and not places.mates):
+            return [*crossing, *sharing]
+
+        def share() -> None:
+            for work in crossing:
+                work.wait()
+            if form is not None:
+                for peer, landing in landings.items():
+                    form.decode(landing, shards[peer])
+            carried = [node for node, _ in places.across]
+            receives = [(p, shards[places.nodes[n][place]]) for place, p in places.mates for n in sorted(carried)]
+            sends = [(p, shards[places.nodes[n][places.place]]) for _, p in places.mates for n in sorted(carried)]
+            for work in [*sharing, *self._post(receives, sends, tag)]:
+                work.wait()
+
+        return [self._later.run(share, tag)]
 
     def reduce_scatter(
-        self, full: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool, tag: int
+        self,
+        full: torch.Tensor,
+        received: torch.Tensor,
+        out: torch.Tensor,
+        add: bool,
+        tag: int,
+        form: Format | None = None,
     ) -> Pending:
         """Sum the ranks' buffers; this rank gets its segment of the sum.
 
-        The sum runs in ``out``'s dtype and in the order of ranks on every rank, so that its value does not depend on
-        who computes it (on gloo; nccl sums in the dtype of ``full``).
+        The sum runs in ``out``'s dtype and in the order of ranks, so that its value does not depend on who computes it
+        (nccl sums in the dtype of ``full``). In two steps, the sum of each node is made in fp32 or wider, rounded to the
+        dtype of ``full``, or as ``form`` says, and added to those of the other nodes in their order.
 
         Args:
-            full: shape ``(size * n,)``. Must not be written before the result has been waited for.
+            full: shape ``(size * n,)``. Must not be written before the result has been waited for; what is in the other
+                segments is then undefined.
             received: buffer of ``receive_elements(n)`` elements, in ``full``'s dtype.
             out: shape ``(n,)``, any dtype; may be this rank's segment of ``full`` if the dtypes are equal.
             add: add the sum to what ``out`` holds instead of replacing it.
             tag: as in ``all_gather``.
+            form: how sums are written between nodes.
         """
         mine = full.chunk(self.size)[self.rank]
         if self.size == 1:
             return Pending(then=lambda: _accumulate([mine], out, add))
         what = self._name("reduce_scatter", tag)
-        self._traffic.add("reduce_scatter", self.axis, mine.nbytes * (self.size - 1))
         if not self._point_to_point:
+            self._count("reduce_scatter", dict.fromkeys(self._others(), mine.nbytes))
             # As in all_gather: c10d orders its stream after the current one here, and before it in ``wait``.
             work = dist.reduce_scatter_tensor(received, full, group=self.process_group, async_op=True)
             return Pending(what, [work], lambda: _accumulate([received], out, add), self._watchdog, full.nbytes)
-        host = full.cpu() if self._through_host else full
         landing = torch.empty_like(received, device="cpu") if self._through_host else received
-        others = iter(landing.chunk(self.size - 1))
-        parts = [mine if rank == self.rank else next(others) for rank in range(self.size)]
-        works = self._exchange(host.chunk(self.size), parts, tag)
+        shards = list((full.cpu() if self._through_host else full).chunk(self.size))
+        works, parts = self._scatter(shards, list(landing.chunk(self.size - 1)), tag, form)
 
         def add_up() -> None:
             _accumulate([part.to(out.device) for part in parts], out, add)
 
         return Pending(what, works, add_up, self._watchdog, full.nbytes)
 
+    def _scatter(
+        self, shards: list[torch.Tensor], landings: list[torch.Tensor], tag: int, form: Format | None
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """What to wait for, and the parts of this rank's sum that are then there, in order: around the node first."""
+        self._later.finish(tag)
+        places, mine = self.places, shards[self.rank]
+        form = form if form is not None and form.shortens(mine.dtype) else None
+        count = len(places.nodes)
+        near = {place: [landings.pop() for _ in range(count)] for place, _ in places.mates}
+        sharing = self._post(
+            [(peer, part) for place, peer in reversed(places.mates) for part in near[place]],
+            [(peer, shards[rank]) for place, peer in places.mates for rank in places.shards_of(place)],
+            tag,
+        )
+        bytes_across = form.bytes_for(mine.numel()) if form is not None else mine.nbytes
+        self._count(
+            "reduce_scatter",
+            {peer: mine.nbytes * count for _, peer in places.mates} | {p: bytes_across for _, p in places.across},
+        )
+        around = {node: self._of_node(shards, near, node) for node in range(count)}
+        if not places.across:
+            return sharing, around[places.node]
+        far = {node: landings.pop() for node, _ in places.across}
+
+        def cross() -> None:
+            for work in sharing:
+                work.wait()
+            self._sum_for(around[places.node], mine, None)
+            receives, sends = [], []
+            for node, peer in places.across:
+                message = self._sum_for(around[node], shards[peer], form)
+                sends.append((peer, message))
+                receives.append((peer, far[node] if form is None else torch.empty_like(message)))
+            for work in self._post(receives, sends, tag):
+                work.wait()
+            if form is not None:
+                for (node, _), (_, message) in zip(places.across, receives, strict=True):
+                    form.decode(message, far[node])
+
+        return [self._later.run(cross, tag)], [far.get(node, mine) for node in range(count)]
+
+    def _of_node(self, shards: Sequence[torch.Tensor], near: dict[int, list[torch.Tensor]], node: int) -> list[Any]:
+        """What this node's ranks have for the rank at this one's place of another node, in their order."""
+        places = self.places
+        mine = shards[places.nodes[node][places.place]]
+        return [near[p][node] if p in near else mine for p in range(len(places.nodes[places.node]))]
+
+    def _sum_for(self, parts: Sequence[torch.Tensor], target: torch.Tensor, form: Format | None) -> torch.Tensor:
+        """The sum of ``parts``, in ``target``, which is one of them; or as ``form`` writes it for another node."""
+        narrow = target.dtype in NARROW
+        total = torch.empty_like(target, dtype=torch.float32) if narrow else target
+        _accumulate(parts, total, False)
+        if form is not None:
+            message = form.encode(total)
+            form.decode(message, written := torch.empty_like(total))
+            self._traffic.add_error("reduce_scatter", self.axis, total, written)
+            return message
+        _copy(target, total)
+        return target
+
     def _name(self, collective: str, tag: int) -> str:
         return f"{collective} over the axis {self.axis}, tag {tag}" + (
             f" ({self.purposes[tag]})" if tag in self.purposes else ""
         )
 
-    def _exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: int) -> list[Any]:
-        """Post: ``send[r]`` to rank r, ``receive[r]`` from rank r, for all others, nearest first."""
-        works = []
-        for distance in range(1, self.size):
-            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            works.append(self.process_group.recv([receive[source]], source, tag))
-            works.append(self.process_group.send([send[target]], target, tag))
-        return works
+    def _others(self) -> list[int]:
+        """The other group ranks, the next ones first."""
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+    def _count(self, collective: str, sent: dict[int, int]) -> None:
+        """Count one collective in which this rank sends so many bytes to each of the others."""
+        here = self._node_of[self.rank]
+        across = sum(count for peer, count in sent.items() if self._node_of[peer] != here)
+        self._traffic.add(collective, self.axis, sum(sent.values()), across)
+
+    def _post(
+        self,
+        receives: Iterable[tuple[int, torch.Tensor]],
+        sends: Iterable[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> list[Any]:
+        """Start messages from and to group ranks; between two ranks they arrive in the order in which they are sent."""
+        group = self.process_group
+        if not self._hosted:  # nccl starts them together
+            group._start_coalescing(self.device)
+        works = [group.recv([tensor], peer, tag) for peer, tensor in receives]
+        works += [group.send([tensor], peer, tag) for peer, tensor in sends]
+        return works if self._hosted else [group._end_coalescing(self.device)]
+
+    def _exchange(self, mine: torch.Tensor, rows: Sequence[torch.Tensor], tag: int) -> list[Any]:
+        """Send ``mine`` to all others; ``rows[r]`` comes from rank r."""
+        others = self._others()
+        self._count("exchange", dict.fromkeys(others, mine.nbytes))
+        return self._post([(peer, rows[peer]) for peer in reversed(others)], [(peer, mine) for peer in others], tag)
 
     def exchange(self, vector: torch.Tensor, tag: int = 1) -> torch.Tensor:
         """Every rank's ``vector`` as the rows of one matrix, shape ``(size, n)``, on the host; ``vector`` is 1-D."""
-        place = self.device if not self._point_to_point else torch.device("cpu")
+        place = torch.device("cpu") if self._hosted else self.device
         rows = torch.empty(self.size, vector.numel(), dtype=vector.dtype, device=place)
         rows[self.rank] = vector
-        if self.size > 1:
-            self._traffic.add("exchange", self.axis, vector.nbytes * (self.size - 1))
-            if self._point_to_point:
-                works = self._exchange([rows[self.rank]] * self.size, list(rows), tag)
-                Pending(self._name("exchange", tag), works, None, self._watchdog, rows.nbytes).wait()
-            else:
-                dist.all_gather_into_tensor(rows, rows[self.rank].clone(), group=self.process_group)
+        if self.size > 1 and self._hosted:
+            works = self._exchange(rows[self.rank], list(rows), tag)
+            Pending(self._name("exchange", tag), works, None, self._watchdog, rows.nbytes).wait()
+        elif self.size > 1:
+            self._count("exchange", dict.fromkeys(self._others(), vector.nbytes))
+            dist.all_gather_into_tensor(rows, rows[self.rank].clone(), group=self.process_group)
         return rows.cpu()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
@@ -240,12 +421,15 @@ class Group:
         if self.size == 1 or tensor.numel() == 0:
             return
         if self.rank == root:
-            self._traffic.add("broadcast", self.axis, tensor.nbytes * (self.size - 1))
+            self._count("broadcast", dict.fromkeys(self._others(), tensor.nbytes))
         source = dist.get_global_rank(self.process_group, root)
         dist.broadcast(tensor, source, group=self.process_group)
 
-    def all_reduce(self, tensor: torch.Tensor, tag: int) -> None:
-        """Sum a 1-D tensor over the ranks, in place; 16-bit values are summed in fp32 and rounded once."""
+    def all_reduce(self, tensor: torch.Tensor, tag: int, form: Format | None = None) -> None:
+        """Sum a 1-D tensor over the ranks, in place; 16-bit values are summed in fp32 and rounded once.
+
+        ``form`` says how sums are written between nodes; None: as they are.
+        """
         if self.size == 1:
             return
         full = tensor
@@ -254,11 +438,10 @@ class Group:
             full[: tensor.numel()] = tensor
         shard = full.chunk(self.size)[self.rank]
         received = torch.empty(self.receive_elements(shard.numel()), dtype=full.dtype, device=full.device)
-        narrow = full.dtype in (torch.float16, torch.bfloat16)
-        total = torch.empty_like(shard, dtype=torch.float32) if narrow else shard
-        self.reduce_scatter(full, received, total, False, tag).wait()
+        total = torch.empty_like(shard, dtype=torch.float32) if full.dtype in NARROW else shard
+        self.reduce_scatter(full, received, total, False, tag, form).wait()
         _copy(shard, total)
-        self.all_gather(full, shard, tag).wait()
+        self.all_gather(full, shard, tag, form).wait()
         _copy(tensor, full[: tensor.numel()])
 
 

@@ -1,12 +1,13 @@
 """The mesh: which ranks work together along which axis.
 
-Ranks are numbered row-major over the axes in the order of ``AXES``, so that the ranks of one shard group
+Ranks are laid row-major over the axes in the order of ``AXES``, node by node, so that the ranks of one shard group
 (``data``) are neighbours, and on one node where it fits, and replicas of it lie further apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -15,29 +16,52 @@ import torch.distributed as dist
 
 from zeromesh.dist import watchdog
 from zeromesh.dist.collectives import Group, Traffic, backend_for
+from zeromesh.dist.formats import Format
 
 _Shape = tuple[int, ...]
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape], list[dist.ProcessGroup]]] = WeakKeyDictionary()
-"""By default group, device type and sizes: this rank's group along each axis. Threads and sockets of a group stay until
-the default group is destroyed, and all others with it; a process may make many engines before that."""
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape, _Shape], list[dist.ProcessGroup]]]
+_made = WeakKeyDictionary()
+"""By default group, device type, sizes and order of ranks: this rank's group along each axis. Threads and sockets of a
+group stay until the default group is destroyed, and all others with it; a process may make many engines before that."""
 
 AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
 """Axis names, outermost first. ``replicate`` is hybrid sharding: states are sharded over ``data``, copied over it."""
 
 
+@dataclass(frozen=True)
+class Links:
+    """What is known of the links between ranks, and how the slow ones are used.
+
+    Attributes:
+        node: this rank's; None if all ranks are on one node.
+        hierarchical: see ``Group``.
+        gather: how parameters are written between nodes; None: as they are.
+        reduce: how gradients are.
+    """
+
+    node: int | None = None
+    hierarchical: bool | None = None
+    gather: Format | None = None
+    reduce: Format | None = None
+
+
 class Mesh:
     """The processes of a run, arranged by named axes.
+
+    Attributes:
+        node_of: the node of each rank.
 
     Args:
         sizes: number of ranks along each axis; axes left out have size 1. The product must be the world size.
         device: the device on which this rank's tensors live.
+        links: on which node this rank is, and what follows from it.
 
     Raises:
-        ValueError: unknown axis, sizes whose product is not the world size, or a process group without a backend for
-            the device.
+        ValueError: unknown axis, sizes whose product is not the world size, a process group without a backend for the
+            device, or nodes that do not allow what ``links`` asks for.
     """
 
-    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+    def __init__(self, sizes: Mapping[str, int], device: torch.device, links: Links | None = None) -> None:
         unknown = sorted(set(sizes) - set(AXES))
         if unknown:
             raise ValueError(f"unknown mesh axis {unknown[0]!r}: the axes are {', '.join(AXES)}")
@@ -51,26 +75,41 @@ class Mesh:
                 "set mesh.data to -1 to let it fill what is left, or start as many ranks as the mesh has"
             )
         self.device = device
+        self.links = links or Links()
         self.traffic = Traffic()
         watched = self.world_size > 1 and backend_for(device) == "gloo"
         store = dist.distributed_c10d._get_default_store() if watched else None
         patience = watchdog.PATIENCE
         self._watchdog = watchdog.Watchdog(store, self.rank, self.world_size, patience) if watched else None
+        self.node_of = self._find_nodes()
         self._groups = self._make_groups()
+
+    def _find_nodes(self) -> list[int]:
+        if self.links.node is None:
+            return [0] * self.world_size
+        world = Group("world", dist.group.WORLD, self.device, self.traffic, self._watchdog)
+        return [int(node) for node in world.exchange(torch.tensor([self.links.node])).flatten()]
 
     def _make_groups(self) -> dict[str, Group]:
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
-        groups = {axis: Group(axis, None, self.device, self.traffic, self._watchdog) for axis in AXES}
-        groups["world"] = Group("world", dist.group.WORLD, self.device, self.traffic, self._watchdog)
+        groups = {axis: self._make_group(axis, None) for axis in AXES}
+        groups["world"] = self._make_group("world", dist.group.WORLD)
         if not axes:
             return groups
         if len(axes) == 1:
-            return groups | {axes[0]: Group(axes[0], dist.group.WORLD, self.device, self.traffic, self._watchdog)}
-        members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes))
-        return groups | {
-            axis: Group(axis, member, self.device, self.traffic, self._watchdog)
-            for axis, member in zip(axes, members, strict=True)
-        }
+            return groups | {axes[0]: self._make_group(axes[0], dist.group.WORLD)}
+        order = tuple(sorted(range(self.world_size), key=lambda rank: (self.node_of[rank], rank)))
+        members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes), order)
+        made = zip(axes, members, strict=True)
+        return groups | {axis: self._make_group(axis, member) for axis, member in made}
+
+    def _make_group(self, axis: str, group: dist.ProcessGroup | None) -> Group:
+        ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
+        nodes = [self.node_of[rank] for rank in ranks]
+        hierarchical = self.links.hierarchical
+        if hierarchical is None and (self.links.gather or self.links.reduce):
+            hierarchical = True  # it is the step between nodes that is written in fewer bits
+        return Group(axis, group, self.device, self.traffic, self._watchdog, nodes, hierarchical)
 
     def group(self, axis: str) -> Group:
         """The ranks that differ from this one along ``axis`` only; ``"world"`` is all of them."""
@@ -97,14 +136,18 @@ class Mesh:
         return self.replicate.rank * self.sizes["data"] + self.shard.rank
 
 
-def _groups_of(device_type: str, shape: _Shape) -> list[dist.ProcessGroup]:
-    """This rank's group along each of several axes; made by all ranks together when they are first asked for."""
+def _groups_of(device_type: str, shape: _Shape, order: _Shape) -> list[dist.ProcessGroup]:
+    """This rank's group along each of several axes over which the ranks are laid in this order.
+
+    They are made by all ranks together when they are first asked for.
+    """
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})
-    if (device_type, shape) not in made:
+    if (device_type, shape, order) not in made:
         # Imported here: a run along one axis, the usual one, need not pay for it.
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh
 
-        made[device_type, shape] = init_device_mesh(device_type, shape).get_all_groups()
-    return made[device_type, shape]
+        ranks = torch.tensor(order, device="cpu").view(shape)
+        made[device_type, shape, order] = DeviceMesh(device_type, ranks).get_all_groups()
+    return made[device_type, shape, order]

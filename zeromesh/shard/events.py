@@ -161,6 +161,7 @@ class Events:
         self._residency.plan([])
         for unit in units:
             self._residency.enter(unit)
+            self._residency.make_exact(unit)
         try:
             yield
         finally:

@@ -303,7 +303,8 @@ class Reducer:
         out, add = full[gradient.shard], False
         if not gradient.home_in_full:
             out, add = self._buffer(gradient), gradient.home is not None
-        pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1)
+        form = self._mesh.links.reduce
+        pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1, form)
         self._in_flight.append(_Reduction(gradient, full, gradient.slot, wire, wire_slot, pending, receive_slot))
         gradient.full, gradient.slot = None, None
         gradient.arrived = [False] * len(gradient.arrived)
@@ -330,7 +331,8 @@ class Reducer:
         else:
             if done.wire is not done.full:
                 done.wire[gradient.shard].copy_(done.full[gradient.shard])
-            gathering = self._group.all_gather(done.wire, done.wire[gradient.shard], gradient.tag + 2)
+            own, form = done.wire[gradient.shard], self._mesh.links.reduce
+            gathering = self._group.all_gather(done.wire, own, gradient.tag + 2, form)
             self._gathering.append(replace(done, pending=gathering))
 
     def _finish_gathering(self) -> None:
@@ -381,7 +383,7 @@ class Reducer:
     def _sum_replicas(self, gradient: Gradient) -> None:
         assert gradient.home is not None
         wire = gradient.home.to(self.policy.wire_dtype(gradient.layout))
-        self._mesh.replicate.all_reduce(wire, gradient.tag + 3)
+        self._mesh.replicate.all_reduce(wire, gradient.tag + 3, self._mesh.links.reduce)
         if wire is not gradient.home:
             gradient.home.copy_(wire)
 

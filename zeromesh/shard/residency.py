@@ -152,6 +152,11 @@ class Residency:
                 self._on_change(unit, True)
         self._prefetch()
 
+    def make_exact(self, unit: Unit) -> None:
+        """Have the true values of the unit's parameters in memory, where they are rounded on their way. All ranks."""
+        if self._mesh.links.gather is not None:
+            unit.make_exact(self._mesh)
+
     def _bring(self, unit: Unit) -> None:
         self.need(unit)
         self._on_change(unit, True)

@@ -76,6 +76,11 @@ class Flat:
         """Whether an update changes parts of ``full`` on other ranks."""
         return self.layout.trainable and self.own.stop - self.own.start < self.layout.size
 
+    @property
+    def rounds(self) -> bool:
+        """Whether what is gathered may be rounded: it is not read back, as its true value lies in the master."""
+        return self.layout.trainable and not _shares(self.master, self.full)
+
     def fill(self, row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
         """Take the parameters' values, those of the first rank, into ``home`` (or ``full``) and ``master``.
 
@@ -123,7 +128,7 @@ class Flat:
 
         ``value`` begins with the parameter's element ``first``, and has all that this rank keeps.
         """
-        sharded = self.home.untyped_storage()._cdata != self.full.untyped_storage()._cdata
+        sharded = not _shares(self.home, self.full)
         start = segment.start + first
         _put(value, start, self.home if sharded else self.full, self.shard.start if sharded else 0)
         if self.master is not self.home:
@@ -195,6 +200,11 @@ def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool) -> tor
         value = torch.empty_like(value)  # the memory of a user's own is not written to
     mesh.group("world").broadcast(value)
     return value
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _put(value: torch.Tensor, at: int, buffer: torch.Tensor, first: int) -> None:
@@ -287,7 +297,7 @@ class Unit:
         # Inside torch.func.jvp and the like, too, this is plain memory.
         with torch._C._DisableFuncTorch(), span("fetch", self.name or "(root)"):
             self._pending += [
-                mesh.shard.all_gather(flat.full, flat.home, flat.tag)
+                mesh.shard.all_gather(flat.full, flat.home, flat.tag, mesh.links.gather if flat.rounds else None)
                 for flat in self.flats
                 if self.sharded or flat.gathers
             ]
@@ -301,6 +311,13 @@ class Unit:
                 pending.wait()
         self._pending.clear()
         self.state = State.FETCHED
+
+    def make_exact(self, mesh: Mesh) -> None:
+        """Gather anew what was rounded on its way; all ranks call this, with the parameters in memory."""
+        self.take_changes()
+        for flat in self.flats:
+            if flat.rounds and (self.sharded or flat.gathers):
+                mesh.shard.all_gather(flat.full, flat.master, flat.tag).wait()
 
     def _bind(self, storage: torch.UntypedStorage) -> None:
         """Let the parameters lie in another storage."""

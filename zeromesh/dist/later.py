@@ -1,0 +1,72 @@
+"""What is done when messages have arrived, without anybody waiting for it meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Later:
+    """Runs the second step of collectives: beside the caller, so that it does not depend on what the caller waits for.
+
+    Ranks may wait for their collectives in different orders; the second step of one needs other ranks' second steps.
+    On the host each runs in a thread of its own, which ends with the process; on an accelerator in the order of a
+    stream of its own.
+
+    Args:
+        device: where the tensors of the messages are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+        self._last: dict[int, _Thread] = {}
+
+    def run(self, step: Callable[[], None], tag: int) -> Any:
+        """Start it; what is returned has a ``wait`` that blocks until it is done, and raises what it raised."""
+        if self._device.type == "cpu":
+            self._last[tag] = thread = _Thread(step)
+            return thread
+        self._stream = self._stream or torch.Stream(self._device)
+        return _OnStream(self._stream, step)
+
+    def finish(self, tag: int) -> None:
+        """Wait for the last step with this tag: messages of the next collective must not come before its messages."""
+        last = self._last.pop(tag, None)
+        if last is not None:
+            last.wait()
+
+
+class _Thread:
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="zeromesh-later", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                self._step()
+        except BaseException as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+
+class _OnStream:
+    def __init__(self, stream: torch.Stream, step: Callable[[], None]) -> None:
+        # It begins after what the current stream wrote, and whoever waits goes on after it.
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+        with stream, torch.no_grad():
+            step()
+        self._device, self._done = stream.device, stream.record_event()
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._done)
