@@ -66,7 +66,7 @@ def markdown(report: Report) -> str:
         "## Memory of the first rank",
         _table(("state", "tier", "bytes"), _memory(report.memory)),
         "## Traffic of the first rank",
-        _table(("collective", "axis", "calls", "sent", "sent per step"), _traffic(report)),
+        _table(("collective", "axis", "calls", "sent", "sent per step", "to other nodes"), _traffic(report)),
     ]
     if report.samples:
         parts += ["## Samples", *map(_block, report.samples)]
@@ -119,10 +119,11 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _traffic(report: Report) -> list[tuple[str, str, str, str, str]]:
-    rows = []
+def _traffic(report: Report) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for key, counted in report.traffic.items():
         collective, _, axis = key.partition("/")
         per_step = bytes_text(counted["bytes"] / report.traffic_steps) if report.traffic_steps else ""
-        rows.append((collective, axis, str(counted["calls"]), bytes_text(counted["bytes"]), per_step))
+        across = bytes_text(counted["across_nodes"]) if counted["across_nodes"] else ""
+        rows.append((collective, axis, str(counted["calls"]), bytes_text(counted["bytes"]), per_step, across))
     return rows

@@ -128,6 +128,8 @@ class Pending:
         try:
             for work in self._works:
                 work.wait()
+        except PeerLost:
+            raise
         except RuntimeError as error:
             raise PeerLost(
                 f"{self._what} could not be finished: another rank ended, or did not answer in time; what the first "
@@ -430,8 +432,15 @@ class Group:
 
         ``form`` says how sums are written between nodes; None: as they are.
         """
+        self.begin_all_reduce(tensor, tag, form)().wait()
+
+    def begin_all_reduce(self, tensor: torch.Tensor, tag: int, form: Format | None = None) -> Callable[[], Pending]:
+        """Start an ``all_reduce``; to be called: what waits for the sum and starts to send it to all ranks.
+
+        So the sums of several tensors can be on their way at once. ``tag`` is used by both halves.
+        """
         if self.size == 1:
-            return
+            return Pending
         full = tensor
         if tensor.numel() % self.size:
             full = tensor.new_zeros(-(-tensor.numel() // self.size) * self.size)
@@ -439,10 +448,15 @@ class Group:
         shard = full.chunk(self.size)[self.rank]
         received = torch.empty(self.receive_elements(shard.numel()), dtype=full.dtype, device=full.device)
         total = torch.empty_like(shard, dtype=torch.float32) if full.dtype in NARROW else shard
-        self.reduce_scatter(full, received, total, False, tag, form).wait()
-        _copy(shard, total)
-        self.all_gather(full, shard, tag, form).wait()
-        _copy(tensor, full[: tensor.numel()])
+        summing = self.reduce_scatter(full, received, total, False, tag, form)
+
+        def send() -> Pending:
+            summing.wait()
+            _copy(shard, total)
+            sending = self.all_gather(full, shard, tag, form)
+            return Pending(works=[sending], then=lambda: _copy(tensor, full[: tensor.numel()]))
+
+        return send
 
 
 def backend_for(device: torch.device, process_group: Any = None) -> str:

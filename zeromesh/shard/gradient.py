@@ -15,7 +15,7 @@ done as gradients arrived (``predivide``); the update does the rest, once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -376,16 +376,28 @@ class Reducer:
         self._waiting = False
         self.finish()
         if self._mesh.replicate.size > 1:
-            for gradient in self.gradients:
-                with span("sum_replicas", gradient.unit):
-                    self._sum_replicas(gradient)
+            self._sum_replicas()
 
-    def _sum_replicas(self, gradient: Gradient) -> None:
+    def _sum_replicas(self) -> None:
+        """Sum the homes over the replicas; while one sum is sent the next ones are made."""
+        sums: deque[tuple[Gradient, torch.Tensor, Callable[[], Pending]]] = deque()
+        for gradient in self.gradients:
+            assert gradient.home is not None
+            wire = gradient.home.to(self.policy.wire_dtype(gradient.layout))
+            begun = self._mesh.replicate.begin_all_reduce(wire, gradient.tag + 3, self._mesh.links.reduce)
+            sums.append((gradient, wire, begun))
+            if len(sums) > self._limit:
+                self._end_sum(*sums.popleft())
+        while sums:
+            self._end_sum(*sums.popleft())
+
+    @staticmethod
+    def _end_sum(gradient: Gradient, wire: torch.Tensor, send: Callable[[], Pending]) -> None:
         assert gradient.home is not None
-        wire = gradient.home.to(self.policy.wire_dtype(gradient.layout))
-        self._mesh.replicate.all_reduce(wire, gradient.tag + 3, self._mesh.links.reduce)
-        if wire is not gradient.home:
-            gradient.home.copy_(wire)
+        with span("sum_replicas", gradient.unit):
+            send().wait()
+            if wire is not gradient.home:
+                gradient.home.copy_(wire)
 
     def reset(self) -> None:
         """Forget all gradients: after an update, or after a backward that failed."""
