@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zeromesh.dist import watchdog
+from zeromesh.dist import mpi, watchdog
 from zeromesh.dist.collectives import Group, Traffic, backend_for
 from zeromesh.dist.formats import Format
 
@@ -77,10 +77,12 @@ class Mesh:
         self.device = device
         self.links = links or Links()
         self.traffic = Traffic()
-        watched = self.world_size > 1 and backend_for(device) == "gloo"
-        store = dist.distributed_c10d._get_default_store() if watched else None
-        patience = watchdog.PATIENCE
-        self._watchdog = watchdog.Watchdog(store, self.rank, self.world_size, patience) if watched else None
+        backend = backend_for(device)
+        watched = self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours()))
+        self._watchdog = None
+        if watched:
+            store = mpi.store() if backend == "mpi" else dist.distributed_c10d._get_default_store()
+            self._watchdog = watchdog.Watchdog(store, self.rank, self.world_size, watchdog.PATIENCE)
         self.node_of = self._find_nodes()
         self._groups = self._make_groups()
 

@@ -1,0 +1,322 @@
+"""What is under way on the ``mpi`` backend, and what keeps it going.
+
+MPI progresses inside of its own calls only. So a thread looks after all that is under way, every ``PAUSE`` seconds and
+only while there is something; and whoever waits looks after everything, too, and more often. A piece of work is a
+*program*, a generator: it posts messages and gives them out, and is resumed, by whichever thread sees them arrive, to
+do what comes next, such as a sum and the messages with its result. So no stage waits for somebody to ask for it: ranks
+may wait for their works in any order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+PAUSE = 1e-3
+"""Seconds between two looks of the thread. A look costs some microseconds of the interpreter's lock."""
+
+SPIN = 2e-4
+"""Seconds for which a wait asks without a pause, as small messages take less; after that it sleeps in between."""
+
+NOTICE = 1.0
+"""Seconds of waiting after which a rank asks whether those that it waits for have ended."""
+
+LEFT = 1
+"""Tag of the message by which a rank says that it ends."""
+
+NO_TIMEOUT = timedelta(0)
+"""By which torch says that a wait has no timeout of its own."""
+
+
+class Stage:
+    """Messages that are under way together.
+
+    Attributes:
+        requests: as MPI gave them.
+        peers: for each, the world rank that it goes to or comes from.
+    """
+
+    def __init__(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> None:
+        self.requests = list(requests)
+        self.peers = peers
+
+    def open_peers(self) -> set[int]:
+        """World ranks whose messages have not arrived, or have not been taken."""
+        with runtime.calls:
+            return {peer for peer, request in zip(self.peers, self.requests, strict=True) if not request.Get_status()}
+
+
+Program = Iterator[Stage | None]
+"""Posts messages, gives them out as a stage, goes on when they are through; None is "ask again later"."""
+
+
+class Runtime:
+    """MPI in this process, and all works that are under way.
+
+    Attributes:
+        calls: held during each call of MPI; it is no lock where MPI takes calls from several threads at once.
+        notes: a communicator of all ranks for what the backend itself has to say.
+    """
+
+    def __init__(self) -> None:
+        self.calls: AbstractContextManager[Any] = nullcontext()
+        self.notes: MPI.Comm = MPI.COMM_NULL
+        self._pending: dict[int, Work] = {}
+        self._numbers = itertools.count()
+        self._left: set[int] = set()
+        self._some = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def start(self) -> bool:
+        """Initialise MPI, unless somebody has; on all ranks together. Whether it was done here.
+
+        Raises:
+            RuntimeError: MPI takes calls from the main thread only.
+        """
+        ours = not MPI.Is_initialized()
+        level = MPI.Init_thread(MPI.THREAD_MULTIPLE) if ours else MPI.Query_thread()
+        if level < MPI.THREAD_SERIALIZED:
+            raise RuntimeError(
+                f"MPI gives the thread level {level}, but the backend needs MPI_THREAD_SERIALIZED "
+                f"({MPI.THREAD_SERIALIZED}) or more, as a thread of its own drives the messages; leave mpi4py's "
+                "rc.thread_level as it is, use an MPI that was built with threads, or dist_backend gloo"
+            )
+        if level < MPI.THREAD_MULTIPLE:
+            self.calls = threading.RLock()
+        self.notes = MPI.COMM_WORLD.Dup()
+        return ours
+
+    def add(self, work: Work) -> None:
+        """Take over a work, and do for it what can be done at once."""
+        work.number = next(self._numbers)
+        self._pending[work.number] = work
+        work.advance()
+        if work.done:
+            work.raise_at_once()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._drive, name="mpi", daemon=True)
+            self._thread.start()
+        self._some.set()
+
+    def remove(self, work: Work) -> None:
+        """It is done."""
+        self._pending.pop(work.number, None)
+
+    def advance(self) -> None:
+        """Do for all works what can be done now."""
+        for work in tuple(self._pending.values()):
+            work.advance()
+
+    def _drive(self) -> None:
+        while not self._ended:
+            if not self._pending:
+                self._some.clear()
+                if not self._pending:
+                    self._some.wait()
+            self.advance()
+            time.sleep(PAUSE)
+
+    def left(self) -> set[int]:
+        """World ranks that have said that they end."""
+        status = MPI.Status()
+        with self.calls:
+            while self.notes.Iprobe(MPI.ANY_SOURCE, LEFT, status):
+                self.notes.Recv([None, 0, MPI.BYTE], status.source, LEFT)
+                self._left.add(status.source)
+        return self._left
+
+    def leave(self, patience: float) -> bool:
+        """Finish what is under way, for at most ``patience`` seconds, and tell the others that this rank ends.
+
+        Returns whether nothing is left under way.
+        """
+        until = time.monotonic() + patience
+        while self._pending and time.monotonic() < until:
+            self.advance()
+            time.sleep(PAUSE)
+        self._ended = True
+        self._some.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self.calls:
+            rank = self.notes.Get_rank()
+            for other in range(self.notes.Get_size()):
+                if other != rank:
+                    self.notes.Isend([None, 0, MPI.BYTE], other, LEFT)
+        return not self._pending
+
+
+runtime = Runtime()
+"""Of this process."""
+
+
+class Work(dist.Work):
+    """One collective, or one message, under way.
+
+    Args:
+        what: its name, for messages.
+        program: what is to be done.
+        limit: seconds that a wait for it may take.
+        outputs: the tensors that it fills.
+        where: the ranks that take part, in words.
+
+    Attributes:
+        number: its number in this process.
+        done: whether it has ended, well or not.
+        sources: the group rank that a message from anyone came from, once it has come.
+    """
+
+    def __init__(self, what: str, program: Program, limit: float, outputs: Sequence[torch.Tensor], where: str) -> None:
+        super().__init__()
+        self.number = -1
+        self.done = False
+        self.sources: list[int] = []
+        self._what = what
+        self._where = where
+        self._program = program
+        self._limit = limit
+        self._outputs = list(outputs)
+        self._stage: Stage | None = None
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._settled = False
+        self._busy = threading.Lock()
+
+    def advance(self) -> None:
+        """Go as far as the messages that have arrived allow, unless another thread is at it."""
+        if self.done or not self._busy.acquire(blocking=False):
+            return
+        try:
+            while not self.done and self._arrived():
+                self._stage = next(self._program)
+                if self._stage is None:
+                    return
+        except StopIteration:
+            self._finish(None)
+        except Exception as error:
+            self._finish(error)
+        finally:
+            self._busy.release()
+        self._settle()
+
+    def raise_at_once(self) -> None:
+        """Raise what was wrong with the call itself, if it was."""
+        if self._error is not None:
+            cause = self._error.__cause__
+            raise cause if isinstance(cause, ValueError) else self._error
+
+    def _arrived(self) -> bool:
+        if self._stage is None:
+            return True
+        with runtime.calls:
+            return MPI.Request.Testall(self._stage.requests)
+
+    def _finish(self, error: Exception | None) -> None:
+        if error is not None:
+            self._error = RuntimeError(f"{self._what} over {self._where} failed: {error}")
+            self._error.__cause__ = error
+        self._stage = None
+        self._program = iter(())
+        self.done = True
+        runtime.remove(self)
+
+    def _settle(self) -> None:
+        """Tell the future, once, and without the lock: it may have callbacks."""
+        if self._future is None or not self.done:
+            return
+        with self._busy:
+            again, self._settled = self._settled, True
+        if again:
+            return
+        if self._error is None:
+            self._future.set_result(self._outputs)
+        else:
+            self._future.set_exception(self._error)  # type: ignore[arg-type]
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until it is done; True.
+
+        Raises:
+            RuntimeError: it failed, was not done within ``timeout``, by default the group's, or a rank that it needs
+                has ended.
+        """
+        limit = timeout.total_seconds() or self._limit
+        began = time.monotonic()
+        look = began + NOTICE
+        while not self.done:
+            runtime.advance()
+            now = time.monotonic()
+            if self.done:
+                break
+            if now > look:
+                self._require_peers()
+                look = now + NOTICE
+            if now - began > limit:
+                raise RuntimeError(
+                    f"{self._what} over {self._where} was not done after {limit:g} s; another rank is slower than that, "
+                    "ended, or runs another collective: see what the others say; if they are just slow, give "
+                    "init_distributed a longer timeout"
+                )
+            time.sleep(0 if now - began < SPIN else min(PAUSE, (now - began) / 20))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _require_peers(self) -> None:
+        """Raise RuntimeError if a rank whose message is missing has ended."""
+        gone = runtime.left()
+        if not gone:
+            return
+        runtime.advance()  # what they sent before they ended
+        with self._busy:
+            missing = sorted(gone & self._stage.open_peers()) if self._stage is not None else []
+        if missing:
+            raise RuntimeError(
+                f"{self._what} over {self._where} waits for rank {', '.join(map(str, missing))}, which has ended; "
+                "all ranks must run the same collectives, and what the first rank to end says is the cause"
+            )
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+        runtime.advance()
+        return self.done
+
+    def is_success(self) -> bool:
+        """Whether it is done and did not fail."""
+        return self.done and self._error is None
+
+    def exception(self) -> Exception | None:  # type: ignore[override]
+        """Why it failed, if it did."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that it fills."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the tensors that it fills."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+        self._settle()
+        return self._future
+
+    def source_rank(self) -> int:
+        """The group rank that a message from anyone came from."""
+        return self.sources[-1] if self.sources else -1
+
+    _source_rank = source_rank
