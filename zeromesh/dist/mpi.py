@@ -73,7 +73,7 @@ def install(timeout: timedelta | None = None) -> None:
         raise RuntimeError(f"the backend mpi cannot be used: {problem}")
     _timeout = c10d.default_pg_timeout if timeout is None else timeout
     _start()
-    c10d.ProcessGroupMPI = _Factory()  # type: ignore[attr-defined,misc,assignment]
+    c10d.ProcessGroupMPI = _Factory()  # type: ignore[misc,assignment]
     c10d._MPI_AVAILABLE = True
 
 
@@ -123,12 +123,12 @@ def store() -> Any:
         names = hosts()
         rank, size = rank_and_size()
         address = runtime.notes.bcast(_own_address(names) if rank == 0 else None)
-        server = dist.TCPStore(address, 0, size, True, wait_for_workers=False) if rank == 0 else None
+        server = dist.TCPStore(address, 0, size, True, wait_for_workers=False) if rank == 0 else None  # type: ignore[attr-defined]
         port = runtime.notes.bcast(None if server is None else server.port)
-        _store = server or dist.TCPStore(address, port, size, False)
+        _store = server or dist.TCPStore(address, port, size, False)  # type: ignore[attr-defined]
     if dist.is_initialized() and isinstance(c10d._get_default_group(), _group_type()):
         world = c10d._get_default_group()
-        c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], dist.PrefixStore("default_pg", _store))
+        c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], c10d.PrefixStore("default_pg", _store))
     return _store
 
 

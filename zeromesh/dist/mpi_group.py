@@ -6,6 +6,9 @@ own that all ranks count alike. So the second stage of one (see ``mpi_work.py``)
 whatever order ranks come to it.
 """
 
+# torch declares overloads that nothing calls, and renames what it calls from version to version.
+# mypy: disable-error-code="override, assignment"
+
 from __future__ import annotations
 
 import itertools
@@ -24,18 +27,20 @@ Tensors = Sequence[torch.Tensor]
 SMALL = 1 << 16
 """Bytes up to which an all-reduce sends everything to everybody, which is one stage instead of two."""
 
+PIECE = 1 << 22
+"""Bytes that arrive from all others while as many are summed."""
+
 CHUNK = 1 << 17
 """Elements that are summed at once, so that what is converted stays in the processor's cache."""
 
-_SUMS = {"SUM", "AVG", "PREMUL_SUM"}
-_IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    **dict.fromkeys(_SUMS, lambda total, part: total.add_(part)),
-    "PRODUCT": lambda total, part: total.mul_(part),
-    "MIN": lambda total, part: torch.minimum(total, part, out=total),
-    "MAX": lambda total, part: torch.maximum(total, part, out=total),
-    "BAND": lambda total, part: total.bitwise_and_(part),
-    "BOR": lambda total, part: total.bitwise_or_(part),
-    "BXOR": lambda total, part: total.bitwise_xor_(part),
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    **dict.fromkeys(("SUM", "AVG", "PREMUL_SUM"), torch.add),
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
 }
 
 
@@ -45,22 +50,28 @@ def reduce_parts(parts: Tensors, out: torch.Tensor, op: Any) -> None:
     Raises:
         ValueError: an operation that is not known, or that the dtype does not have.
     """
-    name = op.op.name if isinstance(op, dist.ReduceOp) else op.name
-    if name not in _IN_PLACE:
-        raise ValueError(f"the reduction is {name}, but the mpi backend has {', '.join(_IN_PLACE)}")
+    name = getattr(op, "op", op).name
+    if name not in _COMBINE:
+        raise ValueError(f"the reduction is {name}, but the mpi backend has {', '.join(_COMBINE)}")
     if name == "AVG" and not (out.is_floating_point() or out.is_complex()):
         raise ValueError(f"the mean of {out.dtype} is no whole number; reduce with SUM, or a floating-point tensor")
     narrow = out.is_floating_point() and out.itemsize <= 2
-    combine = _IN_PLACE[name]
+    combine = _COMBINE[name]
     for result, *chunks in zip(out.split(CHUNK), *(part.split(CHUNK) for part in parts), strict=True):
-        total = chunks[0].to(torch.float32 if narrow else out.dtype, copy=True)
-        for chunk in chunks[1:]:
-            combine(total, chunk.to(total.dtype))
+        first, *rest = chunks
+        read_later = any(chunk.data_ptr() == result.data_ptr() for chunk in rest[1:])
+        dtype = torch.float32 if narrow else out.dtype
+        total = torch.empty_like(result, dtype=dtype) if narrow or read_later else result
+        if not rest:
+            total.copy_(first)
+        for chunk in rest:
+            combine(first.to(dtype), chunk.to(dtype), out=total)
+            first = total
         if name == "AVG":
             total.div_(len(parts))
         elif name == "PREMUL_SUM":
             total.mul_(op.factor)
-        result.copy_(total)
+        _deliver(result, total)
 
 
 def _require_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,9 +121,10 @@ class Group(dist.ProcessGroup):
         self._comm = comm
         self._ranks = list(ranks)
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
-        super().__init__(self._rank, self._size)
+        super().__init__(self._rank, self._size)  # type: ignore[call-arg]
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._timeout = timeout.total_seconds()
-        bound = comm.Get_attr(MPI.TAG_UB)
+        bound: int = comm.Get_attr(MPI.TAG_UB) or 32767
         # Users' messages have the lower half of the tags, collectives the upper one.
         self._tags = bound // 2
         self._count = itertools.count()
@@ -251,19 +263,40 @@ class Group(dist.ProcessGroup):
             for row, landing in zip(rows, landings, strict=True):
                 _deliver(row, landing)
 
+    def _sum(self, sources: Tensors, out: torch.Tensor, op: Any, tag: int) -> Program:
+        """``out`` becomes the reduction over the ranks of what each has for this one; all 1-D.
+
+        It goes piece by piece, one of which arrives while the one before is summed in the processor's cache.
+        """
+        length = max(1, PIECE // (out.itemsize * max(1, len(self._others))))
+        mine, results = sources[self._rank].split(length), out.split(length)
+        landings = [[torch.empty_like(mine[0]) for _ in self._others] for _ in mine[:2]]
+
+        def receive(index: int) -> tuple[Stage, list[torch.Tensor]]:
+            parts = [landing[: mine[index].numel()] for landing in landings[index % 2]]
+            stage = self._post([(True, rank, part) for rank, part in zip(self._others, parts, strict=True)], tag)
+            parts.insert(self._rank, mine[index])
+            return stage, parts
+
+        sent = self._post([(False, rank, piece) for rank in self._others for piece in sources[rank].split(length)], tag)
+        coming = receive(0)
+        for index, result in enumerate(results):
+            stage, parts = coming
+            yield stage
+            if index + 1 < len(results):
+                coming = receive(index + 1)
+            reduce_parts(parts, result, op)
+        yield sent
+
     def _reduce_rows(self, pairs: Sequence[tuple[Tensors, torch.Tensor]], op: Any) -> Program:
         """For each pair: of its rows, one for each rank, this rank's is reduced over the ranks into its tensor."""
-        work = []
+        programs = []
         for rows, out in pairs:
-            sources = [_source(row).view(-1) for row in rows]
-            parts = [torch.empty_like(sources[self._rank]) for _ in rows]
-            parts[self._rank] = sources[self._rank]
-            work.append((self._exchange(sources, parts, self._tag()), sources, parts, out))
-        yield _together([stage for stage, _, _, _ in work])
-        for _, _, parts, out in work:
             landing = _landing(out)
-            reduce_parts(parts, landing.view(-1), op)
-            _deliver(out, landing)
+            sums = self._sum([_source(row).view(-1) for row in rows], landing.view(-1), op, self._tag())
+            programs.append(_delivered(sums, [out], [landing]))
+        for program in programs:
+            yield from program
 
     def _reduce_all(self, tensors: Tensors, op: Any, root: int | None = None) -> Program:
         """Reduce tensors of one dtype over the ranks, for all of them or for one."""
@@ -278,15 +311,11 @@ class Group(dist.ProcessGroup):
         else:
             segments = flat.tensor_split(self._size)
             mine = segments[self._rank]
-            parts = [torch.empty_like(mine) for _ in segments]
-            parts[self._rank] = mine
-            yield self._exchange(segments, parts, one)
-            reduce_parts(parts, mine, op)
+            yield from self._sum(segments, mine, op, one)
             if root is None:
                 yield self._exchange([mine] * self._size, segments, other)
             elif root == self._rank:
-                others = [rank for rank in range(self._size) if rank != root]
-                yield self._post([(True, rank, segments[rank]) for rank in others], other)
+                yield self._post([(True, rank, segments[rank]) for rank in self._others], other)
             else:
                 yield self._post([(False, root, mine)], other)
         if root in (None, self._rank) and not alone:
@@ -469,7 +498,8 @@ class Group(dist.ProcessGroup):
                 f"{self._size} ranks; give one size for each rank, with {rows} as their sum, or a tensor whose rows "
                 "divide evenly"
             )
-        return tensor.split(counts)
+        parts: Tensors = tensor.split(counts)
+        return parts
 
     def _require_number(self, what: str, tensors: Tensors) -> None:
         if len(tensors) != self._size:

@@ -300,7 +300,7 @@ class Work(dist.Work):
         """Whether it is done and did not fail."""
         return self.done and self._error is None
 
-    def exception(self) -> Exception | None:  # type: ignore[override]
+    def exception(self) -> Exception | None:
         """Why it failed, if it did."""
         return self._error
 
