@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from harness import session_pool
+from harness import close_pools
 
 # Before torch is imported: references in the pytest process and ranks in the workers add up in the same order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    session_pool().close()
+    close_pools()

@@ -1,6 +1,7 @@
 """Tests on several ranks: worker processes that are started once per session, and commands with a time limit.
 
-``run_ranks`` is what most tests use, ``spawn_ranks`` is for tests that kill ranks, ``run_command`` for command lines.
+``run_ranks`` is what most tests use, ``run_mpi_ranks`` does the same on ranks that ``mpiexec`` starts, ``spawn_ranks``
+is for tests that kill ranks, ``run_command`` for command lines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,34 @@ def _block(outcome: Outcome) -> str:
 
 
 @dataclass
+class MpiProcess:
+    """A process that ``mpiexec`` started, with those methods of ``Popen`` that the pool uses."""
+
+    pid: int
+    launcher: subprocess.Popen[bytes]
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, 0)
+            return None
+        return self.launcher.poll() or 1
+
+    def wait(self, timeout: float = START_LIMIT) -> None:
+        limit = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < limit:
+            time.sleep(0.01)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+@dataclass
 class Worker:
     """One worker process with its socket and the files that it writes."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | MpiProcess
     connection: Connection
     output: Path
     stacks: Path
@@ -94,7 +118,10 @@ class Worker:
     def kill(self) -> None:
         """End the process with all that it started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if isinstance(self.process, MpiProcess):  # its process group may be another's
+                self.process.send_signal(signal.SIGKILL)
+            else:
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
 
@@ -218,6 +245,58 @@ class Pool:
         self._workers = []
 
 
+def mpiexec() -> Path:
+    """The launcher of the MPI that pip brought into this environment, else the system's."""
+    own = Path(sys.executable).with_name("mpiexec")
+    found = own if own.exists() else shutil.which("mpiexec")
+    assert found is not None, "there is no mpiexec; pip install mpich brings one"
+    return Path(found)
+
+
+class MpiPool(Pool):
+    """Workers that are the ranks of one ``mpiexec``; all of them take part in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launcher: subprocess.Popen[bytes] | None = None
+
+    def _start(self, world_size: int) -> None:
+        if any(worker.death() for worker in self._workers):
+            self._kill()
+        if self._workers:
+            assert len(self._workers) == world_size, "a pool of mpiexec has one size"
+            return
+        address, said = str(self._folder / f"{time.monotonic_ns()}.socket"), self._folder / "mpiexec.out"
+        script = Path(__file__).with_name("harness_worker.py")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        command = [mpiexec(), "-n", str(world_size), sys.executable, "-u", script, "mpi", address, str(os.getpid())]
+        with Listener(address, "AF_UNIX") as listener, said.open("wb") as file:
+            self._launcher = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+            accepting = listener._listener._socket  # type: ignore[attr-defined]
+            accepting.settimeout(START_LIMIT)
+            for _ in range(world_size):
+                try:
+                    connection = listener.accept()
+                except TimeoutError:
+                    self._kill()
+                    raise RuntimeError(f"mpiexec did not start {world_size} ranks: {said.read_text()}") from None
+                rank, pid, output, stacks = connection.recv()
+                process = MpiProcess(pid, self._launcher)
+                self._workers.append(Worker(rank, process, connection, Path(output), Path(stacks)))
+        self._workers.sort(key=lambda worker: worker.rank)
+
+    def _kill(self) -> None:
+        super()._kill()
+        if self._launcher is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
+            self._launcher = None
+
+
 def _receive(worker: Worker) -> Outcome:
     """The outcome of a worker that has answered or ended."""
     try:
@@ -237,6 +316,22 @@ def session_pool() -> Pool:
     return Pool()
 
 
+@functools.cache
+def mpi_pool(world_size: int) -> MpiPool:
+    """The same for ranks of ``mpiexec``: one pool for each number of them."""
+    _mpi_pools.append(pool := MpiPool())
+    return pool
+
+
+_mpi_pools: list[MpiPool] = []
+
+
+def close_pools() -> None:
+    """End all that the session has started."""
+    for pool in (session_pool(), *_mpi_pools):
+        pool.close()
+
+
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on every rank; what each returned, by rank.
 
@@ -244,7 +339,17 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         RankFailure: if a rank raised, died, or did not return within ``timeout`` seconds.
     """
     __tracebackhide__ = True
-    outcomes = session_pool().run(fn, world_size, args, kwargs, timeout)
+    return _values(fn, session_pool().run(fn, world_size, args, kwargs, timeout))
+
+
+def run_mpi_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
+    """As ``run_ranks``, on ranks that ``mpiexec`` started, in a process group of the backend mpi."""
+    __tracebackhide__ = True
+    return _values(fn, mpi_pool(world_size).run(fn, world_size, args, kwargs, timeout))
+
+
+def _values(fn: Callable[..., Any], outcomes: Sequence[Outcome]) -> list[Any]:
+    __tracebackhide__ = True
     if any(outcome.kind != "returned" for outcome in outcomes):
         raise RankFailure(fn.__name__, outcomes)
     return [outcome.value for outcome in outcomes]

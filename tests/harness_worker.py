@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -13,19 +14,24 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def leave_with_parent() -> None:
-    """End this process when the pytest process is gone, whatever it is doing."""
+def leave_with(pytest: int | None) -> None:
+    """End this process when the pytest process is gone, whatever it is doing; None: it is the parent."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
+            with contextlib.suppress(PermissionError):
+                try:
+                    os.kill(pytest or parent, 0)
+                except ProcessLookupError:
+                    break
             time.sleep(1)
         os._exit(1)
 
@@ -48,22 +54,29 @@ def reset(environment: dict[str, str]) -> None:
     random.seed(0)
 
 
-def answer(request: dict[str, Any], rank: int) -> Any:
+def answer(request: dict[str, Any], rank: int, backend: str) -> Any:
     """Call the function in a process group of its own."""
     function, args, kwargs = pickle.loads(request["call"])
     world_size = request["world_size"]
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_PORT=str(request["port"]))
+    timeout = timedelta(seconds=request["timeout"] + 30)
+    if backend == "mpi":
+        from zeromesh.dist import mpi
+
+        mpi.install(timeout)
+        dist.init_process_group("mpi")
+        return function(*args, **kwargs)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{request['store']}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=request["timeout"] + 30),
+        timeout=timeout,
     )
     return function(*args, **kwargs)
 
 
-def serve(connection: Connection, rank: int) -> None:
+def serve(connection: Connection, rank: int, backend: str) -> None:
     """Answer calls until the parent closes the socket."""
     environment = dict(os.environ)
     while True:
@@ -73,26 +86,46 @@ def serve(connection: Connection, rank: int) -> None:
             return
         try:
             reset(environment)
-            reply = pickle.dumps(("returned", answer(request, rank), time.time()))
+            reply = pickle.dumps(("returned", answer(request, rank, backend), time.time()))
         except BaseException:
             reply = pickle.dumps(("raised", traceback.format_exc(), time.time()))
         connection.send_bytes(reply)
 
 
-def main() -> None:
-    """Arguments: the socket's descriptor, the rank, the file for stacks."""
-    descriptor, rank, stacks = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    leave_with_parent()
-    os.set_inheritable(descriptor, False)
+def start(rank: int, stacks: str) -> None:
+    """Settings of a rank."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", MASTER_ADDR="127.0.0.1")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     gc.freeze()
+
+
+def main() -> None:
+    """Arguments: the socket's descriptor, the rank, the file for stacks; or mpi, the socket's path, pytest's number."""
+    if sys.argv[1] == "mpi":
+        from zeromesh.dist import mpi
+
+        address, pytest = sys.argv[2], int(sys.argv[3])
+        leave_with(pytest)
+        rank, _ = mpi.rank_and_size()
+        output, stacks = f"{address}.{rank}.out", f"{address}.{rank}.stacks"
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        start(rank, stacks)
+        connection = Client(address, "AF_UNIX")
+        connection.send((rank, os.getpid(), output, stacks))
+        serve(connection, rank, "mpi")
+        return
+    descriptor, rank = int(sys.argv[1]), int(sys.argv[2])
+    leave_with(None)
+    os.set_inheritable(descriptor, False)
+    start(rank, sys.argv[3])
     connection = Connection(descriptor)
     connection.send_bytes(pickle.dumps(("ready", None, time.time())))
-    serve(connection, rank)
+    serve(connection, rank, "gloo")
 
 
 if __name__ == "__main__":

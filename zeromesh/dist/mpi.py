@@ -31,6 +31,8 @@ LEAVING = 5.0
 
 _timeout: timedelta = c10d.default_pg_timeout
 _store: Any = None
+_worlds = 0
+"""How many groups of all ranks there have been; each has keys of its own in the store."""
 
 
 def missing() -> str:
@@ -126,10 +128,11 @@ def store() -> Any:
         server = dist.TCPStore(address, 0, size, True, wait_for_workers=False) if rank == 0 else None  # type: ignore[attr-defined]
         port = runtime.notes.bcast(None if server is None else server.port)
         _store = server or dist.TCPStore(address, port, size, False)  # type: ignore[attr-defined]
+    found = c10d.PrefixStore(f"world {_worlds}", _store)
     if dist.is_initialized() and isinstance(c10d._get_default_group(), _group_type()):
         world = c10d._get_default_group()
-        c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], c10d.PrefixStore("default_pg", _store))
-    return _store
+        c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], found)
+    return found
 
 
 def _own_address(names: Sequence[str]) -> str:
@@ -207,6 +210,8 @@ class _Factory:
         mpi = _start()
         world: MPI.Intracomm = mpi.COMM_WORLD
         if not ranks:
+            global _worlds
+            _worlds += 1
             return _group_type()(world.Dup(), range(world.Get_size()), _timeout)
         if world.Get_rank() not in ranks:
             return None

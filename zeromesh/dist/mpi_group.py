@@ -44,17 +44,24 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def reduce_parts(parts: Tensors, out: torch.Tensor, op: Any) -> None:
-    """``out`` becomes the reduction of ``parts``, 1-D, first to last; one of them may be ``out``, none changes else.
+def _name(op: Any) -> str:
+    name: str = getattr(op, "op", op).name  # one that carries a factor, or a plain one
+    return name
 
-    Raises:
-        ValueError: an operation that is not known, or that the dtype does not have.
-    """
-    name = getattr(op, "op", op).name
+
+def require_operation(op: Any, tensors: Tensors) -> None:
+    """Raise ValueError where a reduction is not known, or the tensors' dtype does not have it."""
+    name, dtype = _name(op), tensors[0].dtype
     if name not in _COMBINE:
         raise ValueError(f"the reduction is {name}, but the mpi backend has {', '.join(_COMBINE)}")
-    if name == "AVG" and not (out.is_floating_point() or out.is_complex()):
-        raise ValueError(f"the mean of {out.dtype} is no whole number; reduce with SUM, or a floating-point tensor")
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    if (name == "AVG" and whole) or (name.startswith("B") and not whole) or (name in ("MIN", "MAX") and dtype.is_complex):
+        raise ValueError(f"{dtype} has no reduction {name}; use another, such as SUM, or a tensor of another dtype")
+
+
+def reduce_parts(parts: Tensors, out: torch.Tensor, op: Any) -> None:
+    """``out`` becomes the reduction of ``parts``, 1-D, first to last; one of them may be ``out``, none changes else."""
+    name = _name(op)
     narrow = out.is_floating_point() and out.itemsize <= 2
     combine = _COMBINE[name]
     for result, *chunks in zip(out.split(CHUNK), *(part.split(CHUNK) for part in parts), strict=True):
@@ -383,6 +390,7 @@ class Group(dist.ProcessGroup):
         """Reduce each tensor over the ranks, in place."""
         opts = dist.AllreduceOptions() if opts is None else opts
         _require_one_dtype("all_reduce", tensors)
+        require_operation(opts.reduceOp, tensors)
         return self._run("all_reduce", self._reduce_all(tensors, opts.reduceOp), tensors, opts)
 
     allreduce_coalesced = allreduce
@@ -390,6 +398,7 @@ class Group(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce a tensor over the ranks, for one of them; the others keep theirs."""
         opts = dist.ReduceOptions() if opts is None else opts
+        require_operation(opts.reduceOp, tensors)
         program = self._reduce_all(tensors, opts.reduceOp, opts.rootRank)
         return self._run("reduce", program, tensors, opts)
 
@@ -425,6 +434,7 @@ class Group(dist.ProcessGroup):
     def reduce_scatter(self, outs: Tensors, rows: Sequence[Tensors], opts: Any = None) -> Work:
         """Reduce each of a list of tensors, one for each rank, over the ranks."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
+        require_operation(opts.reduceOp, outs)
         pairs = [(list(parts), out) for parts, out in zip(rows, outs, strict=True)]
         self._require_rows("reduce_scatter", pairs)
         return self._run("reduce_scatter", self._reduce_rows(pairs, opts.reduceOp), outs, opts)
@@ -436,6 +446,7 @@ class Group(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outs: Tensors, fulls: Tensors, opts: Any = None) -> Work:
         """The same for several tensors."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
+        require_operation(opts.reduceOp, outs)
         pairs = []
         for out, full in zip(outs, fulls, strict=True):
             _require_share("reduce_scatter_tensor", full, out, self._size)

@@ -219,8 +219,15 @@ class Work(dist.Work):
     def _arrived(self) -> bool:
         if self._stage is None:
             return True
+        statuses = [MPI.Status() for _ in self._stage.requests]
         with runtime.calls:
-            return MPI.Request.Testall(self._stage.requests)
+            try:
+                return MPI.Request.Testall(self._stage.requests, statuses)
+            except MPI.Exception as error:
+                if error.error_class != MPI.ERR_IN_STATUS:
+                    raise
+                codes = {status.Get_error() for status in statuses} - {MPI.SUCCESS, MPI.ERR_PENDING}
+        raise RuntimeError("; ".join(MPI.Get_error_string(code) for code in codes))
 
     def _finish(self, error: Exception | None) -> None:
         if error is not None:
