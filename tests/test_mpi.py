@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
 
-from harness import run_mpi_ranks
+from harness import mpiexec, run_command, run_mpi_ranks
 from zeromesh.dist import mpi
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -179,9 +183,10 @@ def views() -> None:
     every_other = torch.arange(2 * 50_000, dtype=torch.float32)[::2]
     dist.all_reduce(every_other)
     assert torch.equal(every_other, size * torch.arange(0, 2 * 50_000, 2, dtype=torch.float32))
-    conjugate = torch.full((3,), complex(rank, 1)).conj()
-    dist.broadcast(conjugate, 1)
-    assert torch.equal(conjugate.resolve_conj(), torch.full((3,), complex(1, -1)))
+    negated = torch.full((3,), complex(1, rank)).conj().imag
+    dist.broadcast(negated, 1)
+    assert negated.is_neg()
+    assert negated.tolist() == [-1.0] * 3
     parameter = nn.Parameter(torch.full((3,), float(rank)))
     dist.broadcast(parameter, 2)
     assert parameter.tolist() == [2.0] * 3
@@ -369,3 +374,83 @@ def unlike() -> None:
 @pytest.mark.parametrize("check", [bad_calls, too_late, unlike])
 def test_what_is_wrong_is_said(check: Callable[[], None]) -> None:
     run_mpi_ranks(check, 4)
+
+
+# How ranks end.
+
+
+def run_script(folder: Path, body: str, ranks: int = 2) -> tuple[int, str]:
+    """Run a script on ranks of mpiexec: its exit status and what it printed; no rank waits for ever."""
+    head = """
+        import sys, time, torch
+        import torch.distributed as dist
+        from zeromesh.dist import mpi
+        mpi.install()
+        dist.init_process_group("mpi")
+        rank = dist.get_rank()
+        dist.barrier()
+    """
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(head) + textwrap.dedent(body))
+    done = run_command([mpiexec(), "-n", str(ranks), sys.executable, script], PYTHONPATH=os.getcwd(), timeout=120)
+    return done.returncode, done.stdout
+
+
+def test_an_exception_on_one_rank_ends_all_and_is_what_is_shown(tmp_path: Path) -> None:
+    status, said = run_script(
+        tmp_path,
+        """
+        if rank == 1:
+            raise ZeroDivisionError("what went wrong")
+        dist.all_reduce(torch.ones(3))
+        """,
+    )
+    assert status != 0
+    assert "ZeroDivisionError: what went wrong" in said
+    assert said.count("Traceback") == 1
+
+
+def test_a_rank_that_leaves_early_is_noticed_by_who_waits_for_it(tmp_path: Path) -> None:
+    status, said = run_script(
+        tmp_path,
+        """
+        if rank == 1:
+            sys.exit(3)
+        dist.all_reduce(torch.ones(3))
+        """,
+    )
+    assert status != 0
+    assert "all_reduce on mpi" in said
+    assert "waits for rank 1, which has ended" in said
+
+
+def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
+    status, _ = run_script(
+        tmp_path,
+        """
+        import os, signal
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(3))
+        """,
+    )
+    assert status != 0
+
+
+def test_ranks_that_end_one_after_the_other_end_well(tmp_path: Path) -> None:
+    """Without a word to the process group, while another still gathers; and with a message that is not waited for."""
+    status, said = run_script(
+        tmp_path,
+        """
+        if rank == 2:
+            time.sleep(2.5)
+        rows = [torch.empty(100_000) for _ in range(3)] if rank == 0 else None
+        work = dist.gather(torch.full((100_000,), float(rank)), rows, 0, async_op=True)
+        if rank == 0:
+            work.wait()
+            print("gathered", [row[-1].item() for row in rows])
+        """,
+        ranks=3,
+    )
+    assert status == 0, said
+    assert "gathered [0.0, 1.0, 2.0]" in said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import numerics
-from harness import run_ranks
+from harness import run_mpi_ranks, run_ranks
 from numerics import Case, Run, assemble, build_net, plain, rounded, train_cases
 from pairwise import pairwise
 
@@ -34,9 +34,9 @@ LIMIT = 120
 """Seconds that ranks have for the cases of one call."""
 
 
-def run(cases: Sequence[Case]) -> list[list[Run]]:
-    """By case and rank."""
-    by_rank = run_ranks(train_cases, cases[0].ranks, cases, timeout=LIMIT)
+def run(cases: Sequence[Case], on: Callable[..., list[Any]] = run_ranks) -> list[list[Run]]:
+    """By case and rank; ``on`` starts the ranks."""
+    by_rank = on(train_cases, cases[0].ranks, cases, timeout=LIMIT)
     return [list(runs) for runs in zip(*by_rank, strict=True)]
 
 
@@ -108,6 +108,27 @@ def test_the_chosen_combinations_hold_every_pair() -> None:
 @pytest.mark.parametrize("case", [Case(**values) for values in pairwise(FACTORS, seed=2)], ids=str)
 def test_every_pair_of_settings_trains_as_one_process_does(case: Case) -> None:
     check(case, run([case])[0])
+
+
+ON_MPI = [
+    Case("fp32", "row 0", "2x2", clip=True),
+    Case("bf16", "row 1", "4", accumulation=3),
+    Case("fp16", "row 2", "2x2", accumulate="fp32"),
+    Case("bf16", "row 3", "2x2", accumulation=3, clip=True, checkpointing=True),
+    Case("float64", "row 3, 3 + 3 slots", "4", optimizer="muon"),
+    Case("fp32", "row 3", "4", optimizer="lamb", predivide="ranks"),
+]
+
+
+@pytest.mark.parametrize("case", ON_MPI, ids=str)
+def test_on_mpi_it_trains_as_one_process_does(case: Case) -> None:
+    check(case, run([case], run_mpi_ranks)[0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [Case(**values) for values in pairwise(FACTORS, seed=2)], ids=str)
+def test_on_mpi_every_pair_of_settings_trains_as_one_process_does(case: Case) -> None:
+    check(case, run([case], run_mpi_ranks)[0])
 
 
 @pytest.mark.full
