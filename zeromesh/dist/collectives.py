@@ -31,8 +31,8 @@ from zeromesh.dist.places import Places
 from zeromesh.dist.watchdog import Watchdog
 
 CHUNK = 1 << 17
-"""Elements that are converted at once where dtypes differ. torch adds 16-bit numbers to fp32 ones four times slower on a
-CPU than it converts them, while what was converted is still in the processor's cache."""
+"""Elements that are converted at once where dtypes differ. torch adds 16-bit numbers to fp32 ones four times slower on
+a CPU than it converts them, while what was converted is still in the processor's cache."""
 
 NARROW = (torch.float16, torch.bfloat16)
 """Dtypes whose sums are made in fp32 and rounded once."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -56,8 +55,9 @@ def is_ours() -> bool:
 
 
 def install(timeout: timedelta | None = None) -> None:
-    """Make the backend ``mpi`` known to torch, and start MPI; on all ranks. A torch that was built with MPI keeps its own.
+    """Make the backend ``mpi`` known to torch, and start MPI; on all ranks.
 
+    A torch that was built with MPI keeps its own.
     From then on a process that ends because of an exception ends all the others: those that still run could only wait
     for it.
 
@@ -183,14 +183,18 @@ def _leave(ours: bool) -> None:
     mpi = _load()
     if mpi.Is_finalized():
         return
-    # torch puts a hook of its own around every ``sys.excepthook``, in which output is held back: so not there, but here.
+    # torch puts a hook of its own around every ``sys.excepthook``, in which output is held back: so here, not there.
     failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     sys.stdout.flush()
     sys.stderr.flush()
     if failed:
         mpi.COMM_WORLD.Abort(1)
     if not runtime.leave(LEAVING):
-        print(f"zeromesh: this rank ends with messages that nobody took; so all ranks are ended", file=sys.stderr, flush=True)
+        print(
+            "zeromesh: this rank ends with messages that nobody took; so all ranks are ended",
+            file=sys.stderr,
+            flush=True,
+        )
         mpi.COMM_WORLD.Abort(1)
     if ours:
         mpi.Finalize()

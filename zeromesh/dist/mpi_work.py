@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,17 +38,24 @@ NO_TIMEOUT = timedelta(0)
 """By which torch says that a wait has no timeout of its own."""
 
 
+@dataclass
 class Stage:
     """Messages that are under way together.
 
     Attributes:
         requests: as MPI gave them.
         peers: for each, the world rank that it goes to or comes from.
+        memory: for each, what it is sent from or received into, which MPI does not keep alive.
     """
 
-    def __init__(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> None:
-        self.requests = list(requests)
-        self.peers = peers
+    requests: list[MPI.Request]
+    peers: list[int]
+    memory: list[torch.Tensor]
+
+    @property
+    def parts(self) -> tuple[list[MPI.Request], list[int], list[torch.Tensor]]:
+        """All three."""
+        return self.requests, self.peers, self.memory
 
     def open_peers(self) -> set[int]:
         """World ranks whose messages have not arrived, or have not been taken."""
@@ -65,11 +73,13 @@ class Runtime:
     Attributes:
         calls: held during each call of MPI; it is no lock where MPI takes calls from several threads at once.
         notes: a communicator of all ranks for what the backend itself has to say.
+        failed: works that failed; MPI may still write to their memory.
     """
 
     def __init__(self) -> None:
         self.calls: AbstractContextManager[Any] = nullcontext()
         self.notes: MPI.Comm = MPI.COMM_NULL
+        self.failed: list[Work] = []
         self._pending: dict[int, Work] = {}
         self._numbers = itertools.count()
         self._left: set[int] = set()
@@ -233,8 +243,9 @@ class Work(dist.Work):
         if error is not None:
             self._error = RuntimeError(f"{self._what} over {self._where} failed: {error}")
             self._error.__cause__ = error
-        self._stage = None
-        self._program = iter(())
+            runtime.failed.append(self)
+        else:
+            self._stage, self._program = None, iter(())
         self.done = True
         runtime.remove(self)
 
@@ -271,8 +282,8 @@ class Work(dist.Work):
                 look = now + NOTICE
             if now - began > limit:
                 raise RuntimeError(
-                    f"{self._what} over {self._where} was not done after {limit:g} s; another rank is slower than that, "
-                    "ended, or runs another collective: see what the others say; if they are just slow, give "
+                    f"{self._what} over {self._where} was not done after {limit:g} s; another rank is slower than "
+                    "that, ended, or runs another collective: see what the others say; if they are just slow, give "
                     "init_distributed a longer timeout"
                 )
             time.sleep(0 if now - began < SPIN else min(PAUSE, (now - began) / 20))

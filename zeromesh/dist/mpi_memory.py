@@ -1,0 +1,117 @@
+"""Tensors of host memory for the backend ``mpi``: as bytes, and reduced in the order of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+Tensors = Sequence[torch.Tensor]
+
+CHUNK = 1 << 17
+"""Elements that are summed at once, so that what is converted stays in the processor's cache."""
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    **dict.fromkeys(("SUM", "AVG", "PREMUL_SUM"), torch.add),
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def _name(op: Any) -> str:
+    name: str = getattr(op, "op", op).name  # one that carries a factor, or a plain one
+    return name
+
+
+def require_operation(op: Any, tensors: Tensors) -> None:
+    """Raise ValueError where a reduction is not known, or the tensors' dtype does not have it."""
+    name, dtype = _name(op), tensors[0].dtype
+    if name not in _COMBINE:
+        raise ValueError(f"the reduction is {name}, but the mpi backend has {', '.join(_COMBINE)}")
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    if (
+        (name == "AVG" and whole)
+        or (name.startswith("B") and not whole)
+        or (name in ("MIN", "MAX") and dtype.is_complex)
+    ):
+        raise ValueError(f"{dtype} has no reduction {name}; use another, such as SUM, or a tensor of another dtype")
+
+
+def reduce_parts(parts: Tensors, out: torch.Tensor, op: Any) -> None:
+    """``out`` becomes the reduction of ``parts``, 1-D, first to last; one of them may be ``out``, none changes else."""
+    name = _name(op)
+    narrow = out.is_floating_point() and out.itemsize <= 2
+    combine = _COMBINE[name]
+    for result, *chunks in zip(out.split(CHUNK), *(part.split(CHUNK) for part in parts), strict=True):
+        first, *rest = chunks
+        read_later = any(chunk.data_ptr() == result.data_ptr() for chunk in rest[1:])
+        dtype = torch.float32 if narrow else out.dtype
+        total = torch.empty_like(result, dtype=dtype) if narrow or read_later else result
+        if not rest:
+            total.copy_(first)
+        for chunk in rest:
+            combine(first.to(dtype), chunk.to(dtype), out=total)
+            first = total
+        if name == "AVG":
+            total.div_(len(parts))
+        elif name == "PREMUL_SUM":
+            total.mul_(op.factor)
+        deliver(result, total)
+
+
+def require_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph; ValueError unless it is dense and in host memory."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        kind = f"on {tensor.device}" if tensor.layout == torch.strided else f"of the layout {tensor.layout}"
+        raise ValueError(
+            f"a tensor {kind} of shape {tuple(tensor.shape)} was given to the mpi backend, which moves dense tensors "
+            "in host memory; move it with .cpu() (or .to_dense()), or use nccl or gloo for devices"
+        )
+    return tensor.detach()
+
+
+def as_source(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values as they lie in memory that can be sent."""
+    return require_host(tensor).resolve_conj().resolve_neg().contiguous()
+
+
+def as_landing(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or where it cannot be received into, a buffer for it."""
+    plain = require_host(tensor)
+    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+        return plain
+    return torch.empty(plain.shape, dtype=plain.dtype)
+
+
+def deliver(tensor: torch.Tensor, landing: torch.Tensor) -> None:
+    """Put what has landed into the tensor, unless it is there."""
+    target = tensor.detach()
+    if target.data_ptr() != landing.data_ptr() or not target.is_contiguous() or target.is_conj() or target.is_neg():
+        target.copy_(landing)
+
+
+def spec(tensor: torch.Tensor) -> list[Any]:
+    """A contiguous tensor's memory as mpi4py takes it; it does not keep the tensor alive."""
+    return [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE]
+
+
+def require_share(what: str, full: torch.Tensor, own: torch.Tensor, size: int) -> None:
+    """Raise ValueError unless ``full`` has ``size`` times the elements of ``own``, in its dtype."""
+    if full.dtype != own.dtype or full.numel() != own.numel() * size:
+        raise ValueError(
+            f"{what}: the large tensor has {full.numel()} elements of {full.dtype}, the small one {own.numel()} of "
+            f"{own.dtype}; the dtypes must be the same, and the first number {size} times the second, one for each rank"
+        )
+
+
+def require_one_dtype(what: str, tensors: Tensors) -> None:
+    """Raise ValueError unless all tensors have the same dtype."""
+    found = {tensor.dtype for tensor in tensors}
+    if len(found) != 1:
+        raise ValueError(f"{what}: tensors of {found or 'no dtype'} were given; give tensors of one dtype at a time")
