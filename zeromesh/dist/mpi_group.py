@@ -44,6 +44,8 @@ class Group(dist.ProcessGroup):
         self._programs = Programs(comm, ranks)
         super().__init__(self._programs.rank, self._programs.size)  # type: ignore[call-arg]
         self._timeout = timeout.total_seconds()
+        own = self._programs.ranks[self._programs.rank]
+        self._where = f"the group of ranks {', '.join(map(str, self._programs.ranks))} (this is rank {own})"
         self._name = self._description = "undefined"
 
     def getBackendName(self) -> str:
@@ -90,9 +92,7 @@ class Group(dist.ProcessGroup):
 
     def _run(self, what: str, program: Program, outputs: Tensors, opts: Any = None) -> Work:
         limit = 0.0 if opts is None else opts.timeout.total_seconds()
-        ranks = self._programs.ranks
-        where = f"the group of ranks {', '.join(map(str, ranks))} (this is rank {ranks[self._programs.rank]})"
-        work = Work(f"{what} on mpi", program, limit if limit > 0 else self._timeout, outputs, where)
+        work = Work(f"{what} on mpi", program, limit if limit > 0 else self._timeout, outputs, self._where)
         runtime.add(work)
         return work
 

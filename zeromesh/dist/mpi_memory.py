@@ -67,7 +67,7 @@ def reduce_parts(parts: Tensors, out: torch.Tensor, op: Any) -> None:
 
 def require_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph; ValueError unless it is dense and in host memory."""
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
         kind = f"on {tensor.device}" if tensor.layout == torch.strided else f"of the layout {tensor.layout}"
         raise ValueError(
             f"a tensor {kind} of shape {tuple(tensor.shape)} was given to the mpi backend, which moves dense tensors "
@@ -76,24 +76,26 @@ def require_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def as_source(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values as they lie in memory that can be sent."""
-    return require_host(tensor).resolve_conj().resolve_neg().contiguous()
+    plain = require_host(tensor)
+    return plain if _is_plain(plain) else plain.resolve_conj().resolve_neg().contiguous()
 
 
 def as_landing(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or where it cannot be received into, a buffer for it."""
     plain = require_host(tensor)
-    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
-        return plain
-    return torch.empty(plain.shape, dtype=plain.dtype)
+    return plain if _is_plain(plain) else torch.empty(plain.shape, dtype=plain.dtype)
 
 
 def deliver(tensor: torch.Tensor, landing: torch.Tensor) -> None:
     """Put what has landed into the tensor, unless it is there."""
-    target = tensor.detach()
-    if target.data_ptr() != landing.data_ptr() or not target.is_contiguous() or target.is_conj() or target.is_neg():
-        target.copy_(landing)
+    if tensor.data_ptr() != landing.data_ptr() or not _is_plain(tensor):
+        tensor.detach().copy_(landing)
 
 
 def spec(tensor: torch.Tensor) -> list[Any]:

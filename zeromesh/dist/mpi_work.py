@@ -9,6 +9,7 @@ may wait for their works in any order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -24,6 +25,9 @@ from mpi4py import MPI
 
 PAUSE = 1e-3
 """Seconds between two looks of the thread. A look costs some microseconds of the interpreter's lock."""
+
+LINGER = 100
+"""Looks in vain after which the thread waits to be woken, which costs whoever wakes it more than a look does."""
 
 SPIN = 2e-4
 """Seconds for which a wait asks without a pause, as small messages take less; after that it sleeps in between."""
@@ -51,6 +55,11 @@ class Stage:
     requests: list[MPI.Request]
     peers: list[int]
     memory: list[torch.Tensor]
+
+    @functools.cached_property
+    def statuses(self) -> list[MPI.Status]:
+        """Where MPI says which of them failed."""
+        return [MPI.Status() for _ in self.requests]
 
     @property
     def parts(self) -> tuple[list[MPI.Request], list[int], list[torch.Tensor]]:
@@ -129,13 +138,16 @@ class Runtime:
             work.advance()
 
     def _drive(self) -> None:
+        idle = 0
         while not self._ended:
-            if not self._pending:
+            time.sleep(PAUSE)
+            if self._pending:
+                idle = 0
+                self.advance()
+            elif (idle := idle + 1) > LINGER:
                 self._some.clear()
                 if not self._pending:
                     self._some.wait()
-            self.advance()
-            time.sleep(PAUSE)
 
     def left(self) -> set[int]:
         """World ranks that have said that they end."""
@@ -229,14 +241,16 @@ class Work(dist.Work):
     def _arrived(self) -> bool:
         if self._stage is None:
             return True
-        statuses = [MPI.Status() for _ in self._stage.requests]
+        requests = self._stage.requests
         with runtime.calls:
+            if len(requests) == 1:
+                return requests[0].Test()
             try:
-                return MPI.Request.Testall(self._stage.requests, statuses)
+                return MPI.Request.Testall(requests, self._stage.statuses)
             except MPI.Exception as error:
                 if error.error_class != MPI.ERR_IN_STATUS:
                     raise
-                codes = {status.Get_error() for status in statuses} - {MPI.SUCCESS, MPI.ERR_PENDING}
+                codes = {status.Get_error() for status in self._stage.statuses} - {MPI.SUCCESS, MPI.ERR_PENDING}
         raise RuntimeError("; ".join(MPI.Get_error_string(code) for code in codes))
 
     def _finish(self, error: Exception | None) -> None:

@@ -1,0 +1,159 @@
+"""Collectives of gloo and mpi beside each other, on the ranks of one machine:
+
+    python benchmarks/collectives.py --ranks 2 --rounds 30
+
+All are measured in the same processes, in turns, round by round, so that a machine whose speed drifts is the same to
+all. A time is that of the slowest rank, from a barrier on. The figures go to a JSON file and a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from bench import ROOT, commit, machine, positive
+from ranks import variables
+from zeromesh.dist import mpi
+from zeromesh.dist.collectives import Group, Traffic
+
+CPU = torch.device("cpu")
+OWN, OURS = "torch's call", "ZeroMesh's `Group`"
+Table = dict[tuple[str, str, str], Callable[[], Any]]
+"""By collective, backend and who makes the call."""
+
+
+def table(groups: dict[str, Any], size: int) -> Table:
+    """What is measured with full buffers of ``size`` bytes of fp32; each call has buffers that are touched before."""
+    ranks = dist.get_world_size()
+    full, other = torch.ones(size // 4), torch.ones(size // 4)
+    part, total = torch.ones(size // 4 // ranks), torch.ones(size // 4 // ranks)
+    found: Table = {}
+    for backend, group in groups.items():
+        point = Group("world", group, CPU, Traffic())
+        received = torch.ones(point.receive_elements(part.numel()))
+        found |= {
+            ("all-gather", backend, OWN): lambda g=group: dist.all_gather_into_tensor(full, part, group=g),
+            ("all-gather", backend, OURS): lambda p=point: p.all_gather(full, part, 3).wait(),
+            ("all-to-all", backend, OWN): lambda g=group: dist.all_to_all_single(full, other, group=g),
+            ("reduce-scatter", backend, OWN): lambda g=group: dist.reduce_scatter_tensor(total, other, group=g),
+            ("reduce-scatter", backend, OURS): lambda p=point, r=received: p.reduce_scatter(
+                other, r, total, False, 5
+            ).wait(),
+            ("all-reduce", backend, OWN): lambda g=group: dist.all_reduce(full.fill_(1), group=g),
+        }
+    return found
+
+
+def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+    """On every rank: one row for each size, collective, backend and caller, with milliseconds of each round."""
+    mpi.install()
+    dist.init_process_group("mpi")
+    mpi.store()  # with which gloo finds its peers
+    groups = {"gloo": dist.new_group(backend="gloo"), "mpi": dist.group.WORLD}
+    rows = []
+    for size in sizes:
+        calls = table(groups, size)
+        times: dict[tuple[str, str, str], list[float]] = {name: [] for name in calls}
+        repeat = 1 if size > 1 << 20 else 10
+        for index in range(rounds * repeat + 2):
+            for name, call in calls.items():
+                dist.barrier()
+                start = time.perf_counter()
+                call()
+                if index >= 2:
+                    times[name].append(1e3 * (time.perf_counter() - start))
+        for (collective, backend, caller), own in times.items():
+            slowest = torch.tensor(own, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            row = {"size": size, "collective": collective, "backend": backend, "caller": caller}
+            rows.append({**row, "ms": slowest.tolist()})
+    dist.barrier()
+    dist.destroy_process_group()
+    return rows
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page of a result."""
+    lines = [
+        f"# Collectives of gloo and mpi, {result['date']}",
+        "",
+        f"{result['ranks']} ranks on {result['machine']}; torch {result['torch']}, {result['mpi']}; commit "
+        f"{result['commit']}. Milliseconds of {result['rounds']} rounds in which all take turns, of the slowest rank: "
+        "least, median, most. The size is that of the full buffer, in fp32; `Group` is what the engine uses.",
+        "Made by `python benchmarks/collectives.py`.",
+    ]  # fmt: skip
+    for size in sorted({row["size"] for row in result["rows"]}, reverse=True):
+        rows = {(r["collective"], r["backend"], r["caller"]): r["ms"] for r in result["rows"] if r["size"] == size}
+        lines += ["", f"## {_bytes(size)}", "", "| | gloo | mpi | times as fast, by medians |", "|---|---|---|---|"]
+        for collective, caller in dict.fromkeys((name, caller) for name, _, caller in rows):
+            gloo, ours = (rows[collective, backend, caller] for backend in ("gloo", "mpi"))
+            ratio = median(gloo) / median(ours)
+            lines.append(f"| {collective}, {caller} | {_spread(gloo)} | {_spread(ours)} | {ratio:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _bytes(size: int) -> str:
+    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size} bytes"
+
+
+def _spread(times: list[float]) -> str:
+    return " / ".join(f"{value:.3g}" for value in (min(times), median(times), max(times)))
+
+
+def main() -> None:
+    """Start the ranks, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=positive, default=2, help="processes of this machine")
+    parser.add_argument("--rounds", type=positive, default=30)
+    parser.add_argument("--sizes", type=positive, nargs="+", default=[64 << 20, 1 << 10], help="bytes of a full buffer")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder for page and figures")
+    parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.figures is not None:
+        rows = measure(arguments.sizes, arguments.rounds)
+        if mpi.rank_and_size()[0] == 0:
+            arguments.figures.write_text(json.dumps(rows))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        mine = Path(sys.executable).with_name("mpiexec")
+        launcher = str(mine) if mine.exists() else shutil.which("mpiexec")
+        if launcher is None:
+            sys.exit("there is no mpiexec; pip install 'zeromesh[mpi]' brings one")
+        ours = ["--rounds", str(arguments.rounds), "--sizes", *map(str, arguments.sizes), "--figures", str(figures)]
+        threads = {"OMP_NUM_THREADS": variables(arguments.ranks, 0, 0)["OMP_NUM_THREADS"], "GLOO_SOCKET_IFNAME": "lo"}
+        subprocess.run(
+            [launcher, "-n", str(arguments.ranks), sys.executable, "-W", "ignore::FutureWarning", __file__, *ours],
+            env=os.environ | threads, check=True,
+        )  # fmt: skip
+        rows = json.loads(figures.read_text())
+    from importlib.metadata import version
+
+    result = {
+        "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine(), "ranks": arguments.ranks,
+        "rounds": arguments.rounds, "torch": torch.__version__, "mpi": f"mpi4py {version('mpi4py')}", "rows": rows,
+    }  # fmt: skip
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{result['date']}-collectives.json"
+    path.write_text(json.dumps(result) + "\n")
+    path.with_suffix(".md").write_text(page(result))
+    print(page(result))
+
+
+if __name__ == "__main__":
+    main()
