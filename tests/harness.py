@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,34 @@ class RankFailure(Exception):
 def _block(outcome: Outcome) -> str:
     text = f"---- rank {outcome.rank} {outcome.kind} ----\n{outcome.text.rstrip()}"
     return text + (f"\n-- its output --\n{outcome.output.rstrip()}" if outcome.output.strip() else "")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: what its command begins with, and the variables that it gets beside RANK."""
+
+    prefix: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def this_machine(rank: int) -> Place:
+    """The place of every rank where there is one host: the loopback interface."""
+    interface = "lo" if sys.platform == "linux" else "lo0"
+    return Place(
+        variables={
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": interface,
+        }
+    )
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -127,9 +155,16 @@ class Worker:
 
 
 class Pool:
-    """Workers for ranks 0, 1, ...; started when first needed, and anew after any failure."""
+    """Workers for ranks 0, 1, ...; started when first needed, and anew after any failure.
 
-    def __init__(self) -> None:
+    Args:
+        place: where each rank runs.
+        port: gives a port for MASTER_PORT, another one for each call.
+    """
+
+    def __init__(self, place: Callable[[int], Place] = this_machine, port: Callable[[], int] = free_port) -> None:
+        self._place = place
+        self._port = port
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._workers: list[Worker] = []
         self._calls = 0
@@ -158,6 +193,7 @@ class Pool:
         kwargs: dict[str, Any] | None = None,
         timeout: float = 60,
         grace: float = 0.5,
+        variables: Sequence[Mapping[str, str]] | None = None,
     ) -> list[Outcome]:
         """Call ``fn`` on every rank and collect the outcomes.
 
@@ -168,12 +204,13 @@ class Pool:
             kwargs: keyword arguments, the same on every rank.
             timeout: seconds that all ranks have together, without the start of the workers.
             grace: seconds that the others still have after the first failure.
+            variables: environment variables of each rank, for this call.
         """
         call = pickle.dumps((fn, tuple(args), kwargs or {}))
         outcomes: dict[int, Outcome] = {}
         try:
             self._start(world_size)
-            self._send(call, world_size, timeout)
+            self._send(call, world_size, timeout, variables or [{}] * world_size)
             self._collect(outcomes, world_size, timeout, grace)
         finally:
             if len(outcomes) < world_size or any(outcome.kind != "returned" for outcome in outcomes.values()):
@@ -199,10 +236,12 @@ class Pool:
         stem = self._folder / f"{time.monotonic_ns()}-{rank}"
         output, stacks = stem.with_suffix(".out"), stem.with_suffix(".stacks")
         script = Path(__file__).with_name("harness_worker.py")
+        place = self._place(rank)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment |= {"RANK": str(rank), **place.variables}
         with theirs, output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-u", str(script), str(theirs.fileno()), str(rank), str(stacks)],
+                [*place.prefix, sys.executable, "-u", str(script), str(theirs.fileno()), str(stacks)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -212,16 +251,13 @@ class Pool:
             )
         return Worker(rank, process, Connection(ours.detach()), output, stacks)
 
-    def _send(self, call: bytes, world_size: int, timeout: float) -> None:
+    def _send(self, call: bytes, world_size: int, timeout: float, variables: Sequence[Mapping[str, str]]) -> None:
         self._calls += 1
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        store = str(self._folder / f"{self._calls}.store")
+        port, store = self._port(), str(self._folder / f"{self._calls}.store")
         request = {"call": call, "world_size": world_size, "store": store, "port": port, "timeout": timeout}
-        for worker in self._workers[:world_size]:
+        for worker, more in zip(self._workers, variables, strict=False):
             worker.read = worker.output.stat().st_size
-            worker.connection.send(request)
+            worker.connection.send(request | {"variables": dict(more)})
 
     def _collect(self, outcomes: dict[int, Outcome], world_size: int, timeout: float, grace: float) -> None:
         waiting = {worker.connection: worker for worker in self._workers[:world_size]}

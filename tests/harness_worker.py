@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import throttle
+
 
 def leave_with(pytest: int | None) -> None:
     """End this process when the pytest process is gone, whatever it is doing; None: it is the parent."""
@@ -43,6 +45,8 @@ def reset(environment: dict[str, str]) -> None:
 
     It is done before a call and not after it, when all ranks have answered and none needs another's group any more.
     """
+    if throttle.VARIABLE in environment:
+        throttle.this_rank().drain()
     gc.collect()  # what holds a group goes before the group
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -58,7 +62,10 @@ def answer(request: dict[str, Any], rank: int, backend: str) -> Any:
     """Call the function in a process group of its own."""
     function, args, kwargs = pickle.loads(request["call"])
     world_size = request["world_size"]
-    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_PORT=str(request["port"]))
+    os.environ.update(WORLD_SIZE=str(world_size), MASTER_PORT=str(request["port"]))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(world_size))
+    os.environ.update(request["variables"])
+    one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     timeout = timedelta(seconds=request["timeout"] + 30)
     if backend == "mpi":
         from zeromesh.dist import mpi
@@ -68,7 +75,7 @@ def answer(request: dict[str, Any], rank: int, backend: str) -> Any:
         return function(*args, **kwargs)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{request['store']}",
+        init_method=f"file://{request['store']}" if one_host else "env://",
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -92,18 +99,18 @@ def serve(connection: Connection, rank: int, backend: str) -> None:
         connection.send_bytes(reply)
 
 
-def start(rank: int, stacks: str) -> None:
+def start(stacks: str) -> None:
     """Settings of a rank."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", MASTER_ADDR="127.0.0.1")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    if throttle.VARIABLE in os.environ:
+        throttle.this_rank().install()
     torch.set_num_threads(1)
     gc.freeze()
 
 
 def main() -> None:
-    """Arguments: the socket's descriptor, the rank, the file for stacks; or mpi, the socket's path, pytest's number."""
+    """Arguments: the socket's descriptor, the file for stacks; or mpi, the socket's path, pytest's number."""
     if sys.argv[1] == "mpi":
         from zeromesh.dist import mpi
 
@@ -114,15 +121,17 @@ def main() -> None:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        start(rank, stacks)
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        start(stacks)
         connection = Client(address, "AF_UNIX")
         connection.send((rank, os.getpid(), output, stacks))
         serve(connection, rank, "mpi")
         return
-    descriptor, rank = int(sys.argv[1]), int(sys.argv[2])
+    descriptor, rank = int(sys.argv[1]), int(os.environ["RANK"])
     leave_with(None)
     os.set_inheritable(descriptor, False)
-    start(rank, sys.argv[3])
+    start(sys.argv[2])
     connection = Connection(descriptor)
     connection.send_bytes(pickle.dumps(("ready", None, time.time())))
     serve(connection, rank, "gloo")
