@@ -10,6 +10,7 @@ the same time. Ranks of one host reach each other without it.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -43,23 +44,19 @@ def bits_per_second(rate: str | None) -> float | None:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def make_network(kind: str | None, hosts: int, ranks: int) -> Namespaces | Throttle:
-    """The network of a kind; None is what the variable says, or the best that is permitted.
+def make_network(kind: str, hosts: int, ranks: int) -> Namespaces | Throttle:
+    """The network of a kind.
 
     Raises:
         ValueError: there is no such kind.
-        NotPermitted: namespaces were asked for by name.
+        NotPermitted: this machine does not permit it.
     """
-    kind = kind or os.environ.get(VARIABLE)
-    if kind not in (None, *KINDS):
-        raise ValueError(f"hosts of the kind {kind!r} are asked for, but there are {', '.join(KINDS)}")
-    if kind != "throttle":
-        try:
+    match kind:
+        case "namespaces":
             return Namespaces(hosts)
-        except NotPermitted:
-            if kind is not None:
-                raise
-    return Throttle(hosts, ranks)
+        case "throttle":
+            return Throttle(hosts, ranks)
+    raise ValueError(f"hosts of the kind {kind!r} are asked for, but there are {' and '.join(KINDS)}")
 
 
 class Hosts:
@@ -72,15 +69,16 @@ class Hosts:
         hosts: number of hosts.
         ranks: number of ranks of each.
         rate: of every host's link, in ``tc``'s words; None is no limit.
-        kind: see ``make_network``.
+        kind: one of ``KINDS``; None is the best that this machine permits, unless the variable says another.
 
     Raises:
-        NotPermitted: ``kind`` is namespaces, and this machine does not permit them.
+        NotPermitted: namespaces are asked for by name, and this machine does not permit them.
+        ValueError: there is no such kind or rate.
     """
 
     def __init__(self, hosts: int, ranks: int, rate: str | None = None, kind: str | None = None) -> None:
         self.hosts, self.ranks = hosts, ranks
-        self._network = make_network(kind, hosts, ranks)
+        self._network = make_network(kind or best_kind(), hosts, ranks)
         self._pool = Pool(self._place, self._network.port)
         self.kind = self._network.kind
         try:
@@ -183,3 +181,33 @@ class Hosts:
 def sent_by_this_host() -> int:
     """On a rank: bytes of payload that its host has sent over its link so far."""
     return throttle.this_rank().sent() if throttle.VARIABLE in os.environ else payload("self")
+
+
+@functools.cache
+def best_kind() -> str:
+    """What the variable asks for, or namespaces where they are permitted."""
+    if not os.environ.get(VARIABLE):
+        try:
+            Namespaces(1).close()
+        except NotPermitted:
+            return "throttle"
+    return os.environ.get(VARIABLE) or "namespaces"
+
+
+_shared: dict[str, Hosts] = {}
+
+
+def session_hosts(kind: str | None = None) -> Hosts:
+    """2 hosts with 2 ranks each, without a limit, that all tests of the session share; of the best kind by default."""
+    kind = kind or best_kind()
+    if kind not in _shared:
+        _shared[kind] = Hosts(2, 2, kind=kind)
+    _shared[kind].set_rate(None)
+    return _shared[kind]
+
+
+def close_session_hosts(kind: str | None = None) -> None:
+    """End those of a kind, or all."""
+    for name in [kind] if kind else list(_shared):
+        if name in _shared:
+            _shared.pop(name).close()

@@ -75,9 +75,7 @@ class Namespaces:
             self._hold([*enter, *_WAYS[0]])
         lines = ["link add switch type bridge", "link set switch up"]
         for host in range(hosts):
-            lines.append(
-                f"link add port{host} type veth peer name {INTERFACE} netns {self._process(host)}"
-            )
+            lines.append(f"link add port{host} type veth peer name {INTERFACE} netns {self._process(host)}")
             lines.append(f"link set port{host} master switch up")
         self._configure(switch, "ip", lines)
         for host in range(hosts):

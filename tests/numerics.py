@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
@@ -259,15 +259,15 @@ class Run:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train_cases(cases: Sequence[Case]) -> list[Run]:
-    """On every rank: one run after the other."""
-    return [_train(case) for case in cases]
+def train_cases(cases: Sequence[Case], further: Mapping[str, Any] | None = None) -> list[Run]:
+    """On every rank: one run after the other, with ``further`` keys in every configuration."""
+    return [_train(case, further or {}) for case in cases]
 
 
-def _train(case: Case) -> Run:
+def _train(case: Case, further: Mapping[str, Any]) -> Run:
     print(case, flush=True)
     model = build_net(torch.float64 if case.precision == "float64" else torch.float32)
-    engine, optimizer, _, _ = zeromesh.initialize(model=model, config=case.config)
+    engine, optimizer, _, _ = zeromesh.initialize(model=model, config={**case.config, **further})
     run = Run()
     for step in range(STEPS):
         for micro_batch in range(case.accumulation):
