@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all bench check clean
+.PHONY: train test test-all bench bench-links check clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -18,6 +18,11 @@ test-all: .venv/.test.done
 # `make bench CASES="communication-bf16" ROUNDS=3 OUT=runs/bench` narrows it, and writes elsewhere than to docs/benchmarks.
 bench: .venv/.plots.done .venv-deepspeed/.peers.done
 	.venv/bin/python benchmarks/bench.py $(if $(CASES),--cases $(CASES)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+		$(if $(OUT),--out $(OUT))
+
+# Two hosts over the rate of their link. `make bench-links RATES="10mbit unlimited" ROUNDS=1 OUT=runs/links` narrows it.
+bench-links: .venv/.test.done
+	.venv/bin/python benchmarks/links.py $(if $(RATES),--rates $(RATES)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 		$(if $(OUT),--out $(OUT))
 
 check: .venv/.test.done

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cases import ADAMW, Case
@@ -75,15 +76,19 @@ def ddp(case: Case, model: Decoder, device: torch.device, zero: bool) -> tuple[S
     return torch_step(case, wrapped, device, optimizer, autocast=case.bf16), None
 
 
-def fsdp2(case: Case, model: Decoder, device: torch.device, reshard: bool) -> tuple[Step, None]:
-    """fully_shard on each block and the root."""
+def fsdp2(case: Case, model: Decoder, device: torch.device, reshard: bool, replicas: int = 1) -> tuple[Step, None]:
+    """fully_shard on each block and the root; with several replicas it is HSDP."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model.to(device)
+    shards = dist.get_world_size() // replicas
+    names = ("replicate", "shard")
+    mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=names) if replicas > 1 else None
     narrow = torch.bfloat16 if case.bf16 else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
     for module in (*model.blocks, model):
-        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     return torch_step(case, model, device, optimizer, autocast=False), None
 
@@ -111,11 +116,13 @@ def configuration(case: Case, stage: int) -> dict[str, Any]:
     }
 
 
-def zeromesh(case: Case, model: Decoder, device: torch.device, stage: int) -> tuple[Step, Any]:
-    """A row of the placement table."""
+def zeromesh(
+    case: Case, model: Decoder, device: torch.device, stage: int, further: Mapping[str, Any] | None = None
+) -> tuple[Step, Any]:
+    """A row of the placement table, with ``further`` keys in the configuration."""
     from zeromesh import initialize
 
-    engine, *_ = initialize(model=model, config=configuration(case, stage))
+    engine, *_ = initialize(model=model, config={**configuration(case, stage), **(further or {})})
     return engine_step(engine), engine
 
 
