@@ -21,7 +21,7 @@ bench: .venv/.plots.done .venv-deepspeed/.peers.done
 		$(if $(OUT),--out $(OUT))
 
 # Two hosts over the rate of their link. `make bench-links RATES="10mbit unlimited" ROUNDS=1 OUT=runs/links` narrows it.
-bench-links: .venv/.test.done
+bench-links: .venv/.plots.done
 	.venv/bin/python benchmarks/links.py $(if $(RATES),--rates $(RATES)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 		$(if $(OUT),--out $(OUT))
 

@@ -75,6 +75,7 @@ def compare(
             rows[name]["error"] = UNSEEN
     result = {
         "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine(), "kind": hosts.kind,
+        "load": os.getloadavg()[0], "cores": os.cpu_count(),
         "parameters": sum(parameter.numel() for parameter in make_model(CASE).parameters()),
         "layers": CASE.layers, "hidden": CASE.hidden, "torch": torch.__version__, "rows": rows,
     }  # fmt: skip

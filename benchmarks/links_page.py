@@ -104,6 +104,11 @@ def page(result: Result, picture: bool) -> str:
     stand_in = """
 **Namespaces were not permitted**: ranks were held back by the stand-in of the tests, which sees ZeroMesh's messages.
 """
+    # More than half a core is taken by others.
+    busy = f"""
+**The machine was busy**: {result["load"]:.1f} processes wanted its {result["cores"]} cores before the first round. That
+makes steps longer, the more so the faster the link is.
+"""
     parts = [
         f"""# Step time over the rate of the link, {result["date"]}
 
@@ -115,7 +120,7 @@ rate. Ranks of one host reach each other without passing the link. All rows trai
 {result["parameters"] / 1e6:.2f} M parameters in fp32 ({result["layers"]} blocks of width {result["hidden"]}) from the
 same weights on the same batch with AdamW, in turn, for {result["rounds"]} round(s). Shown are median, least and most of
 the rounds. The four ranks share the machine's cores, so without a limit a step is computation and waiting for others.
-{"" if result["kind"] == "namespaces" else stand_in}
+{"" if result["kind"] == "namespaces" else stand_in}{busy if result["load"] > 0.5 else ""}
 - *flat*: all four ranks shard, and each sends to each. *hybrid*: each host has all shards and the hosts are replicas,
   `"mesh": {{"replicate": 2}}`; HSDP is the same in torch. *hierarchical*: all four ranks shard, and collectives work
   inside a host first, then across.
