@@ -152,8 +152,8 @@ class Namespaces:
         """Limit every host's interface, in each direction, to ``rate`` bits per second; None is no limit."""
         limit = f"pfifo limit {QUEUE // 1500}"
         if rate is not None:
-            # A millisecond's worth may pass at once, but not less than some packets.
-            limit = f"tbf rate {rate:.0f}bit burst {max(6000, rate / 8 / 1000):.0f}b limit {QUEUE}b"
+            # What may pass at once: what the link carries in 2 ms, but not less than some packets.
+            limit = f"tbf rate {rate:.0f}bit burst {max(6000, rate / 8 / 500):.0f}b limit {QUEUE}b"
         hosts = range(len(self._holders) - 1)
         ports = [f"qdisc replace dev port{host} root {limit}" for host in hosts]
         self._configure(self._holders[0].pid, "tc", ports)
