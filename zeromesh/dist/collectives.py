@@ -280,8 +280,8 @@ class Group:
         """Sum the ranks' buffers; this rank gets its segment of the sum.
 
         The sum runs in ``out``'s dtype and in the order of ranks, so that its value does not depend on who computes it
-        (nccl sums in the dtype of ``full``). In two steps, the sum of each node is made in fp32 or wider, rounded to the
-        dtype of ``full``, or as ``form`` says, and added to those of the other nodes in their order.
+        (nccl sums in the dtype of ``full``). In two steps, the sum of each node is made in fp32 or wider, rounded to
+        the dtype of ``full``, or as ``form`` says, and added to those of the other nodes in their order.
 
         Args:
             full: shape ``(size * n,)``. Must not be written before the result has been waited for; what is in the other

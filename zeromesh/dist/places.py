@@ -1,9 +1,9 @@
 """Which ranks of a group share a node, and the two steps of a collective that follow from it.
 
 Ranks that share a node are joined by a fast link, nodes by a slow one. Over the slow link every number should pass
-once: rank ``place`` of each node exchanges with rank ``place`` of the other nodes only, and the ranks of a node share what they
-got. With M nodes of L ranks a unit of P elements then crosses from a node P (M-1)/M times for an all-gather or a
-reduce-scatter, and not L times that, as direct messages between all pairs would.
+once: rank ``place`` of each node exchanges with rank ``place`` of the other nodes only, and the ranks of a node share
+what they got. With M nodes, P (M-1)/M elements of a unit of P then leave each node in an all-gather or a
+reduce-scatter, and not as many times that as a node has ranks, which direct messages between all pairs would send.
 """
 
 from __future__ import annotations
