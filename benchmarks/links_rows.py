@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases import Case, make_batch, make_model
 from hosts import sent_by_this_host
 from variants import Step, ddp, fsdp2, zeromesh
-from zeromesh.config.settings import Settings
+from zeromesh.dist.formats import BLOCK
 
 CASE = Case(batch=1, sequence=16, bf16=False, hidden=128, layers=8, vocabulary=256, warmup=1)
 """So small that a step takes seconds at 10 Mbit/s, with so many blocks that the two that stay in slots are few."""
@@ -38,12 +38,9 @@ class Row:
     link: float | None
 
 
-HIERARCHICAL = "communication" in Settings.model_fields
-"""Whether this version of ZeroMesh has collectives in two levels."""
-
-FLAT = {"communication": {"hierarchical": False}} if HIERARCHICAL else {}
-TWO_LEVELS = {"communication": {"hierarchical": True}}
+FLAT = {"communication": {"hierarchical": False}}
 HYBRID = {"mesh": {"replicate": HOSTS, "data": RANKS}}
+IN_8_BITS = {"communication": {"across_nodes_gather": "8bit", "across_nodes_reduce": "8bit"}}
 
 ROWS: dict[str, Row] = {
     "DDP": Row("torch", partial(ddp, zero=False), None),
@@ -54,14 +51,16 @@ ROWS: dict[str, Row] = {
         for stage, link in enumerate((2, 2, 2, 3))
     },
     **{
-        f"ZeroMesh {stage}, hybrid": Row("ZeroMesh", partial(zeromesh, stage=stage, further={**FLAT, **HYBRID}), 1)
+        f"ZeroMesh {stage}, hybrid": Row("ZeroMesh", partial(zeromesh, stage=stage, further=HYBRID), 1)
         for stage in (1, 3)
     },
     **{
-        f"ZeroMesh {stage}, hierarchical": Row("ZeroMesh", partial(zeromesh, stage=stage, further=TWO_LEVELS), link)
+        f"ZeroMesh {stage}, hierarchical": Row("ZeroMesh", partial(zeromesh, stage=stage), link)
         for stage, link in {0: 1, 1: 1, 3: 1.5}.items()
-        if HIERARCHICAL
     },
+    "ZeroMesh 3, hierarchical, 8 bits": Row(
+        "ZeroMesh", partial(zeromesh, stage=3, further=IN_8_BITS), 1.5 * (1 + 4 / BLOCK) / 4
+    ),
 }
 
 

@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,9 @@ from hosts import (
     session_hosts,
 )
 from namespaces import Namespaces, NotPermitted
-from numerics import MESHES, Case, assemble, build_net, train_cases
+from numerics import MESHES, Case, train_cases
 from test_accounting import quiet, update
-from test_numerics import check, check_plain
-from zeromesh.config.settings import Settings
-
-HIERARCHICAL = "communication" in Settings.model_fields
-"""Whether this version has collectives in two levels, and a key that says when."""
+from test_numerics import check
 
 MEGABYTE = 1_000_000
 
@@ -169,29 +165,19 @@ class Variant:
 
     Attributes:
         mesh: one of ``numerics.MESHES``.
-        communication: of the configuration.
+        config: further keys of the configuration.
         link: elements over the link per update and direction, by row, for each parameter of the model.
-        crossing: how much of what is sent along an axis goes to the other host.
     """
 
     mesh: str
-    communication: dict[str, Any]
+    config: dict[str, Any]
     link: tuple[float, float, float, float]
-    crossing: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Without the key, where there is none yet, everything is as it is with ``hierarchical: false``."""
-        if not HIERARCHICAL and self.communication["hierarchical"]:
-            pytest.skip("this version has no hierarchical collectives yet")
-        return {"communication": self.communication} if HIERARCHICAL else {}
 
 
-ACROSS = {"data": 2 / 3, "world": 2 / 3}
 VARIANTS = {
-    "flat": Variant("4", {"hierarchical": False}, (2, 2, 2, 3), ACROSS),
-    "hybrid": Variant("2x2", {"hierarchical": False}, (2, 1, 1, 1), {"data": 0.0, "replicate": 1.0, "world": 2 / 3}),
-    "hierarchical": Variant("4", {"hierarchical": True}, (1, 1, 1, 1.5), {}),
+    "flat": Variant("4", {"communication": {"hierarchical": False}}, (2, 2, 2, 3)),
+    "hybrid": Variant("2x2", {}, (2, 1, 1, 1)),
+    "hierarchical": Variant("2+2", {}, (1, 1, 1, 1.5)),
 }
 CASES = [*(Case("float64", f"row {row}", clip=True) for row in range(4)), Case("bf16", "row 3", clip=True)]
 
@@ -200,14 +186,10 @@ CASES = [*(Case("float64", f"row {row}", clip=True) for row in range(4)), Case("
 @pytest.mark.parametrize("name", VARIANTS)
 def test_training_over_hosts_gives_the_numbers_of_one_process(hosts: Hosts, name: str) -> None:
     variant = VARIANTS[name]
-    further = variant.config
     cases = [Case(**{**vars(case), "mesh": variant.mesh}) for case in CASES]
-    by_rank = hosts.run(train_cases, cases, further, timeout=120)
+    by_rank = hosts.run(train_cases, cases, variant.config, timeout=120)
     for case, runs in zip(cases, zip(*by_rank, strict=True), strict=True):
-        if not variant.communication["hierarchical"]:
-            check(case, runs)
-        elif case.precision == "float64":  # sums over two levels are rounded elsewhere than ``check`` does
-            check_plain(case, runs, assemble(runs, build_net(torch.float32)), 1e-9)
+        check(case, runs)
 
 
 BLOCKS, WIDTH, STEPS = 32, 256, 2
@@ -230,7 +212,7 @@ class Moved:
     """During some updates: what this rank's host has sent over its link, and this rank's report."""
 
     sent: int
-    report: dict[str, dict[str, int]]
+    report: dict[str, dict[str, float]]
 
 
 def move(rows: list[int], mesh: str, further: dict[str, Any]) -> list[Moved]:
@@ -274,14 +256,9 @@ def test_bytes_on_the_link_are_those_of_the_formulas_and_of_the_report(hosts: Ho
             assert elements == pytest.approx(exact, rel=0.01), f"row {row}"
             assert elements == pytest.approx(variant.link[row], rel=0.03), f"row {row}"
             assert own[0].sent == pytest.approx(own[1].sent, abs=20_000)
-            told = sum(crossed(rank.report, variant.crossing) for rank in own)
+            told = sum(entry["across_nodes"] for rank in own for entry in rank.report.values())
             limit = 0 if hosts.kind == "throttle" else 0.005 * told
             assert own[0].sent == pytest.approx(told, abs=limit), f"row {row}"
-
-
-def crossed(report: Mapping[str, Mapping[str, int]], crossing: Mapping[str, float]) -> float:
-    """Bytes of a rank's report that went to the other host."""
-    return sum(entry["bytes"] * crossing[name.partition("/")[2]] for name, entry in report.items())
 
 
 # What goes wrong.
