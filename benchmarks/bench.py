@@ -94,7 +94,8 @@ class Bench:
         python = home / "bin" / "python" if family == "DeepSpeed" else Path(sys.executable)
         # What it compiles is found there by the next run, and goes when the environment goes; ninja is there, too.
         more = {"TORCH_EXTENSIONS_DIR": str(home / "torch_extensions"), "PATH": f"{python.parent}:{os.environ['PATH']}"}
-        job = {"variant": name, "case": case, "watch": watch, "backend": arguments.backend, "steps": steps}
+        job = {"variant": name, "case": case, "watch": watch, "steps": steps}
+        job["backend"] = VARIANTS[name].backend or arguments.backend
         try:
             figures = run(
                 python, arguments.ranks, job, more if family == "DeepSpeed" else {}, max(limit, arguments.limit)
@@ -211,7 +212,7 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=positive, default=torch.cuda.device_count() or 2, help="processes of this machine"
     )
-    parser.add_argument("--backend", choices=["gloo", "nccl"], help="gloo for several ranks on one GPU")
+    parser.add_argument("--backend", choices=["gloo", "nccl", "mpi"], help="gloo for several ranks on one GPU")
     parser.add_argument("--limit", type=float, default=1200, help="seconds that one run may take")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder for page and figures")
     parser.add_argument(

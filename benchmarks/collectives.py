@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from bench import ROOT, commit, machine, positive
-from ranks import variables
+from ranks import mpiexec, variables
 from zeromesh.dist import mpi
 from zeromesh.dist.collectives import Group, Traffic
 
@@ -131,14 +130,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
-        mine = Path(sys.executable).with_name("mpiexec")
-        launcher = str(mine) if mine.exists() else shutil.which("mpiexec")
-        if launcher is None:
-            sys.exit("there is no mpiexec; pip install 'zeromesh[mpi]' brings one")
         ours = ["--rounds", str(arguments.rounds), "--sizes", *map(str, arguments.sizes), "--figures", str(figures)]
         threads = {"OMP_NUM_THREADS": variables(arguments.ranks, 0, 0)["OMP_NUM_THREADS"], "GLOO_SOCKET_IFNAME": "lo"}
         subprocess.run(
-            [launcher, "-n", str(arguments.ranks), sys.executable, "-W", "ignore::FutureWarning", __file__, *ours],
+            [mpiexec(), "-n", str(arguments.ranks), sys.executable, "-W", "ignore::FutureWarning", __file__, *ours],
             env=os.environ | threads, check=True,
         )  # fmt: skip
         rows = json.loads(figures.read_text())

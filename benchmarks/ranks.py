@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -37,6 +39,19 @@ def variables(ranks: int, rank: int, port: int) -> dict[str, str]:
     return found | {name: str(count) for name, count in counts.items()}
 
 
+def mpiexec() -> str:
+    """The launcher of the MPI that pip brought into this environment, else the system's.
+
+    Raises:
+        RunFailed: there is none.
+    """
+    own = Path(sys.executable).with_name("mpiexec")
+    found = str(own) if own.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise RunFailed("there is no mpiexec; pip install 'zeromesh[mpi]' brings one")
+    return found
+
+
 def run(python: Path, ranks: int, job: Mapping[str, Any], environment: Mapping[str, str], limit: float) -> Any:
     """What rank 0 of a job measured.
 
@@ -58,12 +73,16 @@ def run(python: Path, ranks: int, job: Mapping[str, Any], environment: Mapping[s
         (folder / "job.json").write_text(json.dumps({**job, "began": time.time(), "out": str(out)}))
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(ranks):
+            # mpiexec is one process, that ends with a status of its own when one of its ranks does.
+            mpi, command = job["backend"] == "mpi", [str(python), str(WORKER), str(folder / "job.json")]
+            for rank in range(1 if mpi else ranks):
                 with (folder / f"{rank}.log").open("wb") as log:
+                    own = variables(ranks, rank, port)
+                    own = {name: own[name] for name in ("OMP_NUM_THREADS",)} if mpi else own
                     processes.append(
                         subprocess.Popen(
-                            [str(python), str(WORKER), str(folder / "job.json")], stdout=log, stderr=log, cwd=folder,
-                            env={**os.environ, **variables(ranks, rank, port), **environment}, start_new_session=True,
+                            [mpiexec(), "-n", str(ranks), *command] if mpi else command, stdout=log, stderr=log,
+                            env={**os.environ, **own, **environment}, cwd=folder, start_new_session=True,
                         )
                     )  # fmt: skip
             problem = _wait(processes, time.monotonic() + limit)

@@ -28,10 +28,12 @@ class Variant:
     Attributes:
         family: whose work it is; floor, torch, ZeroMesh or DeepSpeed.
         make: from a case, its model in fp32 and a device to the step, and the engine that has spans, if it has one.
+        backend: what it runs on, whatever the others do; None is what they run on.
     """
 
     family: str
     make: Callable[[Case, Decoder, torch.device], tuple[Step, Any]]
+    backend: str | None = None
 
 
 def floor(case: Case, model: Decoder, device: torch.device) -> tuple[Step, None]:
@@ -149,5 +151,6 @@ VARIANTS: dict[str, Variant] = {
     "FSDP2, no reshard (ZeRO-2)": Variant("torch", partial(fsdp2, reshard=False)),
     "FSDP2, reshard (ZeRO-3)": Variant("torch", partial(fsdp2, reshard=True)),
     **{f"ZeroMesh {stage}": Variant("ZeroMesh", partial(zeromesh, stage=stage)) for stage in range(4)},
+    **{f"ZeroMesh {stage}, mpi": Variant("ZeroMesh", partial(zeromesh, stage=stage), "mpi") for stage in (0, 3)},
     **{f"DeepSpeed {stage}": Variant("DeepSpeed", partial(deepspeed, stage=stage)) for stage in range(4)},
 }

@@ -1,4 +1,4 @@
-"""One rank of one variant: ``python worker.py JOB`` with torchrun's variables.
+"""One rank of one variant: ``python worker.py JOB`` with torchrun's variables, or as a rank of ``mpiexec``.
 
 ``JOB`` is the name of a JSON file; what it holds is said at ``Job``. Rank 0 writes what it measured, ``Figures``, to
 the file that the job names. All variants are measured so, whichever environment they need.
@@ -26,8 +26,10 @@ import torch.distributed as dist
 import products
 from cases import CASES, make_batch, make_model
 from heap import Heap, Peak
+from ranks import variables
 from variants import VARIANTS
 from wire import sent_by_this_process
+from zeromesh.dist import mpi
 from zeromesh.dist.environment import device_for, init_distributed, shutdown
 
 LARGE = 65536
@@ -113,6 +115,10 @@ def versions() -> dict[str, str]:
 
 def measure(job: Job) -> Figures:
     """Train, and watch."""
+    if job["backend"] == "mpi":
+        rank, size = mpi.rank_and_size()
+        os.environ.update(variables(size, rank, 0))
+        mpi.install()
     environment = init_distributed(job["backend"])
     case = CASES[job["case"]]
     backend = dist.get_backend()
@@ -161,5 +167,5 @@ def measure(job: Job) -> Figures:
 if __name__ == "__main__":
     job: Job = json.loads(Path(sys.argv[1]).read_text())
     figures = measure(job)
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":  # under mpiexec, ``measure`` has set it
         Path(job["out"]).write_text(json.dumps(figures))
