@@ -22,7 +22,9 @@ from ranks import RunFailed, run
 from variants import VARIANTS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-OURS = [name for name, variant in VARIANTS.items() if variant.family in ("torch", "ZeroMesh")]
+OURS = [
+    name for name, variant in VARIANTS.items() if variant.family in ("torch", "ZeroMesh") and variant.backend is None
+]
 
 
 def losses(name: str, case_name: str, steps: int) -> list[float]:
@@ -183,7 +185,7 @@ def benchmark(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{home}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     (out / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n- [an older one](old.md)\n")
-    names = ["floor", "ZeroMesh 3", "DeepSpeed 1", "DeepSpeed 2"]
+    names = ["floor", "ZeroMesh 3", "ZeroMesh 3, mpi", "DeepSpeed 1", "DeepSpeed 2"]
     options = ["--cases", "tiny-fp32", "--rounds", "1", "--ranks", "2", "--limit", "100"]
     command = [sys.executable, BENCHMARKS / "bench.py", *options, "--out", out, "--deepspeed", home, "--variants"]
     return out, run_command([*command, *names], timeout=280).stdout
@@ -200,7 +202,7 @@ def test_one_command_measures_everything(benchmark: tuple[Path, str]) -> None:
     found = result(out)
     rows = found["cases"]["tiny-fp32"]["rows"]
     assert found["versions"]["torch"] == torch.__version__
-    for name in ("floor", "ZeroMesh 3", "DeepSpeed 1"):
+    for name in ("floor", "ZeroMesh 3", "ZeroMesh 3, mpi", "DeepSpeed 1"):
         (figures,) = rows[name]["rounds"]
         assert len(figures["times"]) == 2
         assert min(figures["times"]) > 0
@@ -208,12 +210,26 @@ def test_one_command_measures_everything(benchmark: tuple[Path, str]) -> None:
         assert figures["first"] > 0
         assert rows[name]["peak"] > 0
         assert f"round 1 of 1: {name}: " in printed
+        if name == "ZeroMesh 3, mpi":
+            assert figures["wire"] is None  # shared memory is not counted
+            continue
         assert figures["wire"] < 1000 if name == "floor" else figures["wire"] > 100_000
     assert rows["ZeroMesh 3"]["rounds"][0]["losses"] == pytest.approx(
         rows["DeepSpeed 1"]["rounds"][0]["losses"], rel=1e-5
     )
+    assert rows["ZeroMesh 3"]["rounds"][0]["losses"] == rows["ZeroMesh 3, mpi"]["rounds"][0]["losses"]
     assert rows["ZeroMesh 3"]["spans"]["inside"]["step"]["update"] > 0
-    assert [name for name, row in rows.items() if row["spans"] is not None] == ["ZeroMesh 3"]
+    assert [name for name, row in rows.items() if row["spans"] is not None] == ["ZeroMesh 3", "ZeroMesh 3, mpi"]
+
+
+def test_collectives_of_gloo_and_mpi_are_measured_side_by_side(tmp_path: Path) -> None:
+    options = ["--ranks", "2", "--rounds", "2", "--sizes", "4096", "--out", tmp_path]
+    printed = run_command([sys.executable, BENCHMARKS / "collectives.py", *options], timeout=120).stdout
+    found = result(tmp_path)
+    assert {(row["backend"], len(row["ms"])) for row in found["rows"]} == {("gloo", 20), ("mpi", 20)}
+    assert all(min(row["ms"]) > 0 for row in found["rows"])
+    for collective in ("all-gather", "all-to-all", "reduce-scatter", "all-reduce"):
+        assert f"| {collective}, torch's call | " in printed
 
 
 def test_a_variant_that_fails_says_so_in_its_row_and_the_rest_goes_on(benchmark: tuple[Path, str]) -> None:

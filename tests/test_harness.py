@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import Pool, RankFailure, run_command, run_ranks, session_pool, spawn_ranks
+from harness import Pool, RankFailure, mpi_pool, run_command, run_mpi_ranks, run_ranks, session_pool, spawn_ranks
 
 
 def total(value: float) -> tuple[torch.Tensor, int, dict[str, str]]:
@@ -98,6 +98,24 @@ def test_workers_are_reused() -> None:
     second = [pid for _, pid, _ in run_ranks(total, 2, 1.0)]
     assert first[:2] == second
     assert os.getpid() not in first
+
+
+def test_ranks_of_mpiexec_are_reused_fail_alike_and_are_started_again() -> None:
+    first, second = (run_mpi_ranks(total, 2, 1.0) for _ in range(2))
+    assert [tensor.item() for tensor, _, _ in first] == [3.0, 3.0]
+    assert [pid for _, pid, _ in first] == [pid for _, pid, _ in second] == mpi_pool(2).pids
+    for rank, (_, _, environment) in enumerate(first):
+        assert environment["RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == "2"
+    with pytest.raises(RankFailure) as caught:
+        run_mpi_ranks(raise_on, 2, 1)
+    assert caught.value.outcomes[1].kind == "raised"
+    assert "ZeroDivisionError: rank 1 cannot divide" in str(caught.value)
+    with pytest.raises(RankFailure) as caught:
+        run_mpi_ranks(hang_on, 2, 0, timeout=1)
+    assert "wait_for_ever" in caught.value.outcomes[0].text
+    assert "rank 0 is here" in caught.value.outcomes[0].output
+    assert [tensor.item() for tensor, _, _ in run_mpi_ranks(total, 2, 1.0)] == [3.0, 3.0]
 
 
 def test_no_state_goes_from_call_to_call() -> None:

@@ -4,11 +4,12 @@ import threading
 import time
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks, spawn_ranks
+from harness import RankFailure, run_mpi_ranks, run_ranks, spawn_ranks
 from zeromesh.dist import watchdog
 
 
@@ -71,6 +72,15 @@ def test_ranks_in_different_collectives_end_and_say_which() -> None:
     assert "exchange over the axis world" in said
     assert "parameters of unit" in said
     assert "test_watchdog.py" in said  # the stack shows the user's line
+
+
+def test_it_watches_over_mpi_too() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_mpi_ranks(one_rank_steps_while_the_other_runs_another_forward, 2, timeout=30)
+    said = "".join(outcome.output for outcome in caught.value.outcomes)
+    assert "every rank has waited" in said
+    assert "rank 1 waits" in said
+    assert "test_watchdog.py" in said
 
 
 def test_a_slow_rank_is_waited_for() -> None:
