@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,8 +167,10 @@ def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
 
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
-def test_a_backend_that_torch_lacks_says_how_to_get_it() -> None:
-    with pytest.raises(RuntimeError, match="'mpi'.*built without; build torch from source where MPI is installed"):
+def test_mpi_without_mpi4py_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = SimpleNamespace(missing=lambda: "mpi4py is not installed; pip install zeromesh[mpi] brings it")
+    monkeypatch.setitem(sys.modules, "zeromesh.dist.mpi", stand_in)
+    with pytest.raises(RuntimeError, match="'mpi', but mpi4py is not installed; pip install .* brings it; or use gloo"):
         init_distributed("mpi")
 
 

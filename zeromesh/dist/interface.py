@@ -1,0 +1,86 @@
+"""Which network interface leads to the master."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import sys
+
+ANYWHERE = "192.0.2.1"
+"""An address for documentation, which the default route leads to. Nothing is sent there."""
+
+_GET_ADDRESS = 0x8915
+"""Linux' SIOCGIFADDR."""
+
+
+def stay_on_loopback() -> None:
+    """Keep sockets inside the machine; without this, gloo and nccl ask the name service for an interface."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", names[0])
+
+
+def use_route_to(address: str, port: int) -> None:
+    """Let gloo use the interface that leads to the master, unless GLOO_SOCKET_IFNAME is set.
+
+    Left alone it looks up the machine's own name, which may be that of the loopback interface or of another network.
+    """
+    name = interface_to(address, port)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_to(address: str, port: int) -> str | None:
+    """Name of the interface whose address this machine has towards another; None if it cannot be told.
+
+    On the machine of that address itself it is the interface that has it; where its name is known there as a loopback
+    address, it is the one that leads to the outside.
+    """
+    for target in (address, ANYWHERE):
+        own = _own_address(target, port)
+        if own is not None and not ipaddress.ip_address(own).is_loopback:
+            return _interface_with(own)
+    return None
+
+
+def _own_address(address: str, port: int) -> str | None:
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # of a datagram socket: chooses the route, sends nothing
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except OSError:
+        return None
+
+
+def _interface_with(own: str) -> str | None:
+    if sys.platform != "linux":
+        return None
+    return _with_ipv6(own) if ":" in own else _with_ipv4(own)
+
+
+def _with_ipv4(own: str) -> str | None:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(answer[20:24]) == own:
+                return name
+    return None
+
+
+def _with_ipv6(own: str) -> str | None:
+    wanted = ipaddress.ip_address(own).packed.hex()
+    try:
+        with open("/proc/net/if_inet6") as table:
+            rows = [line.split() for line in table]
+    except OSError:
+        return None
+    return next((row[5] for row in rows if row[0] == wanted), None)
