@@ -372,11 +372,19 @@ def differing(kind: str) -> str:
 
 
 DIFFERENCES = {
-    "value": (2, "the configuration differs between rank 0", ['-      "lr": 0.01', '+      "lr": 0.02']),
-    "mesh": (4, "the configuration differs between rank 0", ['-    "data": -1', '+    "data": 2']),
-    "batch": (2, "the configuration differs between rank 0", ['+  "train_batch_size": 13']),
+    "value": (
+        2,
+        "the configuration differs between rank 0",
+        ["-optimizer.params.lr = 0.01", "+optimizer.params.lr = 0.02"],
+    ),
+    "mesh": (
+        4,
+        "the configuration differs between ranks 0-2 (-) and rank 3 (+)",
+        ["-mesh.data = -1", "+mesh.data = 2"],
+    ),
+    "batch": (2, "the configuration differs between rank 0", ["+train_batch_size = 13"]),
     "layer": (2, "the model differs between rank 0 (-) and rank 1 (+)", ["+blocks.4.weight: torch.float32 (10, 10)"]),
-    "shape": (3, "the model differs between rank 0 (-) and rank 2 (+)", ["-head.bias: torch.float32 (13,)"]),
+    "shape": (3, "the model differs between ranks 0-1 (-) and rank 2 (+)", ["-head.bias: torch.float32 (13,)"]),
     "frozen": (2, "the model differs", ["+head.bias: torch.float32 (13,) trainable=False"]),
     "dtype": (2, "the model differs", ["+mix.weight: torch.bfloat16"]),
     "samples": (2, "training_data differs", ["-samples: 48", "+samples: 47"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,8 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zeromesh.dist.collectives import Group, Traffic
+from zeromesh.dist.peers import ranges
 
 Result = TypeVar("Result")
+
+SHOWN_VARIANTS = 3
+"""Of the texts that differ from the first rank's."""
 
 
 def world_group(device: torch.device) -> Group:
@@ -70,13 +74,27 @@ def require_agreement(world: Group, what: str, text: str) -> None:
     rows = world.exchange(torch.tensor([digest, len(data)], dtype=torch.int64))
     if bool((rows == rows[0]).all()):
         return
-    found = texts(world, text)
-    other = next(rank for rank, value in enumerate(found) if value != found[0])
-    diff = difflib.unified_diff(found[0].splitlines(), found[other].splitlines(), n=0, lineterm="")
-    shown = [line for line in diff if not line.startswith(("---", "+++", "@@"))][:20]
+    ranks_with: dict[str, list[int]] = {}
+    for rank, found in enumerate(texts(world, text)):
+        ranks_with.setdefault(found, []).append(rank)
+    first, *others = ranks_with
+    blocks = [f"{_named(ranks_with[other])} (+):\n{_difference(first, other)}" for other in others[:SHOWN_VARIANTS]]
+    more = len(others) - SHOWN_VARIANTS
     raise ValueError(
-        f"{what} differs between rank 0 (-) and rank {other} (+); all ranks need the same:\n" + "\n".join(shown)
+        f"{what} differs between {_named(ranks_with[first])} (-) and "
+        + "\nand ".join(blocks).replace(" (+):", " (+); all ranks need the same:", 1)
+        + (f"\nand {more} more kinds on other ranks" if more > 0 else "")
     )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ranges(ranks)
+
+
+def _difference(first: str, other: str) -> str:
+    """The first lines that differ."""
+    diff = difflib.unified_diff(first.splitlines(), other.splitlines(), n=0, lineterm="")
+    return "\n".join([line for line in diff if not line.startswith(("---", "+++", "@@"))][:20])
 
 
 def texts(world: Group, text: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
-from zeromesh.config.printing import jsonable
+from zeromesh.config.printing import jsonable, lines_of
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.formats import FORMATS
 from zeromesh.dist.mesh import Links, Mesh
@@ -115,7 +114,7 @@ def initialize(
     share(world, "read its configuration and model", failure)
     assert settings is not None
     # Before the mesh, whose groups are made by all ranks or by none.
-    require_agreement(world, "the configuration", settings.to_json())
+    require_agreement(world, "the configuration", "\n".join(lines_of(json.loads(settings.to_json()))))
     require_agreement(world, "the model", describe(model))
     mesh = mesh or make_mesh(settings, environment)
     resolved = settings.resolve(mesh.data_size, mesh.sizes)
@@ -214,7 +213,7 @@ def _show_log() -> None:
     logger = logging.getLogger("zeromesh")
     if logger.handlers or logging.root.handlers or logger.level != logging.NOTSET:
         return
-    first = (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)) == 0
+    first = (dist.get_rank() if dist.is_initialized() else Environment.detect().rank) == 0
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("zeromesh: %(message)s"))
     logger.addHandler(handler)

@@ -115,8 +115,10 @@ def _mesh_problem(sizes: Mapping[str, int], filled: str, product: int, world_siz
     arithmetic += f" = {product}" if len(named) > 1 else ""
     if not filled:
         return f"mesh: {arithmetic}, but {world_size} ranks are running; start {product}, or set mesh.data to -1"
+    below, above = world_size // product * product, (world_size // product + 1) * product
+    nearest = f"{below} or {above}" if below else str(above)
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     return (
         f"mesh: {arithmetic}, which does not divide the {world_size} ranks that are running; "
-        f"its product must be one of {', '.join(map(str, divisors))}"
+        f"its product must be one of {', '.join(map(str, divisors))}; or start {nearest} ranks"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zeromesh.config.tables import WITHOUT_EFFECT
@@ -33,3 +34,12 @@ def without_idle(section: dict[str, Any], given: dict[str, Any], prefix: str = "
         else:
             kept[key] = value
     return kept
+
+
+def lines_of(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """A line for each key, with its whole path: ``optimizer.params.lr = 0.01``."""
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from lines_of(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key} = {json.dumps(value)}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +27,8 @@ FAREWELL_SECONDS = 10.0
 
 _TCPStore, _PrefixStore = dist.TCPStore, dist.PrefixStore  # type: ignore[attr-defined]
 
-_starts = itertools.count()
-"""Starts of a group in this process: torchrun's store outlives groups, and one must not read another's keys."""
+_starts: Counter[tuple[str, int]] = Counter()
+"""Starts of a group at each address and port: torchrun's store outlives groups, and one must not read another's keys."""
 
 
 class StartError(RuntimeError):
@@ -67,7 +67,9 @@ def meet(environment: Environment, limit: timedelta, problem: Exception | None) 
         StartError: the master's port is in use, the master or some rank does not come, or another rank has a problem.
         Exception: this rank's problem.
     """
-    prefix = f"zeromesh/{next(_starts)}"
+    master = environment.master_address, environment.master_port
+    prefix = f"zeromesh/{_starts[master]}"
+    _starts[master] += 1
     if problem is not None:
         _tell(environment, prefix, problem)
         raise problem

@@ -1,0 +1,378 @@
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import run_command, run_ranks
+from zeromesh.dist import environment as module
+from zeromesh.dist import interface, peers
+from zeromesh.dist.environment import (
+    VARIABLES,
+    Environment,
+    StartError,
+    default_backend,
+    device_for,
+    init_distributed,
+    shutdown,
+)
+from zeromesh.dist.meeting import start_limit
+from zeromesh.dist.peers import Peer, placed
+
+SHORT = timedelta(seconds=0.5)
+
+
+def two_ranks(rank: int, port: int, address: str = "127.0.0.1") -> Environment:
+    return Environment(rank, rank, 0, 2, 2, address, port, launcher="torchrun")
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A program that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def refused(environment: Environment, **arguments: object) -> str:
+    """What a start says that must fail in time."""
+    began = time.monotonic()
+    with pytest.raises(StartError) as caught:
+        init_distributed("gloo", start_timeout=SHORT, environment=environment, **arguments)
+    assert time.monotonic() - began < 20
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+def test_a_master_that_nobody_is_says_where_and_what_to_look_at() -> None:
+    port = free_port()
+    message = refused(two_ranks(1, port))
+    assert f"the master at 127.0.0.1:{port} cannot be reached from {socket.gethostname()}" in message
+    assert "attempts in 0.5 s, the last one: Connection refused" in message
+    assert all(word in message for word in ("rank 0 is running", "MASTER_ADDR", "firewall", "ZEROMESH_START_TIMEOUT"))
+
+
+def test_a_master_whose_name_is_unknown_is_told() -> None:
+    assert "the name 'no-such-host.invalid' is not known here" in refused(two_ranks(1, 1234, "no-such-host.invalid"))
+
+
+def test_a_master_that_is_another_program_is_told(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    message = refused(two_ranks(1, port))
+    assert f"something listens at 127.0.0.1:{port}" in message
+    assert "MASTER_PORT" in message
+
+
+def test_a_port_in_use_says_by_which_process(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    message = refused(two_ranks(0, port))
+    assert f"rank 0 cannot listen on port {port}, MASTER_PORT: Address already in use" in message
+    if sys.platform == "linux":
+        assert f"(process {os.getpid()}, " in message
+    assert "free port" in message
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    port = free_port()
+    message = refused(two_ranks(0, port))
+    assert f"of 2 ranks, 1 did not come to 127.0.0.1:{port} within 0.5 s" in message
+
+
+def error_of_start(environment: Environment, backend: str = "gloo", seconds: float = 5.0) -> str:
+    try:
+        init_distributed(backend, start_timeout=timedelta(seconds=seconds), environment=environment)
+    except (StartError, ValueError) as error:
+        assert not dist.is_initialized()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fail_on(failing: int, port: int) -> str:
+    """The start of two ranks of which one has too few devices."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    original = module.device_for
+    if rank == failing:
+        module.device_for = lambda *_: (_ for _ in ()).throw(ValueError("this node has 1 cuda device(s)"))
+    try:
+        return error_of_start(two_ranks(rank, port))
+    finally:
+        module.device_for = original
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_one_rank_lacks_the_others_hear_of(failing: int) -> None:
+    said = run_ranks(fail_on, 2, failing, free_port())
+    assert said[failing] == "ValueError: this node has 1 cuda device(s)"
+    expected = f"StartError: rank {failing} on {socket.gethostname()} cannot start: this node has 1 cuda device(s)"
+    assert said[1 - failing] == expected
+
+
+def on_a_port_in_use(port: int) -> str:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return error_of_start(two_ranks(rank, port), seconds=1.0)
+
+
+def test_with_a_port_in_use_no_rank_waits_for_ever(listener: socket.socket) -> None:
+    first, second = run_ranks(on_a_port_in_use, 2, listener.getsockname()[1])
+    assert "Address already in use" in first
+    assert "did not answer as rank 0 does" in second
+
+
+def with_other_versions(port: int) -> str:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    original = Peer.own
+    if rank == 2:
+        Peer.own = classmethod(lambda cls: replace(original(), versions=("0.0.9", "2.11.0+cpu", "3.12")))  # type: ignore
+    try:
+        return error_of_start(Environment(rank, rank, 0, 3, 3, "127.0.0.1", port, launcher="torchrun"))
+    finally:
+        Peer.own = original  # type: ignore
+
+
+def test_versions_that_differ_are_shown_to_every_rank() -> None:
+    for message in run_ranks(with_other_versions, 3, free_port()):
+        assert message.startswith("StartError: the ranks have different versions; install the same ones")
+        lines = [line.split() for line in message.splitlines()[1:]]
+        assert lines[0] == ["ranks", "zeromesh", "torch", "python"]
+        assert lines[1] == ["0-1", *Peer.own().versions]
+        assert lines[2] == ["2", "0.0.9", "2.11.0+cpu", "3.12"]
+
+
+def late_rank(port: int, timeout: float | None) -> str:
+    """A collective to which one rank comes later than the start may take."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    init_distributed(
+        "gloo",
+        environment=two_ranks(rank, port),
+        start_timeout=timedelta(seconds=2),
+        timeout=None if timeout is None else timedelta(seconds=timeout),
+    )
+    if rank == 1:
+        time.sleep(3)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return str(error)
+    return "done"
+
+
+def test_the_limit_of_the_start_is_not_that_of_collectives() -> None:
+    assert run_ranks(late_rank, 2, free_port(), None) == ["done", "done"]
+    first, _ = run_ranks(late_rank, 2, free_port(), 1.0)
+    assert first != "done"
+
+
+def under_slurm(port: int) -> tuple[Environment, float, str]:
+    """Two nodes of one task, which are this machine twice."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    for name in (*VARIABLES, "GLOO_SOCKET_IFNAME"):
+        os.environ.pop(name, None)
+    own = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": rank, "LOCALID": 0, "NODEID": rank, "NTASKS": 2}
+    own |= {"TASKS_PER_NODE": "1(x2)", "NNODES": 2, "STEP_NODELIST": "localhost,other"}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in own.items()}, MASTER_PORT=str(port))
+    environment = init_distributed()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    shutdown()
+    return environment, tensor.item(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+
+
+def test_tasks_of_slurm_meet_at_the_first_node() -> None:
+    port = free_port()
+    for rank, (environment, total, name) in enumerate(run_ranks(under_slurm, 2, port)):
+        assert environment == Environment(rank, 0, rank, 2, 1, "localhost", port, 2)
+        assert environment.launcher == "slurm"
+        assert total == 2
+        assert not name.startswith("lo")
+
+
+SCRIPT = """
+import torch, torch.distributed as dist, zeromesh
+environment = zeromesh.init_distributed("gloo")
+tensor = torch.full((1,), environment.rank + 1.0)
+dist.all_reduce(tensor)
+print(environment.launcher, environment.world_size, environment.local_world_size, tensor.item(), flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="there is no mpiexec")
+def test_ranks_of_mpiexec_meet_without_mpi() -> None:
+    bare = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    finished = run_command(["env", "-i", *(f"{n}={v}" for n, v in bare.items()), "mpiexec", "-n", "2", sys.executable,
+                            "-c", SCRIPT])  # fmt: skip
+    lines = [line.rsplit(" ", 3) for line in finished.stdout.splitlines()]
+    assert [line[1:] for line in lines] == [["2", "2", "3.0"]] * 2, finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"rank": 1}, "rank is 1 and world_size is -1; give both"),
+        ({"init_method": "file:///tmp/x"}, "init_method is 'file:///tmp/x', but must be tcp://address:port"),
+        ({"init_method": "tcp://host"}, "init_method is 'tcp://host'"),
+        ({"start_timeout": timedelta(0)}, "start_timeout is 0:00:00, but must be a number of seconds above 0"),
+        ({"rank": 0, "world_size": 2}, "MASTER_ADDR is not set, but RANK, WORLD_SIZE are|LOCAL_RANK is not set"),
+        ({"dist_init_required": False}, "dist_init_required is False, but no process group"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, object], problem: str) -> None:
+    with pytest.raises((ValueError, StartError), match=problem):
+        init_distributed(**arguments)
+
+
+def with_arguments(port: int) -> tuple[int, int, float]:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    environment = init_distributed(
+        "gloo", True, 29500, False, timedelta(seconds=30), f"tcp://127.0.0.1:{port}", None, None, rank, 2
+    )
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return environment.local_rank, environment.master_port, tensor.item()
+
+
+def test_the_arguments_may_tell_who_the_process_is_in_deepspeeds_order() -> None:
+    port = free_port()
+    assert run_ranks(with_arguments, 2, port) == [(0, port, 2.0), (1, port, 2.0)]
+
+
+def test_arguments_that_contradict_the_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="RANK is 0, but the argument rank is 1; leave it out"):
+        init_distributed(rank=1, world_size=2)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("7", 7.0), ("0.5", 0.5), (None, 300.0)])
+def test_the_limit_of_the_start_is_set_by_a_variable(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float
+) -> None:
+    monkeypatch.delenv("ZEROMESH_START_TIMEOUT", raising=False)
+    if text is not None:
+        monkeypatch.setenv("ZEROMESH_START_TIMEOUT", text)
+    assert start_limit() == timedelta(seconds=seconds)
+    assert start_limit(timedelta(seconds=3)) == timedelta(seconds=3)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf"])
+def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("ZEROMESH_START_TIMEOUT", text)
+    with pytest.raises(ValueError, match=f"ZEROMESH_START_TIMEOUT is '{text}', but must be a number"):
+        start_limit()
+
+
+SEVERAL_NODES = Environment(1, 1, 0, 4, 2, "", 0, launcher="mpich")
+
+
+def pretend_mpi(monkeypatch: pytest.MonkeyPatch, missing: str, found: tuple[int, int]) -> None:
+    stand_in = SimpleNamespace(
+        missing=lambda: missing, rank_and_size=lambda: found, agree_on_master=lambda: ("head", 4321)
+    )
+    monkeypatch.setitem(sys.modules, "zeromesh.dist.mpi", stand_in)
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@pytest.mark.parametrize(
+    ("launcher", "missing", "found", "backend", "said"),
+    [
+        ("mpich", "", (0, 4), "mpi", ""),
+        ("open mpi", "", (0, 4), "mpi", ""),
+        ("mpich", "mpi4py is not installed", (0, 4), "gloo", "not mpi, as mpi4py is not installed"),
+        ("mpich", "", (0, 1), "gloo", "MPI says that this is rank 0 of 1"),
+        ("torchrun", "", (0, 4), "gloo", ""),
+        ("slurm", "", (0, 4), "gloo", ""),
+    ],
+)
+def test_auto_is_mpi_where_mpi_started_the_ranks_and_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    launcher: str, missing: str, found: tuple[int, int], backend: str, said: str,
+) -> None:  # fmt: skip
+    pretend_mpi(monkeypatch, missing, found)
+    with caplog.at_level(logging.INFO, "zeromesh"):
+        assert default_backend(Environment(0, 0, 0, 4, 4, launcher=launcher)) == backend
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
+
+
+def test_several_nodes_without_a_master_ask_mpi_or_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_mpi(monkeypatch, "", (1, 4))
+    asked = module._with_master(SEVERAL_NODES, "gloo", None)
+    assert (asked.master_address, asked.master_port) == ("head", 4321)
+    pretend_mpi(monkeypatch, "mpi4py is not installed; pip install zeromesh[mpi] brings it", (1, 4))
+    with pytest.raises(ValueError, match="mpi4py is not installed.*or set MASTER_ADDR .* and MASTER_PORT"):
+        init_distributed("gloo", environment=SEVERAL_NODES)
+
+
+def test_mpi_discovery_may_be_refused() -> None:
+    with pytest.raises(ValueError, match="auto_mpi_discovery is False, but the mpiexec of MPICH"):
+        init_distributed("gloo", auto_mpi_discovery=False, environment=SEVERAL_NODES)
+
+
+def test_a_port_of_deepspeeds_argument_is_used_where_no_variable_says_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert module._with_master(replace(SEVERAL_NODES, master_address="a"), "gloo", 77).master_port == 77
+    assert module._with_master(two_ranks(1, 5), "gloo", 77).master_port == 5
+    monkeypatch.setenv("MASTER_PORT", "6")
+    assert module._with_master(replace(SEVERAL_NODES, master_address="a"), "gloo", 77).master_port == 0
+
+
+@pytest.mark.parametrize("local_rank", range(4))
+def test_all_ranks_of_a_node_with_too_few_devices_hear_of_it(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    four = Environment(local_rank, local_rank, 0, 4, 4, launcher="slurm")
+    with pytest.raises(ValueError, match=f"SLURM_LOCALID is {local_rank}, but this node has 1 cuda .* at most 1 ranks"):
+        device_for(four, "nccl")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # as Slurm gives each task a device of its own
+    assert device_for(four, "nccl") == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="at most 1 ranks"):
+        device_for(replace(four, launcher="torchrun"), "nccl")
+
+
+def test_hosts_tell_the_nodes_where_the_launcher_does_not() -> None:
+    versions = Peer.own().versions
+    everyone = [Peer(versions, host) for host in "aabab"]
+    found = [placed(Environment(rank, 0, 0, 5, 1, launcher="mpich"), everyone) for rank in range(5)]
+    assert [(e.local_rank, e.node_rank, e.local_world_size, e.node_count) for e in found] == [
+        (0, 0, 3, 2), (1, 0, 3, 2), (0, 1, 2, 2), (2, 0, 3, 2), (1, 1, 2, 2)
+    ]  # fmt: skip
+
+
+def test_numbers_are_written_in_short() -> None:
+    assert peers.ranges([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
+
+
+def test_the_interface_is_the_one_that_has_the_address_towards_the_master() -> None:
+    names = {name for _, name in socket.if_nameindex()}
+    own = interface._own_address(interface.ANYWHERE, 1)
+    found = interface.interface_to("127.0.0.1", 29500)
+    if own is None or sys.platform != "linux":
+        assert found is None
+    else:
+        assert found in names - {"lo"}
+        assert interface.interface_to(own, 29500) == found
+    if sys.platform == "linux":
+        assert interface._interface_with("127.0.0.1") == "lo"
