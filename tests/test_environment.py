@@ -23,7 +23,8 @@ from zeromesh.dist.environment import (
     init_distributed,
     shutdown,
 )
-from zeromesh.dist.launch import _first_failure, launch
+from zeromesh.dist.failure import first_failure
+from zeromesh.dist.launch import launch
 
 TEST_PATH = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
 
@@ -273,9 +274,10 @@ def test_the_first_failure_is_the_earliest_exception_or_a_killed_rank(tmp_path: 
     for rank, at in ((0, 20.5), (1, 20.25), (2, 30.0)):
         record = {"at": at, "summary": f"OSError: {rank}", "details": "Traceback"}
         (tmp_path / f"{rank}.failure").write_text(json.dumps(record))
-    assert str(_first_failure(tmp_path, 0, 1)) == "rank 1 failed first: OSError: 1\nTraceback"
-    assert str(_first_failure(tmp_path, 2, -9)) == "rank 2 failed first: killed by SIGKILL"
-    assert str(_first_failure(tmp_path / "none", 2, 3)) == "rank 2 failed first: exited with status 3"
+    assert str(first_failure(tmp_path, {0: 1})) == "rank 1 failed first: OSError: 1\nTraceback"
+    assert str(first_failure(tmp_path, {0: 1, 2: -11})).startswith("rank 2 failed first: killed by SIGSEGV")
+    assert str(first_failure(tmp_path, {0: 1, 2: -15})).startswith("rank 1 failed first")
+    assert str(first_failure(tmp_path / "none", {2: 3, 0: -15})) == "rank 2 failed first: exited with status 3"
 
 
 def remember(where: list[int]) -> None:

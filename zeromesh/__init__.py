@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zeromesh.build import initialize, make_mesh, shard
     from zeromesh.config.settings import Settings
     from zeromesh.dist.environment import Environment, init_distributed
+    from zeromesh.dist.launch import launch
     from zeromesh.dist.mesh import Mesh
     from zeromesh.engine import Engine
     from zeromesh.optim.groups import no_decay_groups
@@ -27,6 +28,7 @@ _HOMES = {
     "Settings": "zeromesh.config.settings",
     "Environment": "zeromesh.dist.environment",
     "init_distributed": "zeromesh.dist.environment",
+    "launch": "zeromesh.dist.launch",
     "Mesh": "zeromesh.dist.mesh",
     "Engine": "zeromesh.engine",
     "from_pretrained": "zeromesh.pretrained",
@@ -38,7 +40,7 @@ _HOMES = {
 
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "from_pretrained", "init_distributed",
-    "initialize", "load_pretrained", "make_mesh", "no_decay_groups", "shard", "zero",
+    "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups", "shard", "zero",
 ]  # fmt: skip
 
 

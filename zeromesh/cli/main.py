@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -102,6 +103,61 @@ def inspect(
         sound = show(path, as_json, verify)
     if not sound:
         raise typer.Exit(FAILED)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; what follows are its arguments.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", show_default=False)] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks per node; one for each accelerator, else 1, if left out.")
+    ] = None,
+    nnodes: Annotated[
+        str, typer.Option(metavar="A[:B]", help="Nodes; A:B lets nodes come and go between A and B.")
+    ] = "1",
+    node_rank: Annotated[
+        int | None, typer.Option(metavar="R", help="0 on the node of --master; by its host name if left out.")
+    ] = None,
+    master: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: the first one, and a free port.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, metavar="K", help="Start all ranks again so often when one fails. [default: 0; 3 for A:B]")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that nodes have to find each other.")] = 300.0,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python's.")] = False,
+    mpi: Annotated[bool, typer.Option("--mpi", help="Start the ranks through mpiexec.")] = False,
+    mpi_args: Annotated[str, typer.Option(help="Options for mpiexec, such as '--hostfile hosts'.")] = "",
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for sbatch; nothing is started.")] = False,
+    gpus: Annotated[int, typer.Option(min=0, help="With --slurm: GPUs per node; 0 trains on CPUs.")] = 0,
+    cpus: Annotated[int | None, typer.Option(min=1, help="With --slurm: cores per rank.")] = None,
+    time: Annotated[str, typer.Option(help="With --slurm: the limit of the job.")] = "01:00:00",
+    partition: Annotated[str | None, typer.Option(help="With --slurm: the partition.")] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="With --slurm: another option of sbatch, such as --account=NAME.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="With --slurm: the file; standard output if left out.")] = None,
+) -> None:
+    """Run a script as several ranks, on one node or many."""
+    with _errors():
+        from zeromesh.cli import launch as starting
+        from zeromesh.dist.launch import RankFailure
+
+        what = starting.Program(program, tuple(arguments or ()), module, no_python)
+        where = starting.Layout(nproc, nnodes, node_rank, master, max_restarts, timeout)
+        if mpi and slurm:
+            raise ValueError("--mpi and --slurm exclude each other; leave one of them out")
+        try:
+            if slurm:
+                options = starting.SlurmOptions(gpus, cpus, time, partition, tuple(sbatch or ()))
+                starting.write_slurm(what, where, options, output)
+            elif mpi:
+                starting.run_mpi(what, where, shlex.split(mpi_args))
+            else:
+                starting.launch(what, where)
+        except RankFailure as error:
+            raise _end(f"error: {error}", error, error.exitcode) from None
 
 
 @contextmanager

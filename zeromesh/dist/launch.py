@@ -1,143 +1,129 @@
-"""Start the ranks of one machine from within Python, through torchrun's library."""
+"""Start the ranks of one machine from within Python: ``zeromesh.launch``."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
+import pickle
+import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zeromesh.dist.environment import Environment, is_launched
+from zeromesh.dist.failure import RankFailure
+from zeromesh.dist.notebook import definitions_of, is_interactive
+from zeromesh.dist.rank import CALL, PREPARING
+
+__all__ = ["RankFailure", "available_cores", "launch", "may_restart", "python_rank", "threads"]
+
+_log = logging.getLogger("zeromesh")
 
 
-class RankFailure(RuntimeError):
-    """A rank that was started by ``launch`` failed.
+def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -> list[Any]:
+    """Run ``function(*args)`` on ``ranks`` processes of this machine, and wait for them.
 
-    Attributes:
-        rank: the rank that failed first.
-        summary: one line that says why.
-    """
+    Each is a new process with torchrun's variables, so that ``zeromesh.initialize`` finds its place; the rendezvous is on
+    the loopback interface, and OMP_NUM_THREADS, unless it is set, shares out the machine's cores. What rank 0 prints
+    appears as it is, what the others print as ``[RANK] line``.
 
-    def __init__(self, rank: int, summary: str, details: str) -> None:
-        self.rank = rank
-        self.summary = summary
-        super().__init__(f"rank {rank} failed first: {summary}\n{details}".rstrip())
+    The function may be imported, defined at the top level of the script that runs (the call must then be under
+    ``if __name__ == "__main__":``, since each rank imports the script), or defined in a cell of a notebook. In a notebook
+    the ranks get the source of the function, and of the functions and classes of the notebook that it uses, the modules
+    that these name, and copies of the values; nothing is forked, so it does not matter what the notebook has done with
+    a GPU before.
 
-
-def launch(entry: Callable[..., None], ranks: int, *args: Any) -> None:
-    """Run ``entry(*args)`` on ``ranks`` processes of this machine, and wait for them.
-
-    Where a launcher has already set torchrun's variables, this process is one of the ranks, and just calls the
-    function; so it does where one rank is asked for. A new process gets torchrun's variables, with a rendezvous on the
-    loopback interface, and OMP_NUM_THREADS, unless it is set: the machine's cores divided among the ranks.
+    Where a launcher has started this process as one of several ranks already, it just calls the function; so it does
+    where one rank is asked for.
 
     Args:
-        entry: a function that can be imported by name.
-        ranks: number of processes.
+        function: what each rank calls. It trains on ``torch.accelerator``'s devices, or the CPU, as the engine does.
+        ranks: number of processes; None is one for each accelerator, or one without any.
         args: what can be pickled, the same for every rank.
 
+    Returns:
+        What the function returned on each rank, by rank, pickled and sent back; of one process alone where it just called
+        the function.
+
     Raises:
-        ValueError: if ``ranks`` is below 1, or the variables are wrong.
+        ValueError: if ``ranks`` is below 1, the variables of a launcher are wrong, or the function or an argument cannot
+            be sent to another process.
         RankFailure: if a rank raised or died; it shows the first failure, and the other ranks have been ended.
+        RuntimeError: if a rank that imports the script comes upon this call again.
         KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
     """
+    if PREPARING in os.environ:
+        script = getattr(sys.modules["__main__"], "__file__", None) or "the script"
+        raise RuntimeError(
+            f"zeromesh.launch was called while a rank imported {script} to find the function; each rank imports the "
+            'script, so put what only the first process is to do under: if __name__ == "__main__":'
+        )
+    if ranks is None:
+        ranks = default_ranks()
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, but must be at least 1; name the number of processes to start")
     if is_launched():
         Environment.detect()
-        entry(*args)
-    elif ranks == 1:
-        entry(*args)
-    else:
-        _start(entry, ranks, args)
+        return [function(*args)]
+    if ranks == 1:
+        return [function(*args)]
+    from zeromesh.dist.agent import Plan, run
+
+    with tempfile.TemporaryDirectory(prefix="zeromesh-") as name:
+        folder = Path(name)
+        (folder / CALL).write_bytes(_call(function, args))
+        run(python_rank("function", name), Plan(ranks, variables=threads(ranks)), folder, _log.warning)
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(ranks)]
 
 
-def _start(entry: Callable[..., None], ranks: int, args: tuple[Any, ...]) -> None:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder, _threads(ranks), _silence():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id="zeromesh",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        try:
-            elastic_launch(config, _run_rank)(folder, entry, args)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raise _first_failure(Path(folder), rank, failure.exitcode) from None
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + error.sigval) from None
-
-
-def _run_rank(folder: str, entry: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """What each rank runs."""
-    # A rank that waits in a collective never gets to run Python's handler, so let Ctrl-C end it outright.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """What a rank needs to make the call."""
+    name = getattr(function, "__qualname__", repr(function))
+    definitions = definitions_of(function) if is_interactive(function) else []
     try:
-        entry(*args)
+        call = pickle.dumps((function, args))
     except Exception as error:
-        summary = traceback.format_exception_only(error)[-1].strip()
-        record = {"at": time.time(), "summary": summary, "details": traceback.format_exc()}
-        Path(folder, f"{os.environ['RANK']}.failure").write_text(json.dumps(record))
-        raise SystemExit(1) from None
+        raise ValueError(
+            f"{name} and its arguments cannot be sent to the ranks ({error}); pass a function that is defined at the top "
+            "level of a module, of the script or of a cell, and arguments that can be pickled; build models and open "
+            "files inside the function"
+        ) from None
+    main = _main_data() if not definitions and b"__main__" in call else None
+    return pickle.dumps({"function": call, "main": main, "definitions": definitions, "path": sys.path})
 
 
-def _first_failure(folder: Path, rank: int, exitcode: int) -> RankFailure:
-    """The failure to show: a rank that was killed, else the earliest exception.
+def _main_data() -> dict[str, Any]:
+    """How a rank imports the script that runs, in the form of multiprocessing."""
+    from multiprocessing import spawn
 
-    torchrun looks at the ranks ten times a second, and a rank whose peer is gone fails sooner than that; so the order
-    is taken from the times that the ranks themselves wrote down.
+    data = spawn.get_preparation_data("zeromesh")
+    return {key: data[key] for key in data if key.startswith(("sys_", "dir", "orig_dir", "init_main"))}
+
+
+def python_rank(kind: str, target: str, arguments: Sequence[str] = ()) -> list[str]:
+    """The command with which a rank runs a script, a module or a function of Python; see ``zeromesh.dist.rank``."""
+    return [sys.executable, str(Path(__file__).with_name("rank.py")), kind, target, *arguments]
+
+
+def default_ranks() -> int:
+    """As many ranks as this machine has accelerators; one if it has none."""
+    import torch
+
+    return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1
+
+
+def threads(ranks: int) -> dict[str, str]:
+    """OMP_NUM_THREADS for each of so many ranks of this machine: their share of its cores; nothing where it is set."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, available_cores() // ranks))}
+
+
+def may_restart(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher starts the ranks again when one fails, or nodes come and go, perhaps on another world.
+
+    ``zeromesh launch`` and torchrun tell it in TORCHELASTIC_MAX_RESTARTS; nodes that go cost a restart, too.
     """
-    if exitcode < 0:
-        return RankFailure(rank, f"killed by {signal.Signals(-exitcode).name}", "")
-    records = {int(file.stem): json.loads(file.read_text()) for file in folder.glob("*.failure")}
-    if not records:
-        return RankFailure(rank, f"exited with status {exitcode}", "")
-    first = min(records, key=lambda number: float(records[number]["at"]))
-    return RankFailure(first, records[first]["summary"], records[first]["details"])
-
-
-@contextmanager
-def _threads(ranks: int) -> Iterator[None]:
-    """Divide the cores among the ranks that are started meanwhile."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    cores = available_cores()
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Keep torchrun's own log lines off the terminal: this process only waits, and the ranks speak for themselves."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+    return int(env.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
 
 
 def available_cores() -> int:

@@ -1,0 +1,298 @@
+"""Run a command as every rank of this node, with torchrun's library: rendezvous, watching, restarts, ending."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    registry,
+)
+
+from zeromesh.dist.failure import RankFailure, first_failure
+from zeromesh.dist.output import Relay, Streams
+from zeromesh.dist.rank import FAILURES
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Those that are passed on to the ranks, and end the run."""
+
+GRACE = {signal.SIGTERM: 15.0}
+"""Seconds from a signal until SIGKILL."""
+
+HASTE = 1.5
+"""The same for all other signals, such as Ctrl-C's."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which ranks there are, and what holds them together.
+
+    Attributes:
+        ranks: on this node.
+        least_nodes: with fewer nodes the run does not begin, or go on.
+        most_nodes: with more it does not go on.
+        master: ``HOST:PORT`` of the rendezvous; empty for one node, which uses a free port on loopback.
+        node_rank: 0 on the node that is the master; None to find out by its host name.
+        restarts: how often all ranks may be started again after one failed.
+        timeout: seconds that nodes have to find each other.
+        variables: environment variables of the ranks beside those of this process and torchrun's.
+    """
+
+    ranks: int
+    least_nodes: int = 1
+    most_nodes: int = 1
+    master: str = ""
+    node_rank: int | None = None
+    restarts: int = 0
+    timeout: float = 300.0
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def one_node(self) -> bool:
+        """Whether the ranks of this node are all."""
+        return not self.master
+
+
+def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], None]) -> None:
+    """Run a command as every rank of this node, and wait for it.
+
+    Args:
+        command: a program and its arguments.
+        plan: which ranks.
+        folder: an empty one for files that live as long as the run.
+        tell: is given lines for the user: restarts, changes of the world.
+
+    Raises:
+        RankFailure: a rank of this node raised or died, and no restarts were left. The others have been ended.
+        ConnectionError: the master cannot be reached, or its port is in use.
+        TimeoutError: too few nodes came.
+        KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
+        SystemExit: on another of ``SIGNALS``.
+    """
+    relay = Relay(folder)
+    with ExitStack() as stack:
+        stack.callback(relay.close)
+        stack.enter_context(_same_handlers())
+        stack.enter_context(_silence())
+        if not plan.one_node:
+            # The store that torchrun's library shares with the ranks outlives neither its node nor a change of nodes.
+            stack.enter_context(_variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
+        try:
+            agent = _agent(command, plan, folder, relay, tell)
+            closes = True
+            try:
+                result = agent.run()
+            except SignalException:
+                closes = False  # other nodes may go on
+                raise
+            finally:
+                if closes:
+                    agent.rendezvous.shutdown()
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
+        except RendezvousTimeoutError:
+            raise TimeoutError(_too_few(plan)) from None
+        except RendezvousClosedError:
+            raise ConnectionError(f"the run at {plan.master} has ended already; start it anew on all nodes") from None
+        except RendezvousConnectionError as error:
+            raise ConnectionError(_no_master(plan, error)) from None
+    if result is not None and result.is_failed():
+        assert agent.failure is not None
+        raise agent.failure
+
+
+def _agent(
+    command: Sequence[str], plan: Plan, folder: Path, relay: Relay, tell: Callable[[str], None]
+) -> _Agent:  # fmt: skip
+    local = "127.0.0.1" if plan.one_node else _address_towards(plan)
+    options: dict[str, Any] = {"join_timeout": int(plan.timeout), "read_timeout": max(1, int(plan.timeout))}
+    if plan.one_node:
+        options["is_host"] = True
+    else:
+        if plan.node_rank is not None:
+            options["is_host"] = plan.node_rank == 0
+        # A node that is gone is missed after six seconds, and after five more the others go on without it.
+        options |= {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
+    rendezvous = registry.get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint=plan.master or "127.0.0.1:0",
+            run_id="zeromesh",
+            min_nodes=plan.least_nodes,
+            max_nodes=plan.most_nodes,
+            local_addr=local,
+            **options,
+        )
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=plan.ranks,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=plan.restarts,
+        monitor_interval=0.1,
+        local_addr=local,
+    )
+    return _Agent(spec, Streams(folder, relay, {**plan.variables, FAILURES: str(folder)}), folder, tell)
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, which tells what it does and does not wait long for ranks that it ends.
+
+    Attributes:
+        rendezvous: where it meets those of other nodes.
+        failure: the first one of the last start.
+    """
+
+    def __init__(self, spec: WorkerSpec, streams: Streams, folder: Path, tell: Callable[[str], None]) -> None:
+        super().__init__(spec, streams)
+        self.rendezvous = spec.rdzv_handler
+        self.failure: RankFailure | None = None
+        self._folder = folder
+        self._tell = tell
+        self._left = spec.max_restarts
+        self._world = 0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for file in self._folder.glob("*.failure"):
+            file.unlink()
+        world = worker_group.workers[0].world_size
+        if self._world and self._world != world:
+            self._tell(f"the run goes on with {world} ranks instead of {self._world}")
+        elif self._world and self.failure is None:
+            self._tell("the ranks are started again, because nodes came or went")
+        self.failure, self._world = None, world
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            exitcodes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            self.failure = first_failure(self._folder, exitcodes)
+            if self._left:
+                self._left -= 1
+                made = worker_group.spec.max_restarts - self._left
+                self._tell(f"{self.failure}\nall ranks are started again ({made} of {worker_group.spec.max_restarts})")
+        return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        with _handlers(self._end_at_once):
+            super()._shutdown(death_sig, GRACE.get(death_sig, HASTE))  # type: ignore[arg-type]
+
+    def _end_at_once(self, number: int, frame: Any) -> None:
+        for pid in self._pcontext.pids().values() if self._pcontext else ():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _address_towards(plan: Plan) -> str:
+    """This machine's address on the way to the master, by which other nodes reach it; host names need not be known."""
+    host, port = plan.master.rsplit(":", 1)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConnectionError(
+            f"the master {plan.master} cannot be found from {socket.gethostname()} ({error}); --master takes the name "
+            "or address of the first node as the other nodes know it, and a free port: --master HOST:29500"
+        ) from None
+    if plan.node_rank == 0:
+        _require_free(plan, family, int(port))
+    return own
+
+
+def _require_free(plan: Plan, family: int, port: int) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConnectionError(
+                f"port {port} of --master {plan.master} cannot be used on {socket.gethostname()} ({error.strerror}): "
+                "another program, or another run, listens on it; choose another port on all nodes"
+            ) from None
+
+
+def _no_master(plan: Plan, error: BaseException) -> str:
+    cause = f": {error.__cause__}" if error.__cause__ is not None else ""
+    return (
+        f"{socket.gethostname()} could not reach the master {plan.master} in {plan.timeout:.0f} s; start zeromesh "
+        "launch with the same --nnodes and --master on the node that --master names too, with --node-rank 0, and see "
+        f"that no firewall or other program holds the port{cause}"
+    )
+
+
+def _too_few(plan: Plan) -> str:
+    return (
+        f"fewer than {plan.least_nodes} nodes met at {plan.master} in {plan.timeout:.0f} s; start zeromesh launch with "
+        "the same --nnodes and --master on every node, or lower --nnodes"
+    )
+
+
+@contextmanager
+def _same_handlers() -> Iterator[None]:
+    """Bring back the handlers of signals that torchrun's library replaces."""
+    with _handlers(None):
+        yield
+
+
+@contextmanager
+def _handlers(handler: Callable[[int, Any], None] | None) -> Iterator[None]:
+    """Handle ``SIGNALS`` meanwhile, and afterwards as before; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        for number in SIGNALS if handler is not None else ():
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old if old is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep torchrun's own log lines off the terminal: this process only waits, and the ranks speak for themselves."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable meanwhile, unless somebody has."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]

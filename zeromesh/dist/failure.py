@@ -1,0 +1,65 @@
+"""Which rank failed first, and why."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
+"""Signals that end ranks because another one is gone: the first is the launcher's, the second that of nccl's watchdog."""
+
+HINTS = {
+    signal.SIGKILL: "if nobody sent it, the kernel did because memory ran out (see dmesg): start fewer ranks on this "
+    "machine, lower train_micro_batch_size_per_gpu, or use a higher zero_optimization.stage",
+    signal.SIGSEGV: "native code used memory that it must not; PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGBUS: "a file in shared memory could not grow: make /dev/shm larger, or use fewer loader workers",
+}
+
+
+class RankFailure(RuntimeError):
+    """A rank that was started by ``launch`` failed.
+
+    Attributes:
+        rank: the rank that failed first.
+        summary: one line that says why.
+        exitcode: its exit status; 128 + the signal's number if a signal ended it.
+    """
+
+    def __init__(self, rank: int, summary: str, details: str = "", exitcode: int = 1) -> None:
+        self.rank = rank
+        self.summary = summary
+        self.exitcode = exitcode
+        super().__init__(f"rank {rank} failed first: {summary}\n{details}".rstrip())
+
+
+def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
+    """The failure to show: a rank that was killed, else the earliest exception, else any other exit.
+
+    torchrun looks at the ranks ten times a second, and a rank whose peer is gone fails sooner than that; so the order
+    is taken from the times that the ranks themselves wrote down.
+
+    Args:
+        folder: with the records of the ranks, ``RANK.failure``.
+        exitcodes: by rank, of those that failed; the negative number of the signal where one ended it.
+    """
+    killed = {rank: signal.Signals(-code) for rank, code in exitcodes.items() if code < 0}
+    for rank, number in sorted(killed.items()):
+        if number not in CONSEQUENCES:
+            return _killed(rank, number)
+    records = {int(file.stem): json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.failure")}
+    if records:
+        first = min(records, key=lambda rank: float(records[rank]["at"]))
+        aborted = [f"rank {rank} was ended by SIGABRT" for rank in sorted(killed) if killed[rank] is signal.SIGABRT]
+        details = "\n".join([records[first]["details"].rstrip(), *aborted])
+        return RankFailure(first, records[first]["summary"], details, max(1, exitcodes.get(first, 1)))
+    left = sorted(rank for rank, code in exitcodes.items() if code > 0)
+    if left:
+        return RankFailure(left[0], f"exited with status {exitcodes[left[0]]}", "", exitcodes[left[0]])
+    return _killed(*min(killed.items(), key=lambda pair: (CONSEQUENCES.index(pair[1]) == 0, pair[0])))
+
+
+def _killed(rank: int, number: signal.Signals) -> RankFailure:
+    hint = f"; {HINTS[number]}" if number in HINTS else ""
+    return RankFailure(rank, f"killed by {number.name}{hint}", "", 128 + number)

@@ -1,0 +1,125 @@
+"""Run a command as ranks that ``mpiexec`` starts: MPICH's and Intel's (Hydra), or Open MPI's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeromesh.dist.failure import first_failure
+from zeromesh.dist.rank import FAILURES
+
+GRACE = {signal.SIGTERM: 15.0}
+HASTE = 1.5
+"""Seconds from SIGTERM, and from any other signal, until SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Mpiexec:
+    """A launcher of MPI programs.
+
+    Attributes:
+        path: of the program.
+        is_open_mpi: whether it is Open MPI's; its options differ.
+    """
+
+    path: str
+    is_open_mpi: bool
+
+
+def find_mpiexec() -> Mpiexec:
+    """The mpiexec of this Python environment, else the first one on PATH.
+
+    That of the environment goes first, as it belongs to the MPI that pip installed beside mpi4py.
+
+    Raises:
+        ValueError: there is none, or it does not work.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if path is None:
+        raise ValueError(
+            "no mpiexec was found, neither on PATH nor beside the Python that runs; install one: "
+            "pip install 'zeromesh[mpi]', or load the cluster's module (module load openmpi)"
+        )
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"{path} --version does not work ({error}); repair it, or take it off PATH") from None
+    text = said.stdout + said.stderr
+    return Mpiexec(path, "Open MPI" in text or "OpenRTE" in text or "PRRTE" in text)
+
+
+def command_line(
+    mpiexec: Mpiexec, command: Sequence[str], ranks: int, nodes: int, extra: Sequence[str]
+) -> list[str]:  # fmt: skip
+    """The whole command; ``ranks`` are those of each node.
+
+    Raises:
+        ValueError: Open MPI would refuse to start.
+    """
+    root = "--allow-run-as-root"
+    if mpiexec.is_open_mpi and os.geteuid() == 0 and root not in extra:
+        raise ValueError(
+            f"Open MPI ({mpiexec.path}) does not start as root; start as another user, or say --mpi-args={root}"
+        )
+    spread = [] if nodes == 1 else ["-N" if mpiexec.is_open_mpi else "-ppn", str(ranks)]
+    return [mpiexec.path, "-n", str(ranks * nodes), *spread, *extra, *command]
+
+
+def run(
+    mpiexec: Mpiexec, command: Sequence[str], ranks: int, nodes: int, extra: Sequence[str], env: Mapping[str, str],
+    folder: Path,
+) -> None:  # fmt: skip
+    """Run a command as ``ranks`` ranks on each of ``nodes`` nodes, and wait for them.
+
+    Raises:
+        ValueError: Open MPI would refuse to start.
+        RankFailure: a rank on this node raised.
+        KeyboardInterrupt: on Ctrl-C, once mpiexec has ended.
+        SystemExit: with mpiexec's exit status, where that is all that is known, or on SIGTERM.
+    """
+    line = command_line(mpiexec, command, ranks, nodes, extra)
+    process = subprocess.Popen(line, env={**env, FAILURES: str(folder)}, start_new_session=True)
+    got: list[int] = []
+
+    def pass_on(number: int, _: Any) -> None:
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL if got else number)
+        got.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        status = _wait(process, got)
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it left behind
+        for number, old in before.items():
+            signal.signal(number, old)
+    if got:
+        if got[0] == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + got[0])
+    if status and any(folder.glob("*.failure")):
+        raise first_failure(folder, {})
+    if status:
+        raise SystemExit(status if status > 0 else 128 - status)
+
+
+def _wait(process: subprocess.Popen[bytes], got: list[int]) -> int:
+    """The exit status; after a signal, mpiexec has some seconds until it is killed, and with it all ranks here."""
+    while not got:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(0.2)
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(GRACE.get(signal.Signals(got[0]), HASTE))
+    process.kill()
+    return process.wait()
