@@ -108,7 +108,9 @@ class Layout:
         """``HOST:PORT`` of the master; empty for one node."""
         if self.node_counts[1] == 1 and self.master is None:
             if self.node_rank:
-                raise ValueError(f"--node-rank {self.node_rank} needs --nnodes and --master; a single node has the rank 0")
+                raise ValueError(
+                    f"--node-rank {self.node_rank} needs --nnodes and --master; a single node has the rank 0"
+                )
             return ""
         if self.master is None:
             raise ValueError(
@@ -212,7 +214,9 @@ def slurm_script(program: Program, layout: Layout, options: SlurmOptions) -> str
     if layout.master is not None or layout.node_rank is not None:
         raise ValueError("--slurm finds the master from the job's nodes; leave out --master and --node-rank")
     if options.gpus and ranks > options.gpus:
-        raise ValueError(f"--nproc {ranks} is more than --gpus {options.gpus} of a node; each rank needs one of its own")
+        raise ValueError(
+            f"--nproc {ranks} is more than --gpus {options.gpus} of a node; each rank needs one of its own"
+        )
     if not re.fullmatch(r"\d+|(\d+-)?\d{1,2}:\d{2}(:\d{2})?|\d+-\d{1,2}", options.time):
         raise ValueError(f"--time is {options.time!r}, but must be minutes, HH:MM:SS or DAYS-HH:MM:SS")
     tasks = 1 if restarts else ranks

@@ -122,14 +122,17 @@ def launch(
         str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: the first one, and a free port.")
     ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(min=0, metavar="K", help="Start all ranks again so often when one fails. [default: 0; 3 for A:B]")
+        int | None,
+        typer.Option(min=0, metavar="K", help="Start all ranks again so often when one fails. [default: 0; 3 for A:B]"),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that nodes have to find each other.")] = 300.0,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python's.")] = False,
     mpi: Annotated[bool, typer.Option("--mpi", help="Start the ranks through mpiexec.")] = False,
     mpi_args: Annotated[str, typer.Option(help="Options for mpiexec, such as '--hostfile hosts'.")] = "",
-    slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for sbatch; nothing is started.")] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Write a batch script for sbatch; nothing is started.")
+    ] = False,
     gpus: Annotated[int, typer.Option(min=0, help="With --slurm: GPUs per node; 0 trains on CPUs.")] = 0,
     cpus: Annotated[int | None, typer.Option(min=1, help="With --slurm: cores per rank.")] = None,
     time: Annotated[str, typer.Option(help="With --slurm: the limit of the job.")] = "01:00:00",
