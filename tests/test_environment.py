@@ -272,11 +272,12 @@ def test_launch_shows_the_first_failure_and_nothing_else() -> None:
 
 def test_the_first_failure_is_the_earliest_exception_or_a_killed_rank(tmp_path: Path) -> None:
     for rank, at in ((0, 20.5), (1, 20.25), (2, 30.0)):
-        record = {"at": at, "summary": f"OSError: {rank}", "details": "Traceback"}
+        record = {"at": at, "summary": f"OSError: {rank}", "details": "Traceback", "status": 1}
         (tmp_path / f"{rank}.failure").write_text(json.dumps(record))
     assert str(first_failure(tmp_path, {0: 1})) == "rank 1 failed first: OSError: 1\nTraceback"
     assert str(first_failure(tmp_path, {0: 1, 2: -11})).startswith("rank 2 failed first: killed by SIGSEGV")
-    assert str(first_failure(tmp_path, {0: 1, 2: -15})).startswith("rank 1 failed first")
+    assert str(first_failure(tmp_path, {1: 1, 2: -15})).startswith("rank 1 failed first")
+    assert str(first_failure(tmp_path, {1: 1, 5: 70})) == "rank 5 failed first: exited with status 70"
     assert str(first_failure(tmp_path / "none", {2: 3, 0: -15})) == "rank 2 failed first: exited with status 3"
 
 

@@ -99,7 +99,7 @@ class Layout:
         made = (DEFAULT_RESTARTS if self.may_change else 0) if self.restarts is None else self.restarts
         if self.may_change and made < 1:
             raise ValueError(
-                f"--nnodes {self.nodes} lets nodes go, and each that does costs a restart; set --max-restarts to at least 1"
+                f"--nnodes {self.nodes} lets nodes go, and each costs a restart; set --max-restarts to at least 1"
             )
         return made
 
@@ -114,8 +114,8 @@ class Layout:
             return ""
         if self.master is None:
             raise ValueError(
-                f"--nnodes {self.nodes} needs --master HOST:PORT: the first node as the others reach it, and a free port "
-                "there, such as 29500; run the same command on every node"
+                f"--nnodes {self.nodes} needs --master HOST:PORT: the first node as the others reach it, and a free "
+                "port there, such as 29500; run the same command on every node"
             )
         match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):(\d{1,5})", self.master)
         if match is None or not 0 < int(match[2]) < 65536:
@@ -205,8 +205,8 @@ class SlurmOptions:
 def slurm_script(program: Program, layout: Layout, options: SlurmOptions) -> str:
     """The batch script.
 
-    Without restarts Slurm starts each rank itself. With restarts it starts ``zeromesh launch`` on each node, which starts
-    that node's ranks, as often as it takes.
+    Without restarts Slurm starts each rank itself. With restarts it starts ``zeromesh launch`` on each node, which
+    starts that node's ranks, as often as it takes.
     """
     least, most = layout.node_counts
     ranks = layout.ranks or options.gpus or 1
@@ -271,8 +271,8 @@ def run_mpi(program: Program, layout: Layout, extra: Sequence[str]) -> None:
     least, most = layout.node_counts
     if least != most or layout.restarts or layout.master is not None or layout.node_rank is not None:
         raise ValueError(
-            "--mpi has no restarts and no nodes that come and go, and needs no --master or --node-rank; leave these out, "
-            "or leave out --mpi"
+            "--mpi has no restarts and no nodes that come and go, and needs no --master or --node-rank; leave these "
+            "out, or leave out --mpi"
         )
     ranks = ranks_per_node(layout)
     variables = threads(ranks)

@@ -35,7 +35,7 @@ class RankFailure(RuntimeError):
 
 
 def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
-    """The failure to show: a rank that was killed, else the earliest exception, else any other exit.
+    """The failure to show: a rank that was killed or left without a word, else the earliest that left word.
 
     torchrun looks at the ranks ten times a second, and a rank whose peer is gone fails sooner than that; so the order
     is taken from the times that the ranks themselves wrote down.
@@ -49,14 +49,14 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
         if number not in CONSEQUENCES:
             return _killed(rank, number)
     records = {int(file.stem): json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.failure")}
+    silent = sorted(rank for rank, code in exitcodes.items() if code > 0 and rank not in records)
+    if silent:  # it left by itself, such as with os._exit
+        return RankFailure(silent[0], f"exited with status {exitcodes[silent[0]]}", "", exitcodes[silent[0]])
     if records:
         first = min(records, key=lambda rank: float(records[rank]["at"]))
         aborted = [f"rank {rank} was ended by SIGABRT" for rank in sorted(killed) if killed[rank] is signal.SIGABRT]
         details = "\n".join([records[first]["details"].rstrip(), *aborted])
-        return RankFailure(first, records[first]["summary"], details, max(1, exitcodes.get(first, 1)))
-    left = sorted(rank for rank, code in exitcodes.items() if code > 0)
-    if left:
-        return RankFailure(left[0], f"exited with status {exitcodes[left[0]]}", "", exitcodes[left[0]])
+        return RankFailure(first, records[first]["summary"], details, records[first]["status"])
     return _killed(*min(killed.items(), key=lambda pair: (CONSEQUENCES.index(pair[1]) == 0, pair[0])))
 
 

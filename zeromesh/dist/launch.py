@@ -54,10 +54,9 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
         KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
     """
     if PREPARING in os.environ:
-        script = getattr(sys.modules["__main__"], "__file__", None) or "the script"
         raise RuntimeError(
-            f"zeromesh.launch was called while a rank imported {script} to find the function; each rank imports the "
-            'script, so put what only the first process is to do under: if __name__ == "__main__":'
+            f"zeromesh.launch was called while a rank imported {os.environ[PREPARING]} to find the function; each rank "
+            "does, so put what only the first process is to do under: if __name__ == '__main__':"
         )
     if ranks is None:
         ranks = default_ranks()

@@ -103,8 +103,9 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 def _placed(statement: ast.stmt, lines: list[str]) -> str:
     """The statement alone, on the lines on which it is in its cell."""
-    first = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))])
-    return "\n" * (first - 1) + "".join(lines[first - 1 : statement.end_lineno])
+    last = statement.end_lineno
+    first: int = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))])
+    return "\n" * (first - 1) + "".join(lines[first - 1 : last])
 
 
 def _pickled(name: str, value: Any, wanted_by: str) -> tuple[bytes, list[str]]:

@@ -26,7 +26,7 @@ RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 """Variables with the rank: torchrun's, MPICH's and Intel MPI's, PMIx', Open MPI's."""
 
 PREPARING = "ZEROMESH_PREPARING"
-"""Variable that is set while a rank imports the script that its function is defined in."""
+"""Variable with the script that a rank imports at the moment, to find its function in it."""
 
 CALL = "call.pickle"
 """File with a pickled ``Call`` as a dict, in the folder of a function's ranks."""
@@ -40,7 +40,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # lines of several ranks must not be torn
-    {"script": run_script, "module": run_module, "function": run_function}[kind](target, arguments)
+    try:
+        {"script": run_script, "module": run_module, "function": run_function}[kind](target, arguments)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            status = error.code if isinstance(error.code, int) else 1
+            write_failure(f"exited with status {status}", "" if error.code == status else f"{error.code}\n", status)
+        raise
 
 
 def run_script(path: str, arguments: list[str]) -> None:
@@ -123,14 +129,21 @@ def record(kind: type[BaseException], error: BaseException, trace: TracebackType
         trace = trace.tb_next
     details = "".join(traceback.format_exception(kind, error, trace))
     summary = traceback.format_exception_only(kind, error)[-1].strip()
-    try:
-        rank = next(os.environ[name] for name in RANKS if name in os.environ)
-        final = os.path.join(os.environ[FAILURES], f"{rank}.failure")
-        with open(final + ".part", "w", encoding="utf-8") as file:
-            json.dump({"at": time.time(), "summary": summary, "details": details}, file)
-        os.replace(final + ".part", final)
-    except (OSError, KeyError, StopIteration):  # nobody on this machine waits for it
+    if not write_failure(summary, details):
         sys.stderr.write(details)
+
+
+def write_failure(summary: str, details: str, status: int = 1) -> bool:
+    """Leave word of this rank's failure, and when it was; False if nobody on this machine waits for it."""
+    rank = next((os.environ[name] for name in RANKS if name in os.environ), None)
+    folder = os.environ.get(FAILURES)
+    if rank is None or folder is None or not os.path.isdir(folder):
+        return False
+    final = os.path.join(folder, f"{rank}.failure")
+    with open(final + ".part", "w", encoding="utf-8") as file:
+        json.dump({"at": time.time(), "summary": summary, "details": details, "status": status}, file)
+    os.replace(final + ".part", final)
+    return True
 
 
 def _fresh_main() -> ModuleType:
@@ -144,7 +157,7 @@ def _import_main(data: dict[str, Any]) -> None:
     """Import the script that started the ranks, not as ``__main__``, as multiprocessing does."""
     from multiprocessing import spawn
 
-    os.environ[PREPARING] = "1"
+    os.environ[PREPARING] = data.get("init_main_from_path") or data.get("init_main_from_name") or "the script"
     spawn.prepare(data)
     del os.environ[PREPARING]
 
