@@ -22,6 +22,7 @@ from zeromesh.agree import attempt, describe, require_agreement, share, world_gr
 from zeromesh.config.printing import jsonable, lines_of
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.formats import FORMATS
+from zeromesh.dist.launch import may_restart
 from zeromesh.dist.mesh import Links, Mesh
 from zeromesh.engine import Engine
 from zeromesh.model.piece import Piece
@@ -117,7 +118,8 @@ def initialize(
     require_agreement(world, "the configuration", "\n".join(lines_of(json.loads(settings.to_json()))))
     require_agreement(world, "the model", describe(model))
     mesh = mesh or make_mesh(settings, environment)
-    resolved = settings.resolve(mesh.data_size, mesh.sizes)
+    resolved = settings.resolve(mesh.data_size, mesh.sizes, elastic=may_restart())
+    _tell_batch(settings, resolved, mesh)
 
     def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor]:
         """What can be made, or tried, while the model is as it was."""
@@ -167,6 +169,19 @@ def initialize(
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
         _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
     return engine, built, loader, scheduler
+
+
+def _tell_batch(settings: Settings, resolved: Resolved, mesh: Mesh) -> None:
+    """Say where the number of ranks has changed what the configuration says about batches."""
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    changes = [
+        f"{key} is {getattr(resolved, key)} instead of {getattr(settings, key)}"
+        for key in keys
+        if getattr(settings, key) not in (None, getattr(resolved, key))
+    ]
+    if changes and mesh.rank == 0:
+        ranks, batch = mesh.data_size, resolved.train_batch_size
+        _log.info("%s: train_batch_size = %d is kept on %d data-parallel ranks", " and ".join(changes), batch, ranks)
 
 
 class Values:

@@ -22,6 +22,7 @@ from zeromesh.data.prepared import Prepared
 from zeromesh.data.store import first_beyond
 from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.dist.environment import Environment, is_launched
+from zeromesh.dist.launch import may_restart
 from zeromesh.shard.find import find_units
 
 
@@ -85,7 +86,7 @@ def check(settings: Settings) -> Job:
         job.folder.require_base()
     model = _check_model(job)
     check_optimizer(model, resolved, sizes["data"])
-    job.folder.check(job.run.resume)
+    job.folder.check(bool(job.run.resume))
     if job.run.resume:
         require_unchanged(job.folder, resolved)
     return job
@@ -145,7 +146,7 @@ def _mesh(job: Job) -> dict[str, int]:
 def _resolved(job: Job) -> Resolved:
     """The settings with the sizes that follow from the number of ranks."""
     sizes = _mesh(job)
-    return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes)
+    return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic=may_restart())
 
 
 def _check_model(job: Job) -> nn.Module:

@@ -49,12 +49,15 @@ def train(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in run.steps=100.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in run.output.")] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Continue if run.output has a checkpoint, else start.")
+    ] = False,
 ) -> None:
     """Train a language model on text."""
     with _errors():
         from zeromesh.cli.train import train as run
 
-        run(config, overrides or [], resume)
+        run(config, overrides or [], "auto" if auto_resume else resume)
 
 
 @app.command()

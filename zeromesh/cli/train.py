@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -16,6 +17,7 @@ from zeromesh.agree import attempt, share, world_group
 from zeromesh.cli.check import Job, check, prepare_text
 from zeromesh.cli.closing import Span, close
 from zeromesh.cli.evaluate import HeldOut
+from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.loop import Loop, Progress
 from zeromesh.cli.model import require_causal, require_document_attention
 from zeromesh.cli.screen import is_first, make_console, shown_log
@@ -24,14 +26,14 @@ from zeromesh.config.settings import Settings
 from zeromesh.data.loader import Share, training_batches
 from zeromesh.data.prepared import Prepared
 from zeromesh.dist.environment import device_of_group, init_distributed, shutdown
-from zeromesh.dist.launch import RankFailure, launch
+from zeromesh.dist.launch import RankFailure, launch, may_restart
 from zeromesh.engine import Engine
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
 from zeromesh.observe.units import scaled_text
 
 
-def train(config: Path, overrides: Sequence[str], resume: bool) -> None:
+def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
     """Train as a file says; everything that can be refused is refused before a rank is started.
 
     Raises:
@@ -39,7 +41,7 @@ def train(config: Path, overrides: Sequence[str], resume: bool) -> None:
         RankFailure: if a rank failed.
     """
     began = time.time()
-    settings = Settings.load(config, [*overrides, *(["run.resume=true"] if resume else [])])
+    settings = _decided(Settings.load(config, [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]))
     job = check(settings)
     try:
         if is_first():
@@ -49,6 +51,15 @@ def train(config: Path, overrides: Sequence[str], resume: bool) -> None:
         if is_first():
             error.add_note(_how_to_go_on(job))
         raise
+
+
+def _decided(settings: Settings) -> Settings:
+    """The settings with ``run.resume`` true or false; all ranks that a launcher starts see the same folder."""
+    run = settings.run
+    if run is None or run.resume is True or (run.resume is False and not may_restart()):
+        return settings
+    resume = RunFolder(Path(run.output)).last_checkpoint is not None
+    return settings.model_copy(update={"run": run.model_copy(update={"resume": resume})})
 
 
 def _prepare(job: Job, console: Console) -> None:

@@ -22,10 +22,20 @@ class Batch:
     accumulation: int
 
 
-def solve_batch(train: int | None, micro: int | None, accumulation: int | None, data_size: int) -> Batch:
+def solve_batch(
+    train: int | None, micro: int | None, accumulation: int | None, data_size: int, elastic: bool = False
+) -> Batch:
     """The three sizes from any consistent subset: ``train = micro x accumulation x data_size``.
 
     With nothing given, a micro-batch has one sample and there is no accumulation.
+
+    Args:
+        train: samples per update over all ranks, if given.
+        micro: samples per rank and micro-batch, if given.
+        accumulation: micro-batches per update, if given.
+        data_size: data-parallel ranks.
+        elastic: whether the number of ranks may be another than the one that the sizes were written for. Then
+            ``train`` is kept; ``micro`` too where that divides, else it becomes smaller; and the accumulation follows.
 
     Raises:
         ConfigError: the sizes contradict each other, do not divide, or only the accumulation is given.
@@ -40,6 +50,8 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
     if train is None:
         micro, accumulation = micro or 1, accumulation or 1
         return Batch(micro * accumulation * data_size, micro, accumulation)
+    if elastic and micro is not None:
+        return _refit(train, micro, data_size)
     if micro is not None and accumulation is not None:
         _check_product(train, micro, accumulation, data_size)
         return Batch(train, micro, accumulation)
@@ -47,6 +59,21 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
         return Batch(train, micro, _divide(train, {MICRO: micro}, data_size))
     accumulation = accumulation or 1
     return Batch(train, _divide(train, {ACCUMULATION: accumulation}, data_size), accumulation)
+
+
+def _refit(train: int, micro: int, data_size: int) -> Batch:
+    """The same global batch on another number of ranks; a micro-batch never grows, since memory may not hold more."""
+    if train % data_size:
+        work = ", ".join(str(size) for size in range(1, train + 1) if train % size == 0)
+        raise ConfigError(
+            [
+                f"{TRAIN} = {train} cannot be shared out evenly to {data_size} data-parallel ranks; numbers of them "
+                f"that work: {work}; or set {TRAIN} to a multiple of every number of ranks that the run may have"
+            ]
+        )
+    share = train // data_size
+    fitting = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+    return Batch(train, fitting, share // fitting)
 
 
 def _check_product(train: int, micro: int, accumulation: int, data_size: int) -> None:

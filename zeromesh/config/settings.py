@@ -220,19 +220,19 @@ class Settings(Section):
         gather = "8bit" if zero.zero_quantized_weights else ours.across_nodes_gather
         return gather, "8bit" if zero.zero_quantized_gradients else ours.across_nodes_reduce
 
-    def resolve(self, data_size: int, sizes: Mapping[str, int] | None = None) -> Resolved:
+    def resolve(self, data_size: int, sizes: Mapping[str, int] | None = None, elastic: bool = False) -> Resolved:
         """The settings with the batch sizes worked out for ``data_size`` data-parallel ranks.
 
         Args:
             data_size: ranks that feed different samples.
             sizes: the mesh as it is, to be recorded; by default it stays as configured.
+            elastic: keep ``train_batch_size`` whatever the number of ranks is; see ``solve_batch``.
 
         Raises:
             ConfigError: ``train = micro x accumulation x data_size`` does not hold or has no whole solution.
         """
-        batch = solve_batch(
-            self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, data_size
-        )
+        given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        batch = solve_batch(*given, data_size, elastic)
         values = self.model_dump(exclude_unset=True) | {
             "train_batch_size": batch.train,
             "train_micro_batch_size_per_gpu": batch.micro,

@@ -194,7 +194,11 @@ class Run(Section):
     evaluate_every: CountInt = Field(100, description="Steps between validations; 0: only at the end.")
     evaluate_batches: PositiveInt = Field(20, description="Micro-batches per rank in one validation.")
     save_every: CountInt = Field(0, description="Steps between checkpoints; 0: only at the end.")
-    resume: bool = Field(False, description="Continue from the last checkpoint in output.")
+    resume: bool | Literal["auto"] = Field(
+        False,
+        description="Continue from the last checkpoint in output. auto: where there is one; so it is also under a "
+        "launcher that restarts ranks.",
+    )
     ranks: PositiveInt = Field(1, description="Processes to start; ignored under torchrun.")
     threads: PositiveInt | None = Field(None, description="Threads per rank. Null: the cores shared out evenly.")
     log_every: PositiveInt = Field(10, description="Steps between lines of the log.")

@@ -34,7 +34,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE = {signal.SIGTERM: 15.0}
 """Seconds from a signal until SIGKILL."""
 
-HASTE = 1.5
+HASTE = 1.0
 """The same for all other signals, such as Ctrl-C's."""
 
 

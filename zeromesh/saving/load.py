@@ -16,6 +16,7 @@ from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import latest, locate
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.dist.collectives import Group
+from zeromesh.dist.launch import may_restart
 from zeromesh.saving.contents import Run, buffers, held
 from zeromesh.saving.fit import require_same_model, some
 from zeromesh.saving.optimizer import load_optimizer, require_same_optimizer, set_learning_rates
@@ -65,6 +66,8 @@ def load(
     def prepare() -> Reader:
         reader = _open(folder, chosen)
         require_same_model(engine, reader, strict)
+        if may_restart():
+            _require_same_batch(engine, reader.manifest.get("train_batch_size"))
         if optimizer is not None:
             require_same_optimizer(engine.sharded, optimizer, reader)
         if scheduler_states:
@@ -111,6 +114,16 @@ def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:
         f"the ranks would load different checkpoints from {folder}: by rank, {'; '.join(seen)}; all ranks need the "
         "same: use a folder that all of them see, or pass the same tag"
     )
+
+
+def _require_same_batch(engine: Run, saved: int | None) -> None:
+    """Under a launcher that restarts the ranks, nobody would see that a new world has silently changed the batch."""
+    if saved is not None and saved != engine.train_batch_size():
+        raise ValueError(
+            f"the checkpoint was trained with {saved} samples per update, and the {engine.mesh.world_size} ranks now "
+            f"take {engine.train_batch_size()}; set train_batch_size to {saved}, so that the number of ranks does not "
+            "change it"
+        )
 
 
 def _open(folder: Path, tag: str) -> Reader:

@@ -118,6 +118,7 @@ def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
         "placement": {state: getattr(sharded.row, state).value for state in ("parameter", "gradient", "optimizer")},
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
+        "train_batch_size": engine.train_batch_size(),
         "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps,
         "data": None if loader is None or engine.data_position is None else loader.state(engine.data_position),
