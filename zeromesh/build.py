@@ -474,5 +474,8 @@ def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> Loade
             "yourself and give each rank share engine.data_rank of engine.data_size"
         )
     drop = settings.dataloader_drop_last
-    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop)
+    # A data set that is smaller than an update still gives micro-batches, of several passes.
+    batch = settings.train_batch_size
+    whole = batch if len(data) >= batch else settings.train_micro_batch_size_per_gpu * mesh.data_size
+    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole)
     return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop)

@@ -28,15 +28,23 @@ class Position(NamedTuple):
 class Sampler(DistributedSampler[Any]):
     """torch's, but counts its passes, so that each has an order of its own, and may begin a pass in its middle.
 
+    With ``drop_last`` a pass has a multiple of ``whole`` samples: of whole updates, so that which samples an update
+    takes does not depend on the number of ranks at the end of a pass either.
+
     Attributes:
         length: samples in the data set.
+        used: samples of it that a pass takes, all ranks together.
         start: samples of the next pass that are left out, over all ranks.
         begun: where the pass that was begun last began.
     """
 
-    def __init__(self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool) -> None:
+    def __init__(self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, whole: int = 1) -> None:
         super().__init__(data, ranks, rank, shuffle=True, seed=seed, drop_last=drop_last)
         self.length = len(data)
+        self.used = self.length // whole * whole if drop_last else self.length
+        if drop_last:
+            self.num_samples = self.used // ranks
+            self.total_size = self.num_samples * ranks
         self.start = 0
         self.begun = Position(0, 0)
 
@@ -46,7 +54,7 @@ class Sampler(DistributedSampler[Any]):
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.begun.number)
         order = torch.randperm(self.length, generator=generator).tolist()
-        rest = order[self.begun.samples :]
+        rest = order[self.begun.samples : self.used]
         if self.drop_last:
             rest = rest[: len(rest) // self.num_replicas * self.num_replicas]
         else:  # the ranks need the same number; as torch does, the first ones are taken again
@@ -79,7 +87,7 @@ class Loader(DataLoader[Any]):
         options: Any = {"collate_fn": collate_fn, "drop_last": drop_last, "generator": own}
         super().__init__(data, batch_size, sampler=sampler, **options)
         self.position = Position(0, 0)
-        each = sampler.length // sampler.num_replicas
+        each = sampler.used // sampler.num_replicas
         if not (each // batch_size if drop_last else sampler.length):
             left_out = ", and dataloader_drop_last leaves out what fills none" if drop_last else ""
             raise ValueError(
@@ -122,7 +130,7 @@ class Loader(DataLoader[Any]):
         Without one, at the beginning of the first pass.
         """
         number, samples = (0, 0) if saved is None else (saved["number"], saved["samples"])
-        left = (self.sampler.length - samples) // self.sampler.num_replicas
+        left = (self.sampler.used - samples) // self.sampler.num_replicas
         assert self.batch_size is not None
         over = left < self.batch_size if self.drop_last else samples >= self.sampler.length
         self.position = Position(number + 1, 0) if over and samples else Position(number, samples)

@@ -130,7 +130,9 @@ class Settings(Section):
     flops_profiler: FlopsProfiler = Field(
         FlopsProfiler(), description="Operations of the model, counted in one update."
     )
-    dataloader_drop_last: bool = Field(False, description="Drop the last, incomplete batch of training_data.")
+    dataloader_drop_last: bool = Field(
+        False, description="Drop what is left at the end of a pass over training_data and fills no update."
+    )
     zero_allow_untested_optimizer: bool = Field(
         False, description="Allow optimizers that are not known to be right on parts of parameters."
     )
