@@ -181,7 +181,13 @@ def _tell_batch(settings: Settings, resolved: Resolved, mesh: Mesh) -> None:
     ]
     if changes and mesh.rank == 0:
         ranks, batch = mesh.data_size, resolved.train_batch_size
-        _log.info("%s: train_batch_size = %d is kept on %d data-parallel ranks", " and ".join(changes), batch, ranks)
+        _log.info(
+            "%s: train_batch_size = %d is kept on %d data-parallel rank%s",
+            " and ".join(changes),
+            batch,
+            ranks,
+            "s" * (ranks > 1),
+        )
 
 
 class Values:

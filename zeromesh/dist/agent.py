@@ -89,8 +89,9 @@ def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], 
         stack.callback(relay.close)
         stack.enter_context(_same_handlers())
         stack.enter_context(_silence())
-        if not plan.one_node:
-            # The store that torchrun's library shares with the ranks outlives neither its node nor a change of nodes.
+        if plan.restarts:
+            # Ranks that are started again must not find what those before left in the store, such as their addresses;
+            # the one that torchrun's library shares with them by default stays the same.
             stack.enter_context(_variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
         try:
             agent = _agent(command, plan, folder, relay, tell)
@@ -176,7 +177,7 @@ class _Agent(LocalElasticAgent):
             file.unlink()
         world = worker_group.workers[0].world_size
         if self._world and self._world != world:
-            self._tell(f"the run goes on with {world} ranks instead of {self._world}")
+            self._tell(f"the run goes on with {world} rank{'s' * (world > 1)} instead of {self._world}")
         elif self._world and self.failure is None:
             self._tell("the ranks are started again, because nodes came or went")
         self.failure, self._world = None, world
