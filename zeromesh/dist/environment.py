@@ -243,7 +243,9 @@ def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world
         given |= {"MASTER_ADDR": parts.hostname, "MASTER_PORT": str(parts.port)}
     for name in ("RANK", "WORLD_SIZE"):
         if name in given and values.get(name, given[name]) != given[name]:
-            raise ValueError(f"{name} is {values[name]}, but the argument {name.lower()} is {given[name]}; leave it out")
+            raise ValueError(
+                f"{name} is {values[name]}, but the argument {name.lower()} is {given[name]}; leave it out"
+            )
     return values | given
 
 

@@ -57,7 +57,9 @@ def gather(device: torch.device) -> list[Peer]:
 
 
 def _read(text: bytes) -> Peer:
-    fields = [text[start : start + _WIDTH].rstrip(b"\0").decode(errors="replace") for start in range(0, len(text), _WIDTH)]
+    fields = [
+        text[start : start + _WIDTH].rstrip(b"\0").decode(errors="replace") for start in range(0, len(text), _WIDTH)
+    ]
     return Peer(tuple(fields[:-1]), fields[-1])
 
 
@@ -70,7 +72,9 @@ def require_same_versions(peers: Sequence[Peer]) -> None:
         return
     rows = [("ranks", *VERSIONS), *((ranges(ranks), *versions) for versions, ranks in ranks_of.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     raise StartError(
         "the ranks have different versions; install the same ones on all nodes, or give all ranks the same "
         "environment:\n" + "\n".join(table)
