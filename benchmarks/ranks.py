@@ -74,7 +74,7 @@ def run(python: Path, ranks: int, job: Mapping[str, Any], environment: Mapping[s
         processes: list[subprocess.Popen[bytes]] = []
         try:
             # mpiexec is one process, that ends with a status of its own when one of its ranks does.
-            mpi, command = job["backend"] == "mpi", [str(python), str(WORKER), str(folder / "job.json")]
+            mpi, command = job.get("backend") == "mpi", [str(python), str(WORKER), str(folder / "job.json")]
             for rank in range(1 if mpi else ranks):
                 with (folder / f"{rank}.log").open("wb") as log:
                     own = variables(ranks, rank, port)
