@@ -102,10 +102,16 @@ def error_of_start(environment: Environment, backend: str = "gloo", seconds: flo
     return ""
 
 
+def leave() -> None:
+    """Give up the group of the harness, once every rank has it."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def fail_on(failing: int, port: int) -> str:
     """The start of two ranks of which one has too few devices."""
     rank = dist.get_rank()
-    dist.destroy_process_group()
+    leave()
     original = module.device_for
     if rank == failing:
         module.device_for = lambda *_: (_ for _ in ()).throw(ValueError("this node has 1 cuda device(s)"))
@@ -125,7 +131,7 @@ def test_what_one_rank_lacks_the_others_hear_of(failing: int) -> None:
 
 def on_a_port_in_use(port: int) -> str:
     rank = dist.get_rank()
-    dist.destroy_process_group()
+    leave()
     return error_of_start(two_ranks(rank, port), seconds=1.0)
 
 
@@ -137,7 +143,7 @@ def test_with_a_port_in_use_no_rank_waits_for_ever(listener: socket.socket) -> N
 
 def with_other_versions(port: int) -> str:
     rank = dist.get_rank()
-    dist.destroy_process_group()
+    leave()
     original = Peer.own
     if rank == 2:
         Peer.own = classmethod(lambda cls: replace(original(), versions=("0.0.9", "2.11.0+cpu", "3.12")))  # type: ignore
@@ -159,7 +165,7 @@ def test_versions_that_differ_are_shown_to_every_rank() -> None:
 def late_rank(port: int, timeout: float | None) -> str:
     """A collective to which one rank comes later than the start may take."""
     rank = dist.get_rank()
-    dist.destroy_process_group()
+    leave()
     init_distributed(
         "gloo",
         environment=two_ranks(rank, port),
@@ -184,7 +190,7 @@ def test_the_limit_of_the_start_is_not_that_of_collectives() -> None:
 def under_slurm(port: int) -> tuple[Environment, float, str]:
     """Two nodes of one task, which are this machine twice."""
     rank = dist.get_rank()
-    dist.destroy_process_group()
+    leave()
     for name in (*VARIABLES, "GLOO_SOCKET_IFNAME"):
         os.environ.pop(name, None)
     own = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": rank, "LOCALID": 0, "NODEID": rank, "NTASKS": 2}
@@ -242,7 +248,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, object], problem: str)
 
 def with_arguments(port: int) -> tuple[int, int, float]:
     rank = dist.get_rank()
-    dist.destroy_process_group()
+    leave()
     for name in VARIABLES:
         os.environ.pop(name, None)
     environment = init_distributed(

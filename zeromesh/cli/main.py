@@ -171,13 +171,14 @@ def _errors() -> Iterator[None]:
     """Show the log, and what went wrong in words instead of a traceback; choose the exit code."""
     from zeromesh.cli.screen import shown_log
     from zeromesh.dist.launch import RankFailure
+    from zeromesh.dist.meeting import StartError
 
     try:
         with shown_log():
             yield
     except (ValueError, OSError) as error:
         raise _end(f"error: {error}", error, WRONG_INPUT) from None
-    except (RankFailure, FloatingPointError) as error:
+    except (RankFailure, StartError, FloatingPointError) as error:
         raise _end(f"error: {error}", error, FAILED) from None
     except KeyboardInterrupt as error:
         raise _end("stopped", error, STOPPED) from None

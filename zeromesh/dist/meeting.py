@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -168,7 +169,7 @@ def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
             raise
         holder = holder_of(port) if failure.errno == errno.EADDRINUSE else ""
         raise StartError(
-            f"rank 0 cannot listen on port {port}, MASTER_PORT: {failure.strerror or _first_line(error)}{holder}; set "
+            f"rank 0 cannot listen on port {port}, MASTER_PORT: {os.strerror(failure.errno or 0)}{holder}; set "
             "MASTER_PORT to a free port on all ranks, or end what uses it"
         ) from None
 
@@ -225,13 +226,20 @@ def holder_of(port: int) -> str:
         fields = [row.split() for row in rows]
         inodes |= {f"socket:[{f[9]}]" for f in fields if f[3] == "0A" and int(f[1].rpartition(":")[2], 16) == port}
     for process in Path("/proc").glob("[0-9]*") if inodes else ():
-        try:
-            if any(os.readlink(entry) in inodes for entry in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f" (process {process.name}, {command[:100]})"
-        except OSError:
-            continue
+        if inodes & _open_files(process):
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            return f" (process {process.name}, {command[:100]})"
     return ""
+
+
+def _open_files(process: Path) -> set[str]:
+    """What its descriptors stand for, as far as this user may see them; some may be closed meanwhile."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(entry))
+    return found
 
 
 def _text(limit: timedelta) -> str:
