@@ -166,6 +166,23 @@ def launch(
             raise _end(f"error: {error}", error, error.exitcode) from None
 
 
+@app.command()
+def doctor(
+    folder: Annotated[Path, typer.Option(help="The folder whose disk is measured.")] = Path(),
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Start as many ranks here, to measure how fast they exchange data.")
+    ] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
+) -> None:
+    """Show what this machine, or those of all ranks, have, how fast it is, and what is wrong."""
+    with _errors():
+        from zeromesh.cli.doctor import doctor as examine
+
+        sound = examine(folder, ranks, as_json)
+    if not sound:
+        raise typer.Exit(FAILED)
+
+
 @contextmanager
 def _errors() -> Iterator[None]:
     """Show the log, and what went wrong in words instead of a traceback; choose the exit code."""

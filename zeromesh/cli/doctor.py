@@ -1,0 +1,279 @@
+"""``zeromesh doctor``: what the machines of a run have, how fast it is, and what is wrong, as tables or as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from zeromesh.agree import texts, world_group
+from zeromesh.cli.screen import make_console, write
+from zeromesh.dist.environment import (
+    Environment,
+    StartError,
+    available_backends,
+    backends,
+    default_backend,
+    device_of_group,
+    init_distributed,
+    require_backend,
+    shutdown,
+)
+from zeromesh.dist.launch import RankFailure, launch
+from zeromesh.dist.launchers import MPI
+from zeromesh.dist.links import SPEED, measure, mesh_of_nodes
+from zeromesh.observe.inventory import inventory, problems
+from zeromesh.observe.units import bytes_text
+
+FORMAT = 1
+"""Number of the JSON document's form. It grows when a key goes or changes its meaning."""
+
+START_SECONDS = 10.0
+"""How long ranks wait for each other, unless ZEROMESH_START_TIMEOUT says otherwise."""
+
+SLOW = 4.0
+"""A link that is so many times slower than the median of its kind is a problem."""
+
+Problem = dict[str, str]
+
+
+def doctor(folder: Path, ranks: int, as_json: bool) -> bool:
+    """Examine this machine, or all on which this runs as ranks of a launcher, and show it; on rank 0 only.
+
+    Args:
+        folder: where the disk is measured.
+        ranks: of a single process, how many it starts on this machine to measure the links between them.
+        as_json: write one JSON document; its keys are in docs/running.md.
+
+    Returns:
+        Whether nothing is wrong.
+    """
+    report: dict[str, Any] = {"format": FORMAT, "environment": None, "backends": [], "nodes": [], "links": None}
+    found: list[Problem] = []
+    environment = _environment(found)
+    report["environment"] = environment and asdict(environment)
+    with _progress(environment) as say:
+        say("looking for backends")
+        report["backends"] = _backends(environment)
+        say("measuring memory and disk")
+        own = inventory(folder) if environment is None or environment.local_rank == 0 else None
+        if environment is not None and environment.world_size > 1:
+            say("measuring links")
+            report |= _together(environment, own, found)
+        elif environment is not None and ranks > 1:
+            say(f"starting {ranks} ranks and measuring their links")
+            report |= _local_links(ranks, found)
+        report["nodes"] = report["nodes"] or ([own] if own else [])
+    found += _wrong_with(report)
+    report["problems"] = found
+    if environment is not None and environment.rank > 0:
+        return not found
+    if as_json:
+        write(json.dumps(report, indent=2) + "\n")
+    else:
+        _show(report)
+    return not found
+
+
+def _environment(found: list[Problem]) -> Environment | None:
+    try:
+        return Environment.detect()
+    except ValueError as error:
+        found.append({"problem": str(error), "remedy": "set or unset the variables as said"})
+        return None
+
+
+def _backends(environment: Environment | None) -> list[dict[str, Any]]:
+    """Each backend, whether it can be used here, and what is missing; ``auto`` marks the one that it stands for."""
+    chosen = None if environment is None else default_backend(environment)
+    rows = []
+    for name in dict.fromkeys(["gloo", "nccl", "mpi", *available_backends()]):
+        try:
+            require_backend(name)
+            missing = ""
+        except (RuntimeError, ImportError) as error:
+            missing = str(error)
+        rows.append({"name": name, "usable": not missing, "missing": missing, "auto": name == chosen})
+    return rows
+
+
+def _together(environment: Environment, own: dict[str, Any] | None, found: list[Problem]) -> dict[str, Any]:
+    """What only all ranks together can say: the machines of all nodes, and the links."""
+    waits = None if "ZEROMESH_START_TIMEOUT" in os.environ else timedelta(seconds=START_SECONDS)
+    try:
+        environment = init_distributed(environment=environment, start_timeout=waits)
+        device = device_of_group(environment)
+        said = [json.loads(text) for text in texts(world_group(device), json.dumps([own, environment.node_rank]))]
+        mesh = mesh_of_nodes(environment, device)
+        links = measure(mesh, [node for _, node in said]) | {"backend": backends()[device.type]}
+    except (StartError, ValueError) as error:
+        found.append({"problem": str(error), "remedy": "see the message, and what the other ranks say"})
+        if environment.rank > 0:  # rank 0 may not be there to say it
+            print(f"rank {environment.rank} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+        return {}
+    finally:
+        shutdown()
+    nodes = [facts for facts, _ in said if facts is not None]
+    return {"environment": asdict(environment), "nodes": nodes, "links": links}
+
+
+def _local_links(ranks: int, found: list[Problem]) -> dict[str, Any]:
+    """The links between ranks that are started on this machine."""
+    with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder:
+        result = Path(folder, "links.json")
+        try:
+            launch(_measure_here, ranks, str(result))
+        except RankFailure as error:
+            found.append({"problem": f"{ranks} ranks here: {error.summary}", "remedy": "see the message"})
+            return {}
+        return {"links": json.loads(result.read_text())}
+
+
+def _measure_here(result: str) -> None:
+    environment = init_distributed(start_timeout=timedelta(seconds=6 * START_SECONDS))
+    device = device_of_group(environment)
+    mesh = mesh_of_nodes(environment, device)
+    links = measure(mesh, [0] * environment.world_size) | {"backend": backends()[device.type]}
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(links))
+    shutdown()
+
+
+def _wrong_with(report: Mapping[str, Any]) -> list[Problem]:
+    found = []
+    several = len(report["nodes"]) > 1
+    for node in report["nodes"]:
+        where = f"{node['host']}: " if several else ""
+        found += [row | {"problem": where + row["problem"]} for row in problems(node)]
+    environment = report["environment"]
+    mpi = next(row for row in report["backends"] if row["name"] == "mpi")
+    if environment and environment["launcher"] in MPI and not mpi["usable"]:
+        found.append({"problem": "MPI started the ranks, and cannot be their backend", "remedy": mpi["missing"]})
+    node = report["nodes"][0] if report["nodes"] else None
+    here = environment["local_world_size"] if environment else 1
+    if node and node["devices"] and here > len(node["devices"]):
+        found.append(
+            {
+                "problem": f"{here} ranks are on this node, which has {len(node['devices'])} device(s)",
+                "remedy": "start as many ranks as devices, or use the backend gloo",
+            }
+        )
+    return found + _slow_links(report["links"])
+
+
+def _slow_links(links: Mapping[str, Any] | None) -> list[Problem]:
+    found = []
+    for where in ("within nodes", "across nodes"):
+        pairs = [pair for pair in (links or {}).get("pairs", ()) if pair["where"] == where]
+        if len(pairs) < 3:
+            continue
+        usual, slowest = statistics.median(pair[SPEED] for pair in pairs), min(pairs, key=lambda pair: pair[SPEED])
+        if slowest[SPEED] * SLOW < usual:
+            first, second = slowest["ranks"]
+            found.append(
+                {
+                    "problem": f"the link between ranks {first} and {second} moves {bytes_text(slowest[SPEED])}/s, and "
+                    f"the median {where} is {bytes_text(usual)}/s",
+                    "remedy": "see what else uses these machines, their cables and network interfaces; "
+                    "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME chooses the interface",
+                }
+            )
+    return found
+
+
+@contextmanager
+def _progress(environment: Environment | None) -> Iterator[Any]:
+    """Show what is going on, where somebody looks at it."""
+    quiet = environment is not None and environment.rank > 0
+    with Console(stderr=True, quiet=quiet).status("starting") as status:
+        yield lambda text: status.update(text)
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    console = make_console()
+    environment = report["environment"]
+    if environment:
+        _table(console, "this process", ("", ""), [(k.replace("_", " "), str(v)) for k, v in environment.items()])
+    rows = [
+        (row["name"] + (" (auto)" if row["auto"] else ""), row["missing"] or "usable") for row in report["backends"]
+    ]
+    _table(console, "backends", ("", ""), rows)
+    for node in report["nodes"]:
+        _show_node(console, node)
+    if report["links"]:
+        _show_links(console, report["links"])
+    if not report["problems"]:
+        console.print("no problems found")
+    for number, row in enumerate(report["problems"], 1):
+        console.print(f"problem {number}: {row['problem']}\n  remedy: {row['remedy']}")
+
+
+def _show_node(console: Console, node: Mapping[str, Any]) -> None:
+    found, cores, have, disk = node["versions"], node["processor"], node["memory"], node["disk"]
+    rows = [(name, found[name] or "not installed") for name in ("zeromesh", "torch", "python")]
+    rows += [(name, row["version"] or f"not installed: {row['install']}") for name, row in found["packages"].items()]
+    _table(console, f"versions on {node['host']}", ("", ""), rows)
+    rows = [
+        (f"{row['type']}:{row['index']}", f"{row['name'] or ''}, {_bytes(row['memory_bytes'])}, "
+        f"{_bytes(row['free_bytes'])} free") for row in node["devices"]
+    ]  # fmt: skip
+    instructions = ", ".join(cores["instructions"]) or "none of those that matter"
+    rows += [
+        ("processor", f"{cores['model']}, {cores['cores']} cores"),
+        ("instructions", instructions),
+        ("memory", f"{_bytes(have['total_bytes'])}, {_bytes(have['available_bytes'])} available"),
+        ("memory limit", "none" if have["limit_bytes"] is None else _bytes(have["limit_bytes"])),
+        ("memory copies", f"{_bytes(have[SPEED])}/s read and written"),
+        ("/dev/shm", f"{_bytes(have['shared_bytes'])}, {_bytes(have['shared_free_bytes'])} free"),
+        ("disk", f"{disk['folder']}: {_bytes(disk['free_bytes'])} free"),
+        ("disk writes", f"{_bytes(disk['write_bytes_per_second'])}/s, synced"),
+        ("disk reads", f"{_bytes(disk['read_bytes_per_second'])}/s, once the system has forgotten the file"),
+    ]
+    _table(console, f"machine {node['host']}", ("", ""), rows)
+
+
+def _show_links(console: Console, links: Mapping[str, Any]) -> None:
+    rows = [
+        (row["axis"], row["where"], str(row["ranks"]), f"{_bytes(row[SPEED])}/s", _time(row["latency_seconds"]))
+        for row in links["axes"]
+    ]
+    headings = ("all-gather along", "where", "ranks", "received per rank", "latency")
+    _table(console, f"links, backend {links['backend']}", headings, rows)
+    slowest = links["slowest_pair"]
+    if slowest is not None:
+        first, second = slowest["ranks"]
+        console.print(
+            f"slowest pair: ranks {first} and {second}, {slowest['where']}: {_bytes(slowest[SPEED])}/s one way, "
+            f"latency {_time(slowest['latency_seconds'])}\n"
+        )
+
+
+def _table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=any(headings))
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _bytes(count: float | None) -> str:
+    return "unknown" if count is None else bytes_text(count)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
