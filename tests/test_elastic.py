@@ -40,8 +40,10 @@ def test_a_killed_rank_leads_to_the_same_run(tmp_path: Path) -> None:
     assert (killed / "killed").exists()
     assert "rank 1 failed first: killed by SIGKILL" in finished.stdout
     assert "all ranks are started again (1 of 2)" in finished.stdout
-    assert losses_of(killed) == losses_of(whole)
     assert [step for step, _, _ in losses_of(whole)] == list(range(1, 10))
+    # Step 5 was not saved, and is taken again.
+    assert [step for step, _, _ in losses_of(killed)] in ([*range(1, 10)], [*range(1, 6), *range(5, 10)])
+    assert all(line in losses_of(whole) for line in losses_of(killed))
     assert (killed / "final").read_text() == (whole / "final").read_text()
 
 

@@ -18,6 +18,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 MAIN = "__main__"
+LAMBDA = "<lambda>"
 
 
 def is_interactive(function: Callable[..., Any]) -> bool:
@@ -48,8 +49,9 @@ def definitions_of(function: Callable[..., Any]) -> list[tuple[str, str, Any]]:
         if isinstance(value, ModuleType):
             found.append(("module", name, value.__name__))
             return
-        if isinstance(value, FunctionType | type) and value.__module__ == MAIN:
-            file, tree, lines = _source(value)
+        mine = isinstance(value, FunctionType | type) and value.__module__ == MAIN
+        if mine and value.__name__ in (name, LAMBDA):  # else it is another name of it
+            file, tree, lines = _source(value, name)
             for used in _names(tree):
                 visit(used, name)
             found.append(("source", name, (file, _placed(tree, lines))))
@@ -67,9 +69,8 @@ def _names(tree: ast.AST) -> Iterator[str]:
     return (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
 
 
-def _source(value: FunctionType | type) -> tuple[str, ast.stmt, list[str]]:
+def _source(value: FunctionType | type, name: str) -> tuple[str, ast.stmt, list[str]]:
     """The cell, the statement in it that defined a function or class, and the cell's lines."""
-    name = value.__name__
     for file in _files(value):
         lines = linecache.getlines(file)
         try:
@@ -80,7 +81,7 @@ def _source(value: FunctionType | type) -> tuple[str, ast.stmt, list[str]]:
             if name in _defined(statement):
                 return file, statement, lines
     raise ValueError(
-        f"the source of {value.__qualname__} is not known, which the ranks need; define it at the top level of a cell of a "
+        f"the source of {name} is not known, which the ranks need; define it at the top level of a cell of a "
         "notebook, or in a module or a script that is a file"
     )
 
