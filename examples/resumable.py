@@ -2,8 +2,8 @@
 
     zeromesh launch --nproc 2 --max-restarts 3 examples/resumable.py --output runs/resumable
 
-The three lines that make it so are marked. ``train_batch_size`` keeps the batch of an update whatever the number of ranks
-is, and ``dataloader_drop_last`` which samples are in it.
+The three lines that make it so are marked. ``train_batch_size`` keeps the batch of an update on any number of ranks,
+and ``dataloader_drop_last`` which samples are in it.
 """
 
 import argparse
