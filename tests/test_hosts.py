@@ -237,6 +237,7 @@ def move(rows: list[int], mesh: str, further: dict[str, Any]) -> list[Moved]:
             update(engine, inputs)
         quiet(engine, inputs)
         found.append(Moved(sent_by_this_host() - before, engine.traffic_report()))
+        dist.barrier()  # so that nobody begins the next row before all have read
         engine.destroy()
     return found
 
@@ -257,7 +258,7 @@ def test_bytes_on_the_link_are_those_of_the_formulas_and_of_the_report(hosts: Ho
             assert elements == pytest.approx(variant.link[row], rel=0.03), f"row {row}"
             assert own[0].sent == pytest.approx(own[1].sent, abs=20_000)
             told = sum(entry["across_nodes"] for rank in own for entry in rank.report.values())
-            limit = 0 if hosts.kind == "throttle" else 0.005 * told
+            limit = 0 if hosts.kind == "throttle" else 0.01 * told  # TCP may send some again
             assert own[0].sent == pytest.approx(told, abs=limit), f"row {row}"
 
 
