@@ -103,8 +103,8 @@ def init_distributed(
     The arguments up to ``world_size`` are those of DeepSpeed's function of this name, in its order.
 
     Args:
-        dist_backend: nccl, gloo, mpi, or another that torch was built with; "auto" or None chooses nccl on CUDA, mpi for
-            CPU ranks that MPI started, where it can be used, else gloo.
+        dist_backend: nccl, gloo, mpi, or another that torch was built with; "auto" or None chooses nccl on CUDA, mpi
+            for CPU ranks that MPI started, where it can be used, else gloo.
         auto_mpi_discovery: False refuses to be started by MPI alone.
         distributed_port: port of the master, where neither MASTER_PORT nor torchrun says it.
         verbose: say in the log how many ranks there are, and on which backend.

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
-"""Signals that end ranks because another one is gone: the first is the launcher's, the second that of nccl's watchdog."""
+"""Signals that end ranks because another one is gone: the first is the launcher's, the second that of nccl's
+watchdog."""
 
 HINTS = {
     signal.SIGKILL: "if nobody sent it, the kernel did because memory ran out (see dmesg): start fewer ranks on this "

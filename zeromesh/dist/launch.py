@@ -24,15 +24,15 @@ _log = logging.getLogger("zeromesh")
 def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -> list[Any]:
     """Run ``function(*args)`` on ``ranks`` processes of this machine, and wait for them.
 
-    Each is a new process with torchrun's variables, so that ``zeromesh.initialize`` finds its place; the rendezvous is on
-    the loopback interface, and OMP_NUM_THREADS, unless it is set, shares out the machine's cores. What rank 0 prints
+    Each is a new process with torchrun's variables, so that ``zeromesh.initialize`` finds its place; the rendezvous is
+    on the loopback interface, and OMP_NUM_THREADS, unless it is set, shares out the machine's cores. What rank 0 prints
     appears as it is, what the others print as ``[RANK] line``.
 
     The function may be imported, defined at the top level of the script that runs (the call must then be under
-    ``if __name__ == "__main__":``, since each rank imports the script), or defined in a cell of a notebook. In a notebook
-    the ranks get the source of the function, and of the functions and classes of the notebook that it uses, the modules
-    that these name, and copies of the values; nothing is forked, so it does not matter what the notebook has done with
-    a GPU before.
+    ``if __name__ == "__main__":``, since each rank imports the script), or defined in a cell of a notebook. In a
+    notebook the ranks get the source of the function, and of the functions and classes of the notebook that it uses,
+    the modules that these name, and copies of the values; nothing is forked, so it does not matter what the notebook
+    has done with a GPU before.
 
     Where a launcher has started this process as one of several ranks already, it just calls the function; so it does
     where one rank is asked for.
@@ -43,12 +43,12 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
         args: what can be pickled, the same for every rank.
 
     Returns:
-        What the function returned on each rank, by rank, pickled and sent back; of one process alone where it just called
-        the function.
+        What the function returned on each rank, by rank, pickled and sent back; of one process alone where it just
+        called the function.
 
     Raises:
-        ValueError: if ``ranks`` is below 1, the variables of a launcher are wrong, or the function or an argument cannot
-            be sent to another process.
+        ValueError: if ``ranks`` is below 1, the variables of a launcher are wrong, or the function or an argument
+            cannot be sent to another process.
         RankFailure: if a rank raised or died; it shows the first failure, and the other ranks have been ended.
         RuntimeError: if a rank that imports the script comes upon this call again.
         KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
@@ -84,9 +84,9 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         call = pickle.dumps((function, args))
     except Exception as error:
         raise ValueError(
-            f"{name} and its arguments cannot be sent to the ranks ({error}); pass a function that is defined at the top "
-            "level of a module, of the script or of a cell, and arguments that can be pickled; build models and open "
-            "files inside the function"
+            f"{name} and its arguments cannot be sent to the ranks ({error}); pass a function that is defined at the "
+            "top level of a module, of the script or of a cell, and arguments that can be pickled; build models and "
+            "open files inside the function"
         ) from None
     main = _main_data() if not definitions and b"__main__" in call else None
     return pickle.dumps({"function": call, "main": main, "definitions": definitions, "path": sys.path})

@@ -50,8 +50,8 @@ def measure(mesh: Mesh, node_of: list[int], seconds: float = SECONDS) -> dict[st
     Returns:
         ``{axes, pairs, slowest_pair}``. Of each axis ``{axis, ranks, where, all_gather, latency_seconds,
         bandwidth_bytes_per_second}``: the time of the fastest all-gather, and the most bytes that a rank
-        receives per second in any. Of each pair ``{ranks, where, latency_seconds, bandwidth_bytes_per_second}``, one way. Of many
-        ranks, the pairs are neighbours only. Every rank gets the same.
+        receives per second in any. Of each pair ``{ranks, where, latency_seconds, bandwidth_bytes_per_second}``, one
+        way. Of many ranks, the pairs are neighbours only. Every rank gets the same.
     """
     axes = [axis for axis, size in mesh.sizes.items() if size > 1]
     found = [_axis(mesh, mesh.group(axis), node_of, seconds / 2 / len(axes)) for axis in axes]

@@ -29,7 +29,8 @@ FAREWELL_SECONDS = 10.0
 _TCPStore, _PrefixStore = dist.TCPStore, dist.PrefixStore  # type: ignore[attr-defined]
 
 _starts: Counter[tuple[str, int]] = Counter()
-"""Starts of a group at each address and port: torchrun's store outlives groups, and one must not read another's keys."""
+"""Starts of a group at each address and port: torchrun's store outlives groups, and one must not read another's
+keys."""
 
 
 class StartError(RuntimeError):
@@ -164,7 +165,7 @@ def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
             host or "localhost", port, world_size, True, limit,
             wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor,
         )  # fmt: skip
-    except RuntimeError as error:
+    except RuntimeError:
         if listener is not None:
             raise
         holder = holder_of(port) if failure.errno == errno.EADDRINUSE else ""

@@ -1,8 +1,8 @@
 """What a function of a notebook needs in another process: source, modules and values, found from its names.
 
-A process cannot import what was typed into a notebook, and a copy made by ``fork`` hangs in its first parallel operation
-once the notebook has computed anything with several threads, and cannot use CUDA once the notebook has. So the
-definitions are sent as source. IPython keeps the text of cells where ``linecache`` finds it.
+A process cannot import what was typed into a notebook, and a copy made by ``fork`` hangs in its first parallel
+operation once the notebook has computed anything with several threads, and cannot use CUDA once the notebook has. So
+the definitions are sent as source. IPython keeps the text of cells where ``linecache`` finds it.
 """
 
 from __future__ import annotations

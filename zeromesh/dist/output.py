@@ -1,7 +1,7 @@
 """What ranks write reaches the terminal as whole lines that say whose they are.
 
-Rank 0 writes to the terminal itself, so that its lines of progress stay alive. What the others write comes through named
-pipes, line by line, as ``[RANK] line``.
+Rank 0 writes to the terminal itself, so that its lines of progress stay alive. What the others write comes through
+named pipes, line by line, as ``[RANK] line``.
 """
 
 from __future__ import annotations

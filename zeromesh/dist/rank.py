@@ -102,8 +102,8 @@ def define(module: ModuleType, definitions: list[tuple[str, str, Any]]) -> None:
 
     Args:
         module: takes the names.
-        definitions: kind, name and content: ``module`` with its dotted name, ``value`` pickled, ``source`` with the name
-            of a file or cell and its text, of which the lines before the definition are blank.
+        definitions: kind, name and content: ``module`` with its dotted name, ``value`` pickled, ``source`` with the
+            name of a file or cell and its text, of which the lines before the definition are blank.
     """
     import importlib
     import linecache
