@@ -73,13 +73,13 @@ def test_a_launcher_that_another_one_started_counts(variables: dict[str, str], l
 @pytest.mark.parametrize(
     "change",
     [
-        {"SLURM_STEP_ID": None},
+        {"SLURM_STEP_ID": None, "ENVIRONMENT": "BATCH"},
         {"SLURM_STEP_ID": "batch"},
         {"SLURM_STEP_ID": "4294967291"},
         {"SLURM_STEP_ID": "4294967290"},
         {"SLURM_STEP_ID": None, "SLURM_PROCID": None, "SLURM_LOCALID": None, "SLURM_NODEID": None},
         {"SLURM_STEP_NUM_TASKS": "1"},
-        {"SLURM_STEP_ID": None, "MASTER_ADDR": "gpu08", "MASTER_PORT": "1234"},
+        {"SLURM_STEP_ID": None, "ENVIRONMENT": "BATCH", "MASTER_ADDR": "gpu08", "MASTER_PORT": "1234"},
     ],
 )
 def test_a_shell_in_an_allocation_is_a_single_process(change: dict[str, str | None]) -> None:
@@ -93,6 +93,13 @@ def test_older_names_of_slurm_and_the_jobs_instead_of_the_steps_do_too() -> None
     environment = Environment.detect(old | own)
     assert place(environment) == (2, 0, 1, 3, 1, 2, "slurm")
     assert environment.master_address == "a"
+
+
+def test_the_number_of_the_step_and_the_list_of_tasks_may_be_missing() -> None:
+    few = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+    assert place(Environment.detect(few | {"SLURM_JOB_NODELIST": "a,b"})) == (3, 1, 1, 4, 2, 2, "slurm")
+    alone = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
+    assert place(Environment.detect(alone)) == (1, 1, 0, 2, 2, 1, "slurm")
 
 
 def test_slurms_ranks_agree_on_a_master_that_another_step_does_not_use() -> None:

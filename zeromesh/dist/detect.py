@@ -175,8 +175,11 @@ def _first_host(env: Mapping[str, str], row: Launcher) -> str:
 
 
 def _tasks(env: Mapping[str, str], row: Launcher, world_size: int) -> list[int]:
-    """Tasks by node."""
-    text = _text(env, row, row.tasks_per_node)
+    """Tasks by node. Where Slurm does not list them, they are as many on each."""
+    text = launchers.value(env, row.tasks_per_node)
+    if text is None:
+        nodes = _integer(env, row, row.node_count) if launchers.value(env, row.node_count) else 1
+        text = f"{world_size // max(nodes, 1)}(x{nodes})"
     try:
         tasks = launchers.tasks_of_nodes(text)
     except ValueError as error:

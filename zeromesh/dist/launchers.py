@@ -22,6 +22,9 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers from here on what is no step of tasks: the batch script and the shell of an interactive allocation."""
 
 
+STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
+
+
 @dataclass(frozen=True)
 class Launcher:
     """The variables of one launcher. Of several names the first that is set counts.
@@ -103,7 +106,7 @@ MPICH = Launcher(
 SLURM = Launcher(
     name="slurm",
     command="srun",
-    marks=("SLURM_STEP_ID", "SLURM_STEPID"),
+    marks=(*STEP, "SLURM_PROCID"),
     rank=("SLURM_PROCID",),
     local_rank=("SLURM_LOCALID",),
     node_rank=("SLURM_NODEID",),
@@ -153,10 +156,13 @@ def in_step(env: Mapping[str, str]) -> bool:
     """Whether this is one of several tasks that ``srun`` started.
 
     The shell of ``salloc`` and the script of ``sbatch`` have Slurm's variables too, and so has a shell that
-    ``srun --pty`` started as the only task; what they start is a single process.
+    ``srun --pty`` started as the only task; what they start is a single process. ``sbatch`` says that its script is
+    one.
     """
-    step = value(env, SLURM.marks) or ""
-    if not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP:
+    step = value(env, STEP)
+    if step is None and ("SLURM_PROCID" not in env or env.get("ENVIRONMENT") == "BATCH"):
+        return False
+    if step is not None and (not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP):
         return False
     return value(env, SLURM.world_size) != "1"
 
@@ -170,7 +176,7 @@ def derived_port(env: Mapping[str, str], launcher: Launcher) -> int:
     """A port that all ranks of a job work out alike, and another job most likely does not."""
     if launcher is SLURM:
         job = value(env, ("SLURM_JOB_ID", "SLURM_JOBID")) or "0"
-        step = value(env, SLURM.marks) or "0"
+        step = value(env, STEP) or "0"
         return FIRST_PORT + (int(job) * 61 + int(step)) % PORTS if (job + step).isdecimal() else DEFAULT_PORT
     return FIRST_PORT + _started_by(launcher) % PORTS
 
