@@ -191,7 +191,7 @@ def _start(
         store = dist.HashStore()  # type: ignore[attr-defined]
     else:
         store = meet(environment, limit, problem)
-    # gloo connects all ranks now, which must not take as long as a collective may.
+    # gloo connects all ranks now, which must not take as long as a collective may. The store has that limit, too.
     connects = backend == "gloo" and environment.world_size > 1
     try:
         dist.init_process_group(
@@ -209,6 +209,8 @@ def _start(
             f"{backend.upper()}_SOCKET_IFNAME is {name}; set it to the interface that the nodes share, and see that no "
             "firewall is between them"
         ) from error
+    if environment.world_size > 1:
+        store.set_timeout(timeout or dist.default_pg_timeout)
     if connects:
         dist.distributed_c10d._set_pg_timeout(timeout or dist.default_pg_timeout)
 
