@@ -97,7 +97,10 @@ def test_the_first_failure_is_shown_and_nothing_else(script: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "code", "text"),
-    [("signal", 137, "rank 1 failed first: killed by SIGKILL; .*memory ran out"), ("exit", 3, "rank 1 .* status 3$")],
+    [
+        ("signal", 137, "rank 1 failed first: killed by SIGKILL; .*memory ran out"),
+        pytest.param("exit", 3, "rank 1 .* status 3$", marks=pytest.mark.full),
+    ],
 )
 def test_ranks_that_die_are_named(script: Path, mode: str, code: int, text: str) -> None:
     finished = run_command([*LAUNCH, "--nproc", "2", script, mode])
@@ -148,6 +151,7 @@ def test_ctrl_c_ends_ranks_that_ignore_it(script: Path, tmp_path: Path) -> None:
         assert are_gone(pids)
 
 
+@pytest.mark.full
 def test_sigterm_is_passed_on(script: Path, tmp_path: Path) -> None:
     with running(script, "tidy", tmp_path) as (process, pids):
         process.send_signal(signal.SIGTERM)
@@ -157,6 +161,7 @@ def test_sigterm_is_passed_on(script: Path, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.glob("tidied*")) == ["tidied0", "tidied1"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked to do it")
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path: Path) -> None:
     with running(script, "wait", tmp_path) as (process, pids):
