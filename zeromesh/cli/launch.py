@@ -240,7 +240,7 @@ def slurm_script(program: Program, layout: Layout, options: SlurmOptions) -> str
         lines += [f"srun --kill-on-bad-exit=1 {shlex.join(program.plain_command)}"]
         return "\n".join(lines) + "\n"
     lines += [
-        'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "port=$((20000 + SLURM_JOB_ID % 10000))",
         f"srun --kill-on-bad-exit={int(least == most)} zeromesh launch --nproc {ranks} --nnodes {layout.nodes} "
         f'--master "$master:$port" --max-restarts {restarts} {_target(program)}',
