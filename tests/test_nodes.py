@@ -5,7 +5,9 @@ Here the nodes are groups of ranks on one machine; ``test_hosts.py`` has hosts w
 
 from __future__ import annotations
 
+import sys
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import zeromesh
-from harness import run_ranks
+from harness import run_command, run_ranks
 from test_collectives import in_order, values
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
@@ -319,3 +321,31 @@ def refused() -> str:
     with pytest.raises(ValueError, match="ranks_per_node") as caught:
         train({"communication": {"ranks_per_node": 3}})
     return str(caught.value)
+
+
+# The end of a process.
+
+ENDS = """
+import torch, zeromesh
+
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(40)])
+config = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+    "units": ["Linear"],
+    "communication": {"ranks_per_node": 1, "across_nodes_gather": "8bit"},
+}
+engine, *_ = zeromesh.initialize(model=model, config=config)
+for _ in range(3):
+    engine.backward(engine(torch.ones(1, 64)).sum())
+    engine.step()
+"""
+
+
+def test_a_process_may_end_while_parameters_are_on_their_way(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    done = run_command([sys.executable, "-m", "zeromesh.cli.main", "launch", "--nproc", "2", script])
+    assert done.returncode == 0, done.stdout
+    assert "terminate" not in done.stdout

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
+
+LEAVING = 1.0
+"""Seconds that a process which ends gives to steps under way."""
 
 
 class Later:
@@ -41,11 +47,21 @@ class Later:
 
 
 class _Thread:
+    running: ClassVar[WeakSet[_Thread]] = WeakSet()
+
     def __init__(self, step: Callable[[], None]) -> None:
         self._step = step
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="zeromesh-later", daemon=True)
         self._thread.start()
+        self.running.add(self)
+
+    @classmethod
+    def leave(cls) -> None:
+        """As the process ends: a thread that comes back from gloo when the interpreter is gone ends it by SIGABRT."""
+        limit = time.monotonic() + LEAVING
+        for step in list(cls.running):
+            step._thread.join(max(0.0, limit - time.monotonic()))
 
     def _run(self) -> None:
         try:
@@ -58,6 +74,9 @@ class _Thread:
         self._thread.join()
         if self._failure is not None:
             raise self._failure
+
+
+atexit.register(_Thread.leave)
 
 
 class _OnStream:
