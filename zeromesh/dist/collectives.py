@@ -34,6 +34,10 @@ CHUNK = 1 << 17
 """Elements that are converted at once where dtypes differ. torch adds 16-bit numbers to fp32 ones four times slower on
 a CPU than it converts them, while what was converted is still in the processor's cache."""
 
+# torch 2.13 gave these new names, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 NARROW = (torch.float16, torch.bfloat16)
 """Dtypes whose sums are made in fp32 and rounded once."""
 
@@ -222,7 +226,7 @@ class Group:
             self._count("all_gather", dict.fromkeys(self._others(), mine.nbytes))
             # c10d's stream waits for the current stream here, on which every reader of ``full`` was launched, and
             # the current stream waits for c10d's in ``wait``: the buffer is not written before it is free.
-            work = dist.all_gather_into_tensor(full, mine, group=self.process_group, async_op=True)
+            work = _all_gather(full, mine, group=self.process_group, async_op=True)
             return Pending(what, [work], None, self._watchdog, full.nbytes)
         if not self._through_host:
             works = self._gather(full.chunk(self.size), tag, form)
@@ -299,7 +303,7 @@ class Group:
         if not self._point_to_point:
             self._count("reduce_scatter", dict.fromkeys(self._others(), mine.nbytes))
             # As in all_gather: c10d orders its stream after the current one here, and before it in ``wait``.
-            work = dist.reduce_scatter_tensor(received, full, group=self.process_group, async_op=True)
+            work = _reduce_scatter(received, full, group=self.process_group, async_op=True)
             return Pending(what, [work], lambda: _accumulate([received], out, add), self._watchdog, full.nbytes)
         landing = torch.empty_like(received, device="cpu") if self._through_host else received
         shards = list((full.cpu() if self._through_host else full).chunk(self.size))
@@ -415,7 +419,7 @@ class Group:
             Pending(self._name("exchange", tag), works, None, self._watchdog, rows.nbytes).wait()
         elif self.size > 1:
             self._count("exchange", dict.fromkeys(self._others(), vector.nbytes))
-            dist.all_gather_into_tensor(rows, rows[self.rank].clone(), group=self.process_group)
+            _all_gather(rows, rows[self.rank].clone(), group=self.process_group)
         return rows.cpu()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
