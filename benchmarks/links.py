@@ -68,7 +68,13 @@ def compare(
     """
     began = time.monotonic()
     rows: dict[str, Any] = {
-        name: {"link": ROWS[name].link, "rates": {at: [] for at in rates}, "error": None} for name in names
+        name: {
+            "link": ROWS[name].link,
+            "tolerance": ROWS[name].tolerance,
+            "rates": {at: [] for at in rates},
+            "error": None,
+        }
+        for name in names
     }
     for name in names:
         if hosts.kind != "namespaces" and ROWS[name].family == "torch":

@@ -12,9 +12,6 @@ from typing import Any
 from page import LIST, lines_of, spread
 from picture import COLOURS, family
 
-TOLERANCE = 1e-3
-"""Largest relative difference of a step's loss; only the order of sums differs."""
-
 REFERENCE = "ZeroMesh 3, flat"
 """What the others are said to be faster than."""
 
@@ -56,7 +53,7 @@ def differing(result: Result, name: str) -> bool:
         return False
     expected = max((f["losses"] for rounds in every[0]["rates"].values() for f in rounds), key=len)
     return any(
-        not abs(loss - other) <= TOLERANCE * abs(other)
+        not abs(loss - other) <= result["rows"][name]["tolerance"] * abs(other)
         for rounds in result["rows"][name]["rates"].values()
         for figures in rounds
         for loss, other in zip(figures["losses"], expected, strict=False)
