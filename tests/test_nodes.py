@@ -276,7 +276,6 @@ def test_training_in_8_bits_between_nodes_is_near_and_says_how_near(stage: int) 
 def test_hybrid_sharding_reduces_its_replicas_in_fewer_bits() -> None:
     base = {"mesh": {"replicate": 2}, "communication": {"ranks_per_node": 2, "across_nodes_reduce": "16bit"}}
     results = run_ranks(train, 4, {**base, "zero_optimization": {"stage": 3}})
-    assert {tuple(losses) for losses, *_ in results[:1]} != set()
     for _, report, *_ in results:
         assert 0 < report["all_gather/replicate"]["relative_error"] < 2**-8
         assert report["all_gather/replicate"]["across_nodes"] > 0

@@ -234,7 +234,7 @@ def test_ranks_of_mpiexec_meet_without_mpi() -> None:
     ("arguments", "problem"),
     [
         ({"rank": 1}, "rank is 1 and world_size is -1; give both"),
-        ({"init_method": "file:///tmp/x"}, "init_method is 'file:///tmp/x', but must be tcp://address:port"),
+        ({"init_method": "file:///store"}, "init_method is 'file:///store', but must be tcp://address:port"),
         ({"init_method": "tcp://host"}, "init_method is 'tcp://host'"),
         ({"start_timeout": timedelta(0)}, "start_timeout is 0:00:00, but must be a number of seconds above 0"),
         ({"rank": 0, "world_size": 2}, "MASTER_ADDR is not set, but RANK, WORLD_SIZE are|LOCAL_RANK is not set"),

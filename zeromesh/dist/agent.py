@@ -24,18 +24,12 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
-from zeromesh.dist.failure import RankFailure, first_failure
+from zeromesh.dist.failure import GRACE, HASTE, RankFailure, first_failure
 from zeromesh.dist.output import Relay, Streams
 from zeromesh.dist.rank import FAILURES
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Those that are passed on to the ranks, and end the run."""
-
-GRACE = {signal.SIGTERM: 15.0}
-"""Seconds from a signal until SIGKILL."""
-
-HASTE = 1.0
-"""The same for all other signals, such as Ctrl-C's."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,12 @@ CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
 """Signals that end ranks because another one is gone: the first is the launcher's, the second that of nccl's
 watchdog."""
 
+GRACE = {signal.SIGTERM: 15.0}
+"""Seconds from a signal to the launcher until its ranks get SIGKILL."""
+
+HASTE = 1.0
+"""The same for all other signals, such as Ctrl-C's."""
+
 HINTS = {
     signal.SIGKILL: "if nobody sent it, the kernel did because memory ran out (see dmesg): start fewer ranks on this "
     "machine, lower train_micro_batch_size_per_gpu, or use a higher zero_optimization.stage",

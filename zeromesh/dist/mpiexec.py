@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeromesh.dist.failure import first_failure
+from zeromesh.dist.failure import GRACE, HASTE, first_failure
 from zeromesh.dist.rank import FAILURES
-
-GRACE = {signal.SIGTERM: 15.0}
-HASTE = 1.0
-"""Seconds from SIGTERM, and from any other signal, until SIGKILL."""
 
 
 @dataclass(frozen=True)
