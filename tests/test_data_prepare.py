@@ -164,8 +164,6 @@ def test_killing_the_process_that_prepares_ends_the_others(preparing: subprocess
     preparing.communicate(timeout=60)  # the others hold the pipe, too
 
 
-# In the full matrix only until it is known why, now and then, the interrupt is lost and the work is done to its end.
-@pytest.mark.full
 def test_ctrl_c_ends_all_processes_and_leaves_nothing(preparing: subprocess.Popen[str], tmp_path: Path) -> None:
     os.killpg(preparing.pid, signal.SIGINT)  # as a terminal does, to all of them
     _, error = preparing.communicate(timeout=60)

@@ -270,6 +270,24 @@ def test_launch_shows_the_first_failure_and_nothing_else() -> None:
     assert lines[-1] == summary
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+def test_a_process_that_ends_lets_threads_of_gloo_put_down_their_tensors() -> None:
+    code = (
+        "import ctypes, threading, time\n"
+        "from zeromesh.dist.environment import init_distributed, shutdown\n"
+        "def spin():\n"
+        "    ctypes.CDLL(None).prctl(15, b'pt_gloo_runloop')\n"
+        "    end = time.monotonic() + 0.4\n"
+        "    while time.monotonic() < end:\n"
+        "        pass\n"
+        "    print('down')\n"
+        "init_distributed()\n"
+        "shutdown()\n"
+        "threading.Thread(target=spin, daemon=True).start()\n"
+    )
+    assert run_command([sys.executable, "-c", code]).stdout == "down\n"
+
+
 def test_the_first_failure_is_the_earliest_exception_or_a_killed_rank(tmp_path: Path) -> None:
     for rank, at in ((0, 20.5), (1, 20.25), (2, 30.0)):
         record = {"at": at, "summary": f"OSError: {rank}", "details": "Traceback", "status": 1}

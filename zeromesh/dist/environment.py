@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from zeromesh.dist import interface, peers
+from zeromesh.dist import interface, leaving, peers
 from zeromesh.dist.detect import VARIABLES, Environment, is_launched
 from zeromesh.dist.launchers import MPI, TORCHRUN, names_of
 from zeromesh.dist.meeting import StartError, meet, start_limit
@@ -126,6 +126,7 @@ def init_distributed(
         StartError: a RuntimeError: this machine's torch lacks the backend, ranks do not find each other in time, one
             of them cannot start, or their versions differ.
     """
+    leaving.prepare()
     if dist.is_initialized():
         return environment or _environment_of_group()
     if dist_init_required is False:

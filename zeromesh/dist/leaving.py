@@ -1,0 +1,49 @@
+"""What a process waits for as it ends, so that it does not end by SIGABRT instead."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from pathlib import Path
+
+LIMIT = 1.0
+"""Seconds after which the process ends all the same."""
+
+QUIET = 3
+"""Times in turn that no thread may be busy: one that wants the lock is not for the moment in which it finds it taken
+again."""
+
+_GLOO = "pt_gloo_runloop"
+"""Name that torch gives the threads that run gloo's collectives."""
+
+
+def prepare() -> None:
+    """Have this process wait as it ends; a second call changes nothing."""
+    atexit.unregister(await_gloo)
+    atexit.register(await_gloo)
+
+
+def await_gloo() -> None:
+    """Let torch's threads of gloo put down the tensors of the last collectives.
+
+    They do so after they have told that a collective is done, need Python's lock for it, and a thread that wants that
+    lock when the interpreter is gone is ended amid code of C++, which ends the process. So it goes to a rank that
+    fails, or is through, right after a collective on a busy machine. Where threads cannot be seen, only those that
+    wait for the lock already are let through.
+    """
+    end, quiet = time.monotonic() + LIMIT, 0
+    while quiet < QUIET and time.monotonic() < end:
+        time.sleep(0.01)  # without the lock
+        quiet = 0 if _busy() else quiet + 1
+
+
+def _busy() -> bool:
+    """Whether such a thread runs or wants to; one that waits for a message may go on doing so."""
+    for task in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended meanwhile
+            continue
+        if name == _GLOO and rest.split()[0] == "R":
+            return True
+    return False
