@@ -197,6 +197,7 @@ def result(out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_one_command_measures_everything(benchmark: tuple[Path, str]) -> None:
     out, printed = benchmark
     found = result(out)
@@ -237,6 +238,7 @@ def test_collectives_of_gloo_and_mpi_are_measured_side_by_side(tmp_path: Path) -
         assert f"| {collective}, torch's call | " in printed
 
 
+@pytest.mark.full
 def test_a_variant_that_fails_says_so_in_its_row_and_the_rest_goes_on(benchmark: tuple[Path, str]) -> None:
     out, printed = benchmark
     assert "DeepSpeed 2 does not run: RuntimeError: there is no stage 2 in this one" in printed
@@ -245,6 +247,7 @@ def test_a_variant_that_fails_says_so_in_its_row_and_the_rest_goes_on(benchmark:
     assert "| DeepSpeed 2 | failed, see below |" in page.read_text()
 
 
+@pytest.mark.full
 def test_the_page_has_the_tables_and_the_picture_and_is_linked(benchmark: tuple[Path, str]) -> None:
     out, _ = benchmark
     (path,) = out.glob("*.json")

@@ -185,7 +185,9 @@ CASES = [*(Case("float64", f"row {row}", clip=True) for row in range(4)), Case("
 
 
 @pytest.mark.parametrize("hosts", OTHERS_IN_FULL, indirect=True)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "hierarchical" else pytest.param(name, marks=pytest.mark.full) for name in VARIANTS]
+)
 def test_training_over_hosts_gives_the_numbers_of_one_process(hosts: Hosts, name: str) -> None:
     variant = VARIANTS[name]
     cases = [Case(**{**vars(case), "mesh": variant.mesh}) for case in CASES]

@@ -21,7 +21,8 @@ from links_rows import ROWS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
-CHOSEN = [name for name in ROWS if name in ("DDP", "HSDP") or name.startswith("ZeroMesh 3")]
+CHOSEN = ["HSDP", "ZeroMesh 3, hybrid", "ZeroMesh 3, hierarchical, 8 bits"]
+"""One of torch's, one that is exact, and one that is rounded."""
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +73,12 @@ def test_rates_are_in_order_and_fewer_steps_are_taken_where_they_are_slow() -> N
 
 @pytest.mark.full
 def test_one_command_measures_and_writes(tmp_path: Path) -> None:
-    options = ["--rates", "300mbit", "--rows", "ZeroMesh 2, flat", "ZeroMesh 3, hybrid", "--rounds", "2"]
-    done = run_command([sys.executable, BENCHMARKS / "links.py", *options, "--out", tmp_path], timeout=240)
+    options = ["--rates", "300mbit", "--rounds", "1"]
+    done = run_command([sys.executable, BENCHMARKS / "links.py", *options, "--out", tmp_path], timeout=280)
     assert done.returncode == 0, done.stdout
     (path,) = tmp_path.glob("*.json")
     for row in json.loads(path.read_text())["rows"].values():
-        assert len(row["rates"]["300mbit"]) == 2
+        assert len(row["rates"]["300mbit"]) == 1
     assert path.with_suffix(".md").exists()
 
 
