@@ -199,7 +199,7 @@ class Run(Section):
         description="Continue from the last checkpoint in output. auto: where there is one; so it is also under a "
         "launcher that restarts ranks.",
     )
-    ranks: PositiveInt = Field(1, description="Processes to start; ignored under torchrun.")
+    ranks: PositiveInt = Field(1, description="Processes to start; ignored where a launcher has started the ranks.")
     threads: PositiveInt | None = Field(None, description="Threads per rank. Null: the cores shared out evenly.")
     log_every: PositiveInt = Field(10, description="Steps between lines of the log.")
     sample: Sample = Field(Sample(), description="Texts to continue at the end of the run.")
