@@ -7,9 +7,11 @@ named pipes, line by line, as ``[RANK] line``.
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +20,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 LONGEST = 1 << 16
 """Bytes of a line without an end that are shown as a line."""
+
+LAST_READS = 16
+"""How often a pipe is read as it is closed. What a rank wrote fits; a process that it left behind may never stop."""
 
 
 class Relay:
@@ -93,8 +98,9 @@ class _Pipe:
         return True
 
     def close(self) -> None:
-        while self.read():
-            pass
+        for _ in range(LAST_READS):
+            if not self.read():
+                break
         if self._begun:
             self._show([self._begun])
         os.close(self.descriptor)
@@ -102,10 +108,23 @@ class _Pipe:
 
     def _show(self, lines: list[bytes]) -> None:
         # Of a line that was written over, as progress is shown, what it came to.
-        texts = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
-        with suppress(OSError, ValueError):  # nobody reads it any more; the ranks must not wait for that
-            self._stream.write("".join(f"{self._prefix}{text}\n" for text in texts))
-            self._stream.flush()
+        lasting = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        prefix, encoding = self._prefix.encode(), getattr(self._stream, "encoding", None) or "utf-8"
+        with suppress(Exception):  # the stream is closed, or takes no more; the ranks must not wait for that
+            for piece in _pieces([prefix + line + b"\n" for line in lasting]):
+                self._stream.write(piece.decode(encoding, "replace").encode(encoding, "replace").decode(encoding))
+                self._stream.flush()
+
+
+def _pieces(lines: Sequence[bytes]) -> Iterator[bytes]:
+    """Whole lines, together as long as a pipe takes at once: rank 0 writes to the same one."""
+    piece = b""
+    for line in lines:
+        if piece and len(piece) + len(line) > select.PIPE_BUF:
+            yield piece
+            piece = b""
+        piece += line
+    yield piece
 
 
 class Streams(DefaultLogsSpecs):
