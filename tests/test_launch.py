@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -129,6 +131,14 @@ except RuntimeError as error:
     print(error)
 ''')
 run('''
+class Holder:
+    def __init__(self, value):
+        self.value = value
+    def show(self):
+        return self.value
+def call(what):
+    return what()
+print(zeromesh.launch(call, 2, Holder(5).show), zeromesh.launch(Holder(6).show, 2))
 lock = open("/dev/null")
 def needs_lock():
     return lock
@@ -150,6 +160,7 @@ def test_functions_of_a_notebook_run_with_what_they_use() -> None:
     assert lines[0] == "[(Settings(rate=146.0), 2.0), (Settings(rate=146.0), 2.0)]", lines
     assert "failed first: ValueError: math domain error" in lines[1]
     assert any(line.endswith("line 10, in rate_of") for line in lines), lines
+    assert lines[-3] == "[5, 5] [6, 6]"
     assert lines[-2].startswith("lock, which needs_lock uses, cannot be sent to the ranks")
     assert lines[-2].endswith("make it inside the function")
     assert lines[-1].startswith("the source of unknown is not known")
@@ -168,3 +179,38 @@ def test_one_rank_is_this_process() -> None:
     found: list[int] = []
     assert zeromesh.launch(found.append, 1, 5) == [None]
     assert found == [5]
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("sys.exit(0)", "the function ended the process with status 0; let it return"),
+        ("pass", "Can't get attribute 'work' .*\n.*not under if __name__"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_said(body: str, text: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    top, indented = f"def work(): {body}\n", f"    def work(): {body}\n"
+    guard = 'if __name__ == "__main__":\n'
+    inside = "    zeromesh.launch(work, 2)\n"
+    script.write_text("import sys, zeromesh\n" + (guard + indented if body == "pass" else top + guard) + inside)
+    finished = run_command([sys.executable, script])
+    assert re.search(text, finished.stdout), finished.stdout
+
+
+FUNCTION = """
+import zeromesh
+def work(): pass
+if __name__ == "__main__":
+    zeromesh.launch(work, 2)
+"""
+
+
+def test_a_main_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text(FUNCTION)
+    finished = run_command([sys.executable, tmp_path])
+    assert "ValueError: the ranks cannot import __main__ without running it; move the function" in finished.stdout
+    finished = subprocess.run(
+        [sys.executable], input=FUNCTION, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+    )
+    assert "ValueError: the source of work is not known" in finished.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -73,13 +74,12 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
         folder = Path(name)
         (folder / CALL).write_bytes(_call(function, args))
         run(python_rank("function", name), Plan(ranks, variables=threads(ranks)), folder, _log.warning)
-        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(ranks)]
+        return [_result(folder, rank) for rank in range(ranks)]
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """What a rank needs to make the call."""
     name = getattr(function, "__qualname__", repr(function))
-    definitions = definitions_of(function) if is_interactive(function) else []
     try:
         call = pickle.dumps((function, args))
     except Exception as error:
@@ -88,8 +88,16 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             "top level of a module, of the script or of a cell, and arguments that can be pickled; build models and "
             "open files inside the function"
         ) from None
+    definitions = definitions_of((function, args)) if is_interactive() else []
     main = _main_data() if not definitions and b"__main__" in call else None
     return pickle.dumps({"function": call, "main": main, "definitions": definitions, "path": sys.path})
+
+
+def _result(folder: Path, rank: int) -> Any:
+    file = folder / f"{rank}.result"
+    if not file.is_file():
+        raise RankFailure(rank, "the function ended the process with status 0; let it return instead of calling exit")
+    return pickle.loads(file.read_bytes())
 
 
 def _main_data() -> dict[str, Any]:
@@ -97,11 +105,17 @@ def _main_data() -> dict[str, Any]:
     from multiprocessing import spawn
 
     data = spawn.get_preparation_data("zeromesh")
+    source = str(data.get("init_main_from_name") or data.get("init_main_from_path"))
+    if re.search(r"(^|[./])__main__(\.py)?$", source):
+        raise ValueError(
+            f"the ranks cannot import {source} without running it; move the function, and its arguments' classes, "
+            "to another module, and import it from there"
+        )
     return {key: data[key] for key in data if key.startswith(("sys_", "dir", "orig_dir", "init_main"))}
 
 
 def python_rank(kind: str, target: str, arguments: Sequence[str] = ()) -> list[str]:
-    """The command with which a rank runs a script, a module or a function of Python; see ``zeromesh.dist.rank``."""
+    """The command with which a rank runs a script, a module, a program or a function; see ``zeromesh.dist.rank``."""
     return [sys.executable, str(Path(__file__).with_name("rank.py")), kind, target, *arguments]
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import BytesIO
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,15 +22,17 @@ MAIN = "__main__"
 LAMBDA = "<lambda>"
 
 
-def is_interactive(function: Callable[..., Any]) -> bool:
-    """Whether the function was typed in, so that there is no file that could be imported."""
+def is_interactive() -> bool:
+    """Whether ``__main__`` was typed in, or came through a pipe, so that there is no file that could be imported."""
     main = sys.modules[MAIN]
-    has_file = getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None
-    return getattr(function, "__module__", None) == MAIN and not has_file
+    return getattr(main, "__spec__", None) is None and not os.path.isfile(getattr(main, "__file__", None) or "")
 
 
-def definitions_of(function: Callable[..., Any]) -> list[tuple[str, str, Any]]:
-    """What ``__main__`` of another process must be given so that the function works there; see ``rank.define``.
+def definitions_of(call: Any) -> list[tuple[str, str, Any]]:
+    """What ``__main__`` of another process must be given so that a call works there; see ``rank.define``.
+
+    Args:
+        call: what can be pickled, such as a function and its arguments.
 
     Returns:
         Kind, name and content of each name, those that others need first.
@@ -61,7 +64,8 @@ def definitions_of(function: Callable[..., Any]) -> list[tuple[str, str, Any]]:
             visit(used, name)
         found.append(("value", name, data))
 
-    visit(function.__name__, "")
+    for name in _pickled("the call", call, "launch")[1]:
+        visit(name, "launch")
     return found
 
 
