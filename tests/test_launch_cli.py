@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,9 @@ from harness import run_command
 from zeromesh.cli.launch import Layout, Program, SlurmOptions, slurm_script
 from zeromesh.cli.main import app
 from zeromesh.dist import mpiexec as mpi
+from zeromesh.dist import rank
+from zeromesh.dist.failure import first_failure
+from zeromesh.dist.output import Relay
 
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
 
@@ -108,11 +113,115 @@ def test_ranks_that_die_are_named(script: Path, mode: str, code: int, text: str)
     assert re.search(text, finished.stdout.splitlines()[-1]), finished.stdout
 
 
+def test_a_signal_without_a_name_is_told(tmp_path: Path) -> None:
+    failure = first_failure(tmp_path, {1: -40})
+    assert (failure.summary, failure.exitcode) == ("killed by signal 40", 168)
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("error = KeyError('x')\nerror.add_note('a hint')\nraise error", "KeyError: 'x'"),
+        ("compile('1 +', 'file', 'exec')", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_the_summary_of_a_failure_is_its_exception(
+    text: str, summary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(rank.FAILURES, str(tmp_path))
+    with pytest.raises((KeyError, SyntaxError)) as caught:
+        exec(text)
+    rank.record(caught.type, caught.value, None)
+    assert first_failure(tmp_path, {0: 1}).summary == summary
+
+
+def test_what_all_ranks_exit_with_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nsys.exit('the data is missing')")
+    finished = run_command([*LAUNCH, "--nproc", "2", tmp_path / "script.py"])
+    assert finished.returncode == 1
+    assert finished.stdout.count("the data is missing") == 1, finished.stdout
+
+
+def test_a_script_knows_its_file_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nos.chdir('/')\nprint(__file__)")
+    finished = run_command([*LAUNCH, "--nproc", "1", "script.py"], cwd=tmp_path)
+    assert finished.stdout.splitlines()[-1] == str(tmp_path / "script.py"), finished.stdout
+
+
+def test_what_a_rank_left_running_ends_with_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)\nraise ValueError\n"
+    )
+    finished = run_command([*LAUNCH, "--nproc", "1", tmp_path / "script.py"])
+    assert finished.returncode == 1
+    assert are_gone([int(line) for line in finished.stdout.splitlines() if line.isdecimal()])
+
+
+def test_standard_input_goes_to_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint(repr(sys.stdin.read()))")
+    finished = subprocess.run(
+        [*LAUNCH, "--nproc", "2", str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60, input="a"
+    )
+    assert sorted(finished.stdout.splitlines()) == ["'a'", "[1] ''"], finished.stderr
+
+
+def test_whole_lines_come_through_a_pipe_that_rank_0_writes_to(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("for number in range(20_000):\n    print('x' * 80)")
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}  # else rank 0 itself writes lines in parts
+    finished = run_command([*LAUNCH, "--nproc", "2", tmp_path / "script.py"], **variables)
+    told, line = "zeromesh launch: 2 ranks", "x" * 80
+    assert {told, line, f"[1] {line}"} == set(finished.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("stream", "shown"),
+    [
+        (io.TextIOWrapper(io.BytesIO(), encoding="latin-1"), b"[1] \xe9\n[1] ok\n"),
+        (io.TextIOWrapper(io.BytesIO(), encoding="ascii"), b"[1] ?\n[1] ok\n"),
+        (None, b""),
+    ],
+)
+def test_lines_are_read_whatever_the_stream_takes(
+    stream: io.TextIOWrapper | None, shown: bytes, tmp_path: Path
+) -> None:
+    relay = Relay(tmp_path)
+    with open(relay.pipe(stream, "[1] "), "wb", buffering=0) as pipe:  # type: ignore[arg-type]
+        pipe.write(b"\xe9\n")
+        pipe.write(b"ok\n")
+        pipe.write(b"." * 200_000 if stream is None else b"")  # waits for ever unless somebody reads
+    relay.close()
+    if stream is not None:
+        assert stream.buffer.getvalue() == shown  # type: ignore[attr-defined]
+
+
+def test_a_process_that_never_stops_writing_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    class Writes:
+        """A stream: whatever it shows, more has come meanwhile."""
+
+        encoding = "utf-8"
+
+        def write(self, text: str) -> None:
+            os.write(pipe, b"more\n")
+
+        def flush(self) -> None:
+            pass
+
+    relay = Relay(tmp_path)
+    pipe = os.open(relay.pipe(Writes(), ""), os.O_WRONLY)  # type: ignore[arg-type]
+    os.write(pipe, b"begin\n")
+    closing = threading.Thread(target=relay.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    os.close(pipe)
+
+
 @contextmanager
-def running(script: Path, mode: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def running(script: Path, mode: str, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A launch and its ranks' process numbers, once both ranks have come to the end of their script."""
     process = subprocess.Popen(
-        [*LAUNCH, "--nproc", "2", str(script), mode, str(folder)],
+        [*LAUNCH, "--nproc", "2", *options, str(script), mode, str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -163,8 +272,9 @@ def test_sigterm_is_passed_on(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked to do it")
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path: Path) -> None:
-    with running(script, "wait", tmp_path) as (process, pids):
+@pytest.mark.parametrize("program", [(), ("--no-python", sys.executable)])
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(program: tuple[str, ...], script: Path, tmp_path: Path) -> None:
+    with running(script, "wait", tmp_path, *program) as (process, pids):
         process.kill()
         process.wait()
         assert are_gone(pids)
@@ -235,6 +345,7 @@ def test_a_master_that_is_not_there_is_an_error_in_bounded_time(script: Path) ->
     [
         (["missing.py"], "'missing.py' is no file; name a Python script"),
         (["-m", "--no-python", "x"], "exclude each other"),
+        (["--no-python", "no-such-program"], "'no-such-program' is no program that can be run"),
         (["--nnodes", "2:1", "SCRIPT"], "--nnodes is '2:1', but must be"),
         (["--nnodes", "two", "SCRIPT"], "--nnodes is 'two', but must be"),
         (["--nnodes", "2", "SCRIPT"], "--nnodes 2 needs --master HOST:PORT"),
@@ -283,7 +394,7 @@ def test_the_batch_script_for_cpus_starts_each_rank(tmp_path: Path) -> None:
     text = slurm_script(Program("train it.py", ("--x", "a b")), Layout(4, "2"), SlurmOptions(cpus=6, partition="short"))
     asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert asked == [
-        "--job-name=train it", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--time=01:00:00",
+        "--job-name='train it'", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--time=01:00:00",
         "--partition=short",
     ]  # fmt: skip
     said = run_batch(text, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -41,13 +42,14 @@ class Program:
             raise ValueError("-m and --no-python exclude each other: a module is run by Python; leave one of them out")
         if not self.is_module and not self.is_command and not Path(self.name).is_file():
             raise ValueError(f"{self.name!r} is no file; name a Python script, or -m MODULE, or --no-python PROGRAM")
+        if self.is_command and shutil.which(self.name) is None:
+            raise ValueError(f"{self.name!r} is no program that can be run; see its path, and that it is executable")
 
     @property
     def rank_command(self) -> list[str]:
         """The command of a rank that ZeroMesh starts."""
-        if self.is_command:
-            return [self.name, *self.arguments]
-        return python_rank("module" if self.is_module else "script", self.name, self.arguments)
+        kind = "program" if self.is_command else "module" if self.is_module else "script"
+        return python_rank(kind, self.name, self.arguments)
 
     @property
     def plain_command(self) -> list[str]:
@@ -222,7 +224,7 @@ def slurm_script(program: Program, layout: Layout, options: SlurmOptions) -> str
     tasks = 1 if restarts else ranks
     cpus = None if options.cpus is None else options.cpus * (ranks // tasks)
     asked = [
-        f"--job-name={Path(program.name).stem}",
+        f"--job-name={shlex.quote(Path(program.name).stem)}",
         f"--nodes={most}" if least == most else f"--nodes={least}-{most}",
         f"--ntasks-per-node={tasks}",
         *([] if cpus is None else [f"--cpus-per-task={cpus}"]),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
@@ -192,10 +192,12 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         with _handlers(self._end_at_once):
             super()._shutdown(death_sig, GRACE.get(death_sig, HASTE))  # type: ignore[arg-type]
+        if self._worker_group.state is not WorkerState.SUCCEEDED:
+            self._end_at_once()  # what ranks left behind that died
 
-    def _end_at_once(self, number: int, frame: Any) -> None:
+    def _end_at_once(self, *_: object) -> None:
         for pid in self._pcontext.pids().values() if self._pcontext else ():
-            with suppress(ProcessLookupError):
+            with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
 
 

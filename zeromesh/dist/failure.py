@@ -51,7 +51,7 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
         folder: with the records of the ranks, ``RANK.failure``.
         exitcodes: by rank, of those that failed; the negative number of the signal where one ended it.
     """
-    killed = {rank: signal.Signals(-code) for rank, code in exitcodes.items() if code < 0}
+    killed = {rank: -code for rank, code in exitcodes.items() if code < 0}
     for rank, number in sorted(killed.items()):
         if number not in CONSEQUENCES:
             return _killed(rank, number)
@@ -61,12 +61,13 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
         return RankFailure(silent[0], f"exited with status {exitcodes[silent[0]]}", "", exitcodes[silent[0]])
     if records:
         first = min(records, key=lambda rank: float(records[rank]["at"]))
-        aborted = [f"rank {rank} was ended by SIGABRT" for rank in sorted(killed) if killed[rank] is signal.SIGABRT]
+        aborted = [f"rank {rank} was ended by SIGABRT" for rank in sorted(killed) if killed[rank] == signal.SIGABRT]
         details = "\n".join([records[first]["details"].rstrip(), *aborted])
         return RankFailure(first, records[first]["summary"], details, records[first]["status"])
     return _killed(*min(killed.items(), key=lambda pair: (CONSEQUENCES.index(pair[1]) == 0, pair[0])))
 
 
-def _killed(rank: int, number: signal.Signals) -> RankFailure:
-    hint = f"; {HINTS[number]}" if number in HINTS else ""
-    return RankFailure(rank, f"killed by {number.name}{hint}", "", 128 + number)
+def _killed(rank: int, number: int) -> RankFailure:
+    known = {member.value: member.name for member in signal.Signals}  # most real-time signals have no name
+    hint = next((f"; {text}" for member, text in HINTS.items() if member == number), "")
+    return RankFailure(rank, f"killed by {known.get(number, f'signal {number}')}{hint}", "", 128 + number)

@@ -1,8 +1,8 @@
-"""What each rank runs that ZeroMesh starts: a script, a module, or a function. It imports nothing else of ZeroMesh.
+"""What each rank runs that ZeroMesh starts: a script, a module, a program or a function. No other file is imported.
 
-It is run as a file: ``python rank.py script FILE ...``, ``python rank.py module NAME ...`` or
-``python rank.py function FOLDER``. An exception that nobody catches is written to ``FAILURES``, for whoever started the
-ranks, instead of to the terminal, where those of all ranks would come at once.
+It is run as a file: ``python rank.py script FILE ...``, ``python rank.py module NAME ...``,
+``python rank.py program NAME ...`` or ``python rank.py function FOLDER``. An exception that nobody catches is written
+to ``FAILURES``, for whoever started the ranks, instead of to the terminal, where those of all ranks would come at once.
 """
 
 from __future__ import annotations
@@ -35,17 +35,22 @@ CALL = "call.pickle"
 def main() -> None:
     """Run what the command line names."""
     _end_with_the_launcher()
+    if _rank() not in (None, "0"):  # else the ranks take each other's lines
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     kind, target, *arguments = sys.argv[1:]
     sys.excepthook = record
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # lines of several ranks must not be torn
     try:
-        {"script": run_script, "module": run_module, "function": run_function}[kind](target, arguments)
+        runs = {"script": run_script, "module": run_module, "program": run_program, "function": run_function}
+        runs[kind](target, arguments)
     except SystemExit as error:
         if error.code not in (None, 0):
             status = error.code if isinstance(error.code, int) else 1
-            write_failure(f"exited with status {status}", "" if error.code == status else f"{error.code}\n", status)
+            details = "" if error.code == status else f"{error.code}\n"
+            if write_failure(f"exited with status {status}", details, status):
+                raise SystemExit(status) from None  # what it says is shown once, not by every rank
         raise
 
 
@@ -54,9 +59,9 @@ def run_script(path: str, arguments: list[str]) -> None:
     sys.argv = [path, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     module = _fresh_main()
-    module.__file__ = path
-    with io.open_code(os.path.abspath(path)) as file:
-        code = compile(file.read(), path, "exec")
+    module.__file__ = os.path.abspath(path)
+    with io.open_code(module.__file__) as file:
+        code = compile(file.read(), module.__file__, "exec")
     exec(code, module.__dict__)
 
 
@@ -66,6 +71,11 @@ def run_module(name: str, arguments: list[str]) -> None:
     sys.path[0] = os.getcwd()
     _fresh_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def run_program(name: str, arguments: list[str]) -> None:
+    """Become any program; that it ends with the launcher stays."""
+    os.execvp(name, [name, *arguments])
 
 
 def run_function(folder: str, _: list[str]) -> None:
@@ -82,7 +92,11 @@ def run_function(folder: str, _: list[str]) -> None:
         _import_main(call["main"])
     elif call["definitions"]:
         define(_fresh_main(), call["definitions"])
-    function, arguments = pickle.loads(call["function"])
+    try:
+        function, arguments = pickle.loads(call["function"])
+    except AttributeError as error:
+        error.add_note("define it at the top level of a module or of the script, not under if __name__ == '__main__':")
+        raise
     result = function(*arguments)
     try:
         data = pickle.dumps(result)
@@ -128,15 +142,16 @@ def record(kind: type[BaseException], error: BaseException, trace: TracebackType
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     details = "".join(traceback.format_exception(kind, error, trace))
-    summary = traceback.format_exception_only(kind, error)[-1].strip()
+    # Not what a SyntaxError quotes, which is indented, nor the notes, which come last.
+    lines = traceback.format_exception_only(kind, error)
+    summary = next((line for line in lines if not line.startswith(" ")), lines[-1]).strip()
     if not write_failure(summary, details):
         sys.stderr.write(details)
 
 
 def write_failure(summary: str, details: str, status: int = 1) -> bool:
     """Leave word of this rank's failure, and when it was; False if nobody on this machine waits for it."""
-    rank = next((os.environ[name] for name in RANKS if name in os.environ), None)
-    folder = os.environ.get(FAILURES)
+    rank, folder = _rank(), os.environ.get(FAILURES)
     if rank is None or folder is None or not os.path.isdir(folder):
         return False
     final = os.path.join(folder, f"{rank}.failure")
@@ -144,6 +159,10 @@ def write_failure(summary: str, details: str, status: int = 1) -> bool:
         json.dump({"at": time.time(), "summary": summary, "details": details, "status": status}, file)
     os.replace(final + ".part", final)
     return True
+
+
+def _rank() -> str | None:
+    return next((os.environ[name] for name in RANKS if name in os.environ), None)
 
 
 def _fresh_main() -> ModuleType:
