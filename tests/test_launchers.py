@@ -150,6 +150,7 @@ def test_some_of_torchruns_variables_set_by_hand_must_say_the_same() -> None:
         (SLURM | {"SLURM_NODEID": "4"}, "SLURM_NODEID is 4, but 4 nodes have tasks"),
         (SLURM | {"SLURM_STEP_NODELIST": "gpu[08-10"}, "'gpu[08-10' is not a list of hosts"),
         (SLURM | {"SLURM_LOCALID": "two"}, "SLURM_LOCALID is 'two', but must be a whole number"),
+        (SLURM | {"SLURM_PROCID": "--2"}, "SLURM_PROCID is '--2', but must be a whole number"),
         (SLURM | {"MASTER_PORT": "high"}, "MASTER_PORT is 'high', but must be a whole number"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "SLURM_PROCID is not set, but SLURM_LOCALID"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK is 4"),

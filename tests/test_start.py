@@ -3,7 +3,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +29,7 @@ from zeromesh.dist.environment import (
     init_distributed,
     shutdown,
 )
-from zeromesh.dist.meeting import start_limit
+from zeromesh.dist.meeting import reach, start_limit
 from zeromesh.dist.peers import Peer, placed
 
 SHORT = timedelta(seconds=0.5)
@@ -91,6 +93,23 @@ def test_ranks_that_do_not_come_are_named() -> None:
     port = free_port()
     message = refused(two_ranks(0, port))
     assert f"of 2 ranks, 1 did not come to 127.0.0.1:{port} within 0.5 s" in message
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others() -> None:
+    port = free_port()
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", "import zeromesh; zeromesh.init_distributed()"]
+    process = subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.DEVNULL)
+    try:
+        limit = time.monotonic() + 60
+        while not (reached := reach("127.0.0.1", port, 0.0)[1] == "") and time.monotonic() < limit:
+            time.sleep(0.1)
+        assert reached
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
+    finally:
+        process.kill()
+        process.wait()
 
 
 def error_of_start(environment: Environment, backend: str = "gloo", seconds: float = 5.0) -> str:
@@ -223,7 +242,7 @@ print(environment.launcher, environment.world_size, environment.local_world_size
 
 @pytest.mark.skipif(shutil.which("mpiexec") is None, reason="there is no mpiexec")
 def test_ranks_of_mpiexec_meet_without_mpi() -> None:
-    bare = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    bare = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "PYTHONUNBUFFERED")}
     finished = run_command(["env", "-i", *(f"{n}={v}" for n, v in bare.items()), "mpiexec", "-n", "2", sys.executable,
                             "-c", SCRIPT])  # fmt: skip
     lines = [line.rsplit(" ", 3) for line in finished.stdout.splitlines()]

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from zeromesh.dist.failure import GRACE, HASTE, RankFailure, first_failure
+from zeromesh.dist.meeting import in_background, reach
 from zeromesh.dist.output import Relay, Streams
 from zeromesh.dist.rank import FAILURES
 
@@ -81,7 +83,8 @@ def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], 
     relay = Relay(folder)
     with ExitStack() as stack:
         stack.callback(relay.close)
-        stack.enter_context(_same_handlers())
+        # From now on, as nodes may wait for others for long; torchrun's library sets the same ones for the ranks.
+        stack.enter_context(_handlers(_end))
         stack.enter_context(_silence())
         if plan.restarts:
             # Ranks that are started again must not find what those before left in the store, such as their addresses;
@@ -106,8 +109,11 @@ def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], 
             raise TimeoutError(_too_few(plan)) from None
         except RendezvousClosedError:
             raise ConnectionError(f"the run at {plan.master} has ended already; start it anew on all nodes") from None
-        except RendezvousConnectionError as error:
-            raise ConnectionError(_no_master(plan, error)) from None
+        except RendezvousConnectionError:
+            raise ConnectionError(
+                f"the master {plan.master} has gone: zeromesh launch has ended there, or the network has failed; see "
+                "its output, and start the run anew on all nodes"
+            ) from None
     if result is not None and result.is_failed():
         assert agent.failure is not None
         raise agent.failure
@@ -125,7 +131,8 @@ def _agent(
             options["is_host"] = plan.node_rank == 0
         # A node that is gone is missed after six seconds, and after five more the others go on without it.
         options |= {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
-    rendezvous = registry.get_rendezvous_handler(
+    rendezvous = _rendezvous(
+        plan,
         RendezvousParameters(
             backend="c10d",
             endpoint=plan.master or "127.0.0.1:0",
@@ -134,7 +141,7 @@ def _agent(
             max_nodes=plan.most_nodes,
             local_addr=local,
             **options,
-        )
+        ),
     )
     spec = WorkerSpec(
         role="rank",
@@ -147,6 +154,23 @@ def _agent(
         local_addr=local,
     )
     return _Agent(spec, Streams(folder, relay, {**plan.variables, FAILURES: str(folder)}), folder, tell)
+
+
+def _rendezvous(plan: Plan, parameters: RendezvousParameters) -> Any:
+    """Where the nodes meet. Torch waits for ever on a program that is no store, and does not heed Ctrl-C meanwhile."""
+    end, failure = time.monotonic() + plan.timeout, ""
+    if plan.node_rank:
+        host, _, port = plan.master.rpartition(":")
+        failure = reach(host.strip("[]"), int(port), end)[1]
+    made: list[Any] = []
+    if not failure:
+        in_background(lambda: registry.get_rendezvous_handler(parameters), made)(max(1.0, end - time.monotonic()))
+        if made and not isinstance(made[0], Exception):
+            return made[0]
+        if made and not isinstance(made[0], RendezvousConnectionError):
+            raise made[0]
+        failure = str(made[0].__cause__ or made[0]) if made else "what listens there is no zeromesh launch"
+    raise ConnectionError(_no_master(plan, failure))
 
 
 class _Agent(LocalElasticAgent):
@@ -232,12 +256,11 @@ def _require_free(plan: Plan, family: int, port: int) -> None:
             ) from None
 
 
-def _no_master(plan: Plan, error: BaseException) -> str:
-    cause = f": {error.__cause__}" if error.__cause__ is not None else ""
+def _no_master(plan: Plan, failure: str) -> str:
     return (
         f"{socket.gethostname()} could not reach the master {plan.master} in {plan.timeout:.0f} s; start zeromesh "
         "launch with the same --nnodes and --master on the node that --master names too, with --node-rank 0, and see "
-        f"that no firewall or other program holds the port{cause}"
+        f"that no firewall or other program holds the port: {failure}"
     )
 
 
@@ -248,22 +271,19 @@ def _too_few(plan: Plan) -> str:
     )
 
 
-@contextmanager
-def _same_handlers() -> Iterator[None]:
-    """Bring back the handlers of signals that torchrun's library replaces."""
-    with _handlers(None):
-        yield
+def _end(number: int, _: Any) -> None:
+    raise SignalException(f"got signal {number}", signal.Signals(number))
 
 
 @contextmanager
-def _handlers(handler: Callable[[int, Any], None] | None) -> Iterator[None]:
+def _handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle ``SIGNALS`` meanwhile, and afterwards as before; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        for number in SIGNALS if handler is not None else ():
+        for number in SIGNALS:
             signal.signal(number, handler)
         yield
     finally:

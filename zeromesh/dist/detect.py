@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -228,6 +229,6 @@ def _text(env: Mapping[str, str], row: Launcher, names: tuple[str, ...]) -> str:
 
 def _integer(env: Mapping[str, str], row: Launcher, names: tuple[str, ...]) -> int:
     text = _text(env, row, names)
-    if not text.strip().lstrip("-").isdecimal():
+    if not re.fullmatch(r"-?\d+", text.strip()):
         raise _wrong(row, f"{_name(env, names)} is {text!r}, but must be a whole number")
     return int(text)

@@ -79,15 +79,32 @@ def meet(environment: Environment, limit: timedelta, problem: Exception | None) 
     store.set(f"here/{environment.rank}", "")
     if store.add("count", 1) == environment.world_size:
         store.set("go", "")
-    try:
-        store.wait(["go"], limit)
-    except RuntimeError as error:
-        raise StartError(_who_is_missing(store, environment, limit, error)) from None
+    _await_all(store, environment, limit)
     problem_of_another = store.get("go").decode()
     if problem_of_another:
         store.add("told", 1)
         raise StartError(problem_of_another)
     return store
+
+
+def _await_all(store: Any, environment: Environment, limit: timedelta) -> None:
+    end = time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            # A second at a time: Ctrl-C is not heeded in between.
+            store.wait(["go"], timedelta(seconds=max(0.01, min(1.0, end - time.monotonic()))))
+            return
+        except RuntimeError as error:
+            if time.monotonic() >= end or not _answers(store):
+                raise StartError(_who_is_missing(store, environment, limit, error)) from None
+
+
+def _answers(store: Any) -> bool:
+    try:
+        store.check(["go"])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _tell(environment: Environment, prefix: str, problem: Exception) -> None:
@@ -115,10 +132,17 @@ def _store(environment: Environment, limit: timedelta) -> Any:
     if _serves(environment):
         return _serve(address, port, environment.world_size, limit)
     end = time.monotonic() + limit.total_seconds()
-    _reach(address, port, limit, end)
+    tries, failure = reach(address, port, end)
+    if failure:
+        raise StartError(
+            f"the master at {address}:{port} cannot be reached from {socket.gethostname()}: {tries} attempts in "
+            f"{_text(limit)}, the last one: {failure}; see that rank 0 is running and has not failed before, that "
+            f"MASTER_ADDR is the machine of rank 0, under a name or address that this one can reach, and that no "
+            f"firewall blocks port {port}. ZEROMESH_START_TIMEOUT sets how many seconds to wait"
+        )
     # Torch waits for ever on a program that accepts connections and is not a store.
     made: list[Any] = []
-    join = _in_background(lambda: _client(address, port, environment.world_size, limit), made)
+    join = in_background(lambda: _client(address, port, environment.world_size, limit), made)
     join(max(1.0, end - time.monotonic()))
     if made and not isinstance(made[0], Exception):
         return made[0]
@@ -134,11 +158,13 @@ def _client(address: str, port: int, world_size: int, limit: timedelta) -> Any:
     return _TCPStore(address, port, world_size, False, limit, wait_for_workers=False)
 
 
-def _in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[float], None]:
+def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[float], None]:
+    """Begin something that may wait for ever; what is returned waits so many seconds for its result, or its error."""
+
     def run() -> None:
         try:
             result.append(action())
-        except RuntimeError as error:
+        except Exception as error:
             result.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -175,14 +201,14 @@ def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
         ) from None
 
 
-def _reach(address: str, port: int, limit: timedelta, end: float) -> None:
-    """Wait until somebody listens at the master's address."""
-    pause, tries, failure = 0.01, 0, ""
+def reach(address: str, port: int, end: float) -> tuple[int, str]:
+    """Wait until somebody listens at an address: the number of attempts, and why the last one failed, else ""."""
+    pause, tries = 0.01, 0
     while True:
         tries += 1
         try:
             socket.create_connection((address, port), timeout=max(0.1, min(10.0, end - time.monotonic()))).close()
-            return
+            return tries, ""
         except socket.gaierror as error:
             failure = f"the name {address!r} is not known here ({error.strerror})"
         except TimeoutError:
@@ -190,15 +216,9 @@ def _reach(address: str, port: int, limit: timedelta, end: float) -> None:
         except OSError as error:
             failure = f"{error.strerror or error}"
         if time.monotonic() + pause >= end:
-            break
+            return tries, failure
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
-    raise StartError(
-        f"the master at {address}:{port} cannot be reached from {socket.gethostname()}: {tries} attempts in "
-        f"{_text(limit)}, the last one: {failure}; see that rank 0 is running and has not failed before, that "
-        f"MASTER_ADDR is the machine of rank 0, under a name or address that this one can reach, and that no firewall "
-        f"blocks port {port}. ZEROMESH_START_TIMEOUT sets how many seconds to wait"
-    )
 
 
 def _who_is_missing(store: Any, environment: Environment, limit: timedelta, error: Exception) -> str:
