@@ -25,7 +25,8 @@ from zeromesh.cli.launch import Layout, Program, SlurmOptions, slurm_script
 from zeromesh.cli.main import app
 from zeromesh.dist import mpiexec as mpi
 from zeromesh.dist import rank
-from zeromesh.dist.failure import first_failure
+from zeromesh.dist.failure import RankFailure, first_failure
+from zeromesh.dist.launch import python_rank
 from zeromesh.dist.output import Relay
 
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
@@ -218,7 +219,9 @@ def test_a_process_that_never_stops_writing_does_not_hold_up_the_end(tmp_path: P
 
 
 @contextmanager
-def running(script: Path, mode: str, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def running(
+    script: Path, mode: str, folder: Path, *options: str, ranks: int = 2
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A launch and its ranks' process numbers, once both ranks have come to the end of their script."""
     process = subprocess.Popen(
         [*LAUNCH, "--nproc", "2", *options, str(script), mode, str(folder)],
@@ -229,7 +232,7 @@ def running(script: Path, mode: str, folder: Path, *options: str) -> Iterator[tu
     )
     try:
         limit = time.monotonic() + 60
-        while len(files := list(folder.glob("*.pid"))) < 2:
+        while len(files := list(folder.glob("*.pid"))) < ranks:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < limit
             time.sleep(0.05)
@@ -338,6 +341,54 @@ def test_a_master_that_is_not_there_is_an_error_in_bounded_time(script: Path) ->
     code, text = call(*options, script, "none")
     assert code == 2
     assert f"could not reach the master {master} in 2 s; start zeromesh launch" in text
+
+
+@pytest.mark.parametrize("node", [[], ["--node-rank", "1"]])
+def test_a_master_that_is_another_program_is_an_error_in_bounded_time(node: list[str], script: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        master = f"127.0.0.1:{taken.getsockname()[1]}"
+        options = ["--nproc", "1", "--nnodes", "2", *node, "--master", master, "--timeout", "1"]
+        finished = run_command([*LAUNCH, *options, script, "none"])
+    assert finished.returncode == 2, finished.stdout
+    assert f"could not reach the master {master} in 1 s" in finished.stdout
+    assert finished.stdout.strip().endswith("no zeromesh launch")
+
+
+@pytest.mark.full
+def test_nodes_say_when_the_master_has_gone(script: Path, tmp_path: Path) -> None:
+    options = ["--nproc", "1", "--nnodes", "2", "--master", f"127.0.0.1:{free_port()}", "--node-rank"]
+    with (
+        running(script, "wait", tmp_path, *options, "0", ranks=0) as (master, _),
+        running(script, "wait", tmp_path, *options, "1") as (other, _),
+    ):
+        master.kill()
+        output = other.communicate(timeout=60)[0]
+    assert other.returncode == 2, output
+    assert f"the master {options[5]} has gone" in output.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_a_node_that_waits_for_others_ends_on_a_signal_and_leaves_nothing(script: Path, tmp_path: Path) -> None:
+    places = tmp_path / "temporary"
+    places.mkdir()
+    options = ["--nproc", "1", "--nnodes", "2", "--node-rank", "0", "--master", f"127.0.0.1:{free_port()}"]
+    process = subprocess.Popen([*LAUNCH, *options, str(script), "none"], env=os.environ | {"TMPDIR": str(places)})
+    try:
+        limit = time.monotonic() + 60
+        while not is_listening(int(options[-1].split(":")[1])):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+    finally:
+        process.kill()
+        process.wait()
+    assert not list(places.glob("zeromesh-*"))
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize(
@@ -461,3 +512,14 @@ def test_through_mpiexec_the_failure_is_shown(tmp_path: Path) -> None:
     assert finished.returncode == 1, finished.stdout
     assert {"rank 0 of 2", "rank 1 of 2"} <= set(finished.stdout.splitlines()), finished.stdout
     assert "error: rank 1 failed first: LookupError: the key is not there" in finished.stdout
+
+
+@pytest.mark.skipif(not shutil.which("mpiexec"), reason="no mpiexec on PATH")
+def test_through_mpiexec_a_rank_that_fails_before_mpi_has_started_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(MPI_SCRIPT + "time.sleep(1000)")
+    monkeypatch.setattr(mpi, "PATIENCE", 0.5)
+    command = python_rank("script", str(tmp_path / "script.py"))
+    with pytest.raises(RankFailure, match="rank 1 failed first: LookupError"):
+        mpi.run(mpi.find_mpiexec(), command, 2, 1, [], os.environ, tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +18,9 @@ from typing import Any
 
 from zeromesh.dist.failure import GRACE, HASTE, first_failure
 from zeromesh.dist.rank import FAILURES
+
+PATIENCE = 10.0
+"""Seconds that mpiexec has to end all ranks after one here has failed; it does not where that one had no MPI yet."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def run(
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
-        status = _wait(process, got)
+        status = _wait(process, got, folder)
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # what it left behind
@@ -105,21 +110,34 @@ def run(
         if got[0] == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + got[0])
-    if not status:
+    if status == 0:
         return
     said = [json.loads(file.read_text(encoding="utf-8"))["status"] for file in folder.glob("*.failure")]
-    if status in said:
+    if status is None or status in said:
         raise first_failure(folder, {})
     # A rank here was killed, or one elsewhere failed: mpiexec has said so, and what ranks say is only about lost peers.
     raise SystemExit(status if status > 0 else 128 - status)
 
 
-def _wait(process: subprocess.Popen[bytes], got: list[int]) -> int:
-    """The exit status; after a signal, mpiexec has some seconds until it is killed, and with it all ranks here."""
-    while not got:
+def _wait(process: subprocess.Popen[bytes], got: list[int], folder: Path) -> int | None:
+    """The exit status; None if mpiexec had to be ended because a rank here failed and the others went on.
+
+    After a signal, mpiexec has some seconds until it is killed, and with it all ranks here.
+    """
+    end = math.inf
+    while not got and time.monotonic() < end:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(0.2)
-    with suppress(subprocess.TimeoutExpired):
-        return process.wait(GRACE.get(signal.Signals(got[0]), HASTE))
-    process.kill()
-    return process.wait()
+        if end == math.inf and any(folder.glob("*.failure")):
+            end = time.monotonic() + PATIENCE
+    failed, grace = not got, HASTE
+    if failed:
+        process.terminate()
+    else:
+        grace = GRACE.get(signal.Signals(got[0]), HASTE)
+    try:
+        status = process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = process.wait()
+    return None if failed else status
