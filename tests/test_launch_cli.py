@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -135,6 +136,16 @@ def test_the_summary_of_a_failure_is_its_exception(
         exec(text)
     rank.record(caught.type, caught.value, None)
     assert first_failure(tmp_path, {0: 1}).summary == summary
+
+
+def test_variables_that_are_wrong_are_told_where_they_matter(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    finished = run_command([*LAUNCH, "--nproc", "1", script, "none"])
+    assert finished.returncode == 0, finished.stdout
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--folder", str(tmp_path)]).stdout)
+    assert "MASTER_PORT=1234" in report["problems"][0]["problem"]
 
 
 def test_what_all_ranks_exit_with_is_shown_once(tmp_path: Path) -> None:

@@ -42,7 +42,11 @@ def shown_log() -> Iterator[None]:
     if logger.handlers:
         yield
         return
-    handler, level = _Lines() if is_first() else logging.NullHandler(), logger.level
+    try:
+        first = is_first()
+    except ValueError:  # for the command to tell, if it needs to know which rank it is
+        first = True
+    handler, level = _Lines() if first else logging.NullHandler(), logger.level
     logger.addHandler(handler)
     if level == logging.NOTSET:
         logger.setLevel(logging.INFO)
