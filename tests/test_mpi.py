@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -262,7 +265,33 @@ def from_anyone() -> None:
         dist.send(torch.full((70_000,), float(dist.get_rank())), 0)
 
 
-@pytest.mark.parametrize("check", [waits_in_other_orders, nobody_waits, tags_out_of_order, from_anyone])
+def begun_by_who_issues_them() -> None:
+    """Else two collectives could be numbered in another order on one rank, and messages of one tag change places."""
+    from zeromesh.dist.mpi_programs import Programs
+    from zeromesh.dist.mpi_work import runtime
+
+    class Hurried(dict[int, Any]):
+        """Works under way, at which another thread looks in the moment in which one is added."""
+
+        def __setitem__(self, number: int, work: Any) -> None:
+            super().__setitem__(number, work)
+            looking = threading.Thread(target=runtime.advance)
+            looking.start()
+            looking.join()
+
+    begun, tag = [], Programs.tag
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "tag", lambda self: begun.append(threading.current_thread()) or tag(self))
+        patch.setattr(runtime, "_pending", Hurried())
+        works = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+    assert set(begun) == {threading.current_thread()}
+
+
+@pytest.mark.parametrize(
+    "check", [waits_in_other_orders, nobody_waits, tags_out_of_order, from_anyone, begun_by_who_issues_them]
+)
 def test_messages_find_their_way_whatever_the_order(check: Callable[[], None]) -> None:
     run_mpi_ranks(check, 4)
 
@@ -325,7 +354,44 @@ def a_store_and_gloo_beside() -> None:
     assert mpi.missing() == ""
 
 
-@pytest.mark.parametrize("check", [torch_on_top, a_store_and_gloo_beside])
+def state_from_one_rank() -> None:
+    """What asks the group for its devices: a checkpoint that is written meanwhile, weights that rank 0 alone has."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    model = nn.Linear(7, 33)
+    fully_shard(model)
+    state = {"model": model.state_dict()}
+    checkpoint.async_save(state, checkpoint_id=folder[0]).result()
+    before = model.weight.full_tensor().clone()
+    full = {"weight": torch.full((33, 7), 2.0), "bias": torch.full((33,), 3.0)}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
+    assert torch.equal(model.weight.full_tensor(), torch.full((33, 7), 2.0))
+    checkpoint.load(state, checkpoint_id=folder[0])
+    assert torch.equal(model.weight.full_tensor(), before)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+def destroyed_while_under_way() -> None:
+    for _ in range(10):
+        tensors = [torch.ones(200_000) for _ in range(4)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        dist.destroy_process_group()
+        dist.init_process_group("mpi")
+        for work, tensor in zip(works, tensors, strict=True):
+            work.wait(timedelta(seconds=10))
+            assert torch.equal(tensor, torch.full_like(tensor, 4.0))
+
+
+@pytest.mark.parametrize(
+    "check", [torch_on_top, a_store_and_gloo_beside, state_from_one_rank, destroyed_while_under_way]
+)
 def test_torch_takes_it_for_its_own(check: Callable[[], None]) -> None:
     run_mpi_ranks(check, 4)
 
@@ -371,7 +437,64 @@ def unlike() -> None:
             dist.recv(torch.ones(10), 0)
 
 
-@pytest.mark.parametrize("check", [bad_calls, too_late, unlike])
+def too_short() -> None:
+    """What MPI itself takes for right: a message that does not fill what it is received into."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(5, dtype=torch.bfloat16), 1)
+    elif dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="rank 0 sent 10 bytes where 20 were expected; ranks must give"):
+            dist.recv(torch.ones(5), 0)
+
+
+def interrupted() -> None:
+    """What Ctrl-C breaks off is not done well, whoever looks at it afterwards."""
+    from zeromesh.dist.mpi_work import Program, Work
+
+    def program() -> Program:
+        yield None
+        raise KeyboardInterrupt
+
+    work = Work("a work", program(), 1, [], "one rank")
+    work.advance()
+    with pytest.raises(KeyboardInterrupt):
+        work.advance()
+    work.advance()
+    assert work.done
+    assert not work.is_success()
+
+
+def asked_by_two_threads() -> None:
+    """Which ranks have ended: the message of one that has is taken by one of the threads, and the other goes on."""
+    from zeromesh.dist.mpi_work import LEFT, runtime
+
+    notes, rank = runtime.notes, dist.get_rank()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                found = getattr(notes, name)(*args)
+                time.sleep(0.2)  # until the other thread has asked, too
+                return found
+
+            return call
+
+    sending = notes.Isend([None, 0, "B"], rank, LEFT)
+    while not notes.Iprobe(rank, LEFT):
+        time.sleep(0.001)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "notes", Slow())
+        threads = [threading.Thread(target=runtime.find_gone, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads)
+        assert runtime.gone == {rank}
+    runtime.gone.clear()
+    sending.Wait()
+
+
+@pytest.mark.parametrize("check", [bad_calls, too_late, unlike, too_short, interrupted, asked_by_two_threads])
 def test_what_is_wrong_is_said(check: Callable[[], None]) -> None:
     run_mpi_ranks(check, 4)
 
@@ -422,6 +545,24 @@ def test_a_rank_that_leaves_early_is_noticed_by_who_waits_for_it(tmp_path: Path)
     assert status != 0
     assert "all_reduce on mpi" in said
     assert "waits for rank 1, which has ended" in said
+
+
+def test_who_waits_for_anybody_notices_that_all_others_have_ended(tmp_path: Path) -> None:
+    status, said = run_script(
+        tmp_path,
+        """
+        if rank == 1:
+            dist.send(torch.ones(3), 0)
+            sys.exit(0)
+        dist.recv(torch.ones(3))
+        print("one came")
+        dist.recv(torch.ones(3))
+        """,
+    )
+    assert status != 0
+    assert "one came" in said
+    assert "recv from any rank, tag 0, on mpi" in said
+    assert "all other ranks have ended" in said
 
 
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 REMEDY = "pip install 'zeromesh[mpi]'"
 
-LEAVING = 5.0
-"""Seconds that a process which ends still gives to messages that nobody has waited for."""
-
 _timeout: timedelta = c10d.default_pg_timeout
 _store: Any = None
 _worlds = 0
@@ -189,7 +186,7 @@ def _leave(ours: bool) -> None:
     sys.stderr.flush()
     if failed:
         mpi.COMM_WORLD.Abort(1)
-    if not runtime.leave(LEAVING):
+    if not runtime.leave():
         print(
             "zeromesh: this rank ends with messages that nobody took; so all ranks are ended",
             file=sys.stderr,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from zeromesh.dist.mpi_memory import (
     spec,
 )
 from zeromesh.dist.mpi_programs import Programs, delivered
-from zeromesh.dist.mpi_work import Program, Stage, Work, runtime
+from zeromesh.dist.mpi_work import LEAVING, Program, Stage, Work, runtime
 
 
 class Group(dist.ProcessGroup):
@@ -44,6 +45,7 @@ class Group(dist.ProcessGroup):
         self._programs = Programs(comm, ranks)
         super().__init__(self._programs.rank, self._programs.size)  # type: ignore[call-arg]
         self._timeout = timeout.total_seconds()
+        self._works: WeakSet[Work] = WeakSet()
         own = self._programs.ranks[self._programs.rank]
         self._where = f"the group of ranks {', '.join(map(str, self._programs.ranks))} (this is rank {own})"
         self._name = self._description = "undefined"
@@ -51,6 +53,15 @@ class Group(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """As torch calls it."""
         return "mpi"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Group:
+        if device.type != "cpu":
+            raise RuntimeError(f"the backend mpi has nothing for tensors on {device}, only for cpu")
+        return self
 
     @property
     def group_name(self) -> str:
@@ -81,7 +92,8 @@ class Group(dist.ProcessGroup):
         self._timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Give the communicator back."""
+        """Give the communicator back, when what is under way has had some seconds to end: it may have more to send."""
+        runtime.finish(self._works, LEAVING)
         if self._programs.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             with runtime.calls:
                 self._programs.comm.Free()
@@ -93,6 +105,7 @@ class Group(dist.ProcessGroup):
     def _run(self, what: str, program: Program, outputs: Tensors, opts: Any = None) -> Work:
         limit = 0.0 if opts is None else opts.timeout.total_seconds()
         work = Work(f"{what} on mpi", program, limit if limit > 0 else self._timeout, outputs, self._where)
+        self._works.add(work)
         runtime.add(work)
         return work
 
@@ -122,17 +135,21 @@ class Group(dist.ProcessGroup):
         """Receive one tensor from whoever sends it first; the work's ``source_rank`` is who it was."""
         (tensor,) = tensors
         memory, status = as_landing(tensor), MPI.Status()
+        others = {self._programs.ranks[rank] for rank in self._programs.others}
 
         def program() -> Program:
             while True:
+                nobody = others <= runtime.gone  # asked first: what they sent before they ended counts
                 with runtime.calls:
                     message = self._programs.comm.Improbe(MPI.ANY_SOURCE, tag, status)
                     if message is not None:
                         sources.append(status.source)
                         request = message.Irecv(spec(memory))
                         break
+                if nobody:
+                    raise RuntimeError("all other ranks have ended")
                 yield None
-            yield Stage([request], [self._programs.ranks[status.source]], [memory])
+            yield Stage([request], [self._programs.ranks[status.source]], [memory], [True])
             deliver(tensor, memory)
 
         sources: list[int] = []

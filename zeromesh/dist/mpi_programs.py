@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -51,13 +50,14 @@ class Programs:
 
     def post(self, messages: Iterable[tuple[bool, int, torch.Tensor]], tag: int) -> Stage:
         """Post messages: whether it is received, from or to which rank, contiguous memory."""
-        stage = Stage([], [], [])
+        stage = Stage([], [], [], [])
         with runtime.calls:
             for received, peer, tensor in messages:
                 post = self.comm.Irecv if received else self.comm.Isend
                 stage.requests.append(post(spec(tensor), peer, tag))
                 stage.peers.append(self.ranks[peer])
                 stage.memory.append(tensor)
+                stage.received.append(received)
         return stage
 
     def exchange(self, send: Tensors, receive: Tensors, tag: int) -> Stage:
@@ -202,7 +202,13 @@ class Programs:
 
 def together(stages: Sequence[Stage]) -> Stage:
     """Several stages as one."""
-    return Stage(*(list(chain.from_iterable(parts)) for parts in zip(*(stage.parts for stage in stages), strict=True)))
+    whole = Stage([], [], [], [])
+    for stage in stages:
+        whole.requests += stage.requests
+        whole.peers += stage.peers
+        whole.memory += stage.memory
+        whole.received += stage.received
+    return whole
 
 
 def delivered(program: Program, tensors: Tensors, landings: Tensors) -> Program:

@@ -13,7 +13,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +35,9 @@ SPIN = 2e-4
 NOTICE = 1.0
 """Seconds of waiting after which a rank asks whether those that it waits for have ended."""
 
+LEAVING = 5.0
+"""Seconds that a process which ends, or a group that is given up, still gives to messages that nobody waited for."""
+
 LEFT = 1
 """Tag of the message by which a rank says that it ends."""
 
@@ -50,21 +53,27 @@ class Stage:
         requests: as MPI gave them.
         peers: for each, the world rank that it goes to or comes from.
         memory: for each, what it is sent from or received into, which MPI does not keep alive.
+        received: for each, whether it is received.
     """
 
     requests: list[MPI.Request]
     peers: list[int]
     memory: list[torch.Tensor]
+    received: list[bool]
 
     @functools.cached_property
     def statuses(self) -> list[MPI.Status]:
-        """Where MPI says which of them failed."""
+        """Where MPI says which of them failed, and how long each is."""
         return [MPI.Status() for _ in self.requests]
 
-    @property
-    def parts(self) -> tuple[list[MPI.Request], list[int], list[torch.Tensor]]:
-        """All three."""
-        return self.requests, self.peers, self.memory
+    def require_whole(self) -> None:
+        """Raise RuntimeError where what came does not fill its memory, which MPI takes for right."""
+        for status, peer, memory, received in zip(self.statuses, self.peers, self.memory, self.received, strict=True):
+            if received and status.Get_count(MPI.BYTE) != memory.nbytes:
+                raise RuntimeError(
+                    f"rank {peer} sent {status.Get_count(MPI.BYTE)} bytes where {memory.nbytes} were expected; ranks "
+                    "must give tensors of the same dtype and number of elements"
+                )
 
     def open_peers(self) -> set[int]:
         """World ranks whose messages have not arrived, or have not been taken."""
@@ -83,6 +92,7 @@ class Runtime:
         calls: held during each call of MPI; it is no lock where MPI takes calls from several threads at once.
         notes: a communicator of all ranks for what the backend itself has to say.
         failed: works that failed; MPI may still write to their memory.
+        gone: world ranks that are known to have ended.
     """
 
     def __init__(self) -> None:
@@ -91,7 +101,7 @@ class Runtime:
         self.failed: list[Work] = []
         self._pending: dict[int, Work] = {}
         self._numbers = itertools.count()
-        self._left: set[int] = set()
+        self.gone: set[int] = set()
         self._some = threading.Event()
         self._thread: threading.Thread | None = None
         self._ended = False
@@ -116,13 +126,17 @@ class Runtime:
         return ours
 
     def add(self, work: Work) -> None:
-        """Take over a work, and do for it what can be done at once."""
-        work.number = next(self._numbers)
-        self._pending[work.number] = work
+        """Take over a work, and do for it what can be done at once.
+
+        Others see it only after that: it is the caller who counts its tag and posts its first messages, as all ranks
+        must do so in the same order.
+        """
         work.advance()
         if work.done:
             work.raise_at_once()
             return
+        work.number = next(self._numbers)
+        self._pending[work.number] = work
         if self._thread is None:
             self._thread = threading.Thread(target=self._drive, name="mpi", daemon=True)
             self._thread.start()
@@ -149,24 +163,31 @@ class Runtime:
                 if not self._pending:
                     self._some.wait()
 
-    def left(self) -> set[int]:
-        """World ranks that have said that they end."""
+    def find_gone(self) -> set[int]:
+        """World ranks that have said that they end; several threads may ask."""
         status = MPI.Status()
         with self.calls:
-            while self.notes.Iprobe(MPI.ANY_SOURCE, LEFT, status):
-                self.notes.Recv([None, 0, MPI.BYTE], status.source, LEFT)
-                self._left.add(status.source)
-        return self._left
+            while (message := self.notes.Improbe(MPI.ANY_SOURCE, LEFT, status)) is not None:
+                message.Recv([None, 0, MPI.BYTE])
+                self.gone.add(status.source)
+        return self.gone
 
-    def leave(self, patience: float) -> bool:
-        """Finish what is under way, for at most ``patience`` seconds, and tell the others that this rank ends.
+    def finish(self, works: Iterable[Work], patience: float) -> bool:
+        """Go on until these works are done, for at most so many seconds; whether they are."""
+        open_works = [work for work in works if not work.done]
+        until = time.monotonic() + patience
+        while open_works and time.monotonic() < until:
+            self.advance()
+            time.sleep(PAUSE)
+            open_works = [work for work in open_works if not work.done]
+        return not open_works
+
+    def leave(self) -> bool:
+        """Finish what is under way, for some seconds, and tell the others that this rank ends.
 
         Returns whether nothing is left under way.
         """
-        until = time.monotonic() + patience
-        while self._pending and time.monotonic() < until:
-            self.advance()
-            time.sleep(PAUSE)
+        self.finish(tuple(self._pending.values()), LEAVING)
         self._ended = True
         self._some.set()
         if self._thread is not None:
@@ -226,8 +247,10 @@ class Work(dist.Work):
                     return
         except StopIteration:
             self._finish(None)
-        except Exception as error:
+        except BaseException as error:
             self._finish(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._busy.release()
         self._settle()
@@ -241,19 +264,20 @@ class Work(dist.Work):
     def _arrived(self) -> bool:
         if self._stage is None:
             return True
-        requests = self._stage.requests
+        requests, statuses = self._stage.requests, self._stage.statuses
         with runtime.calls:
-            if len(requests) == 1:
-                return requests[0].Test()
             try:
-                return MPI.Request.Testall(requests, self._stage.statuses)
+                if not MPI.Request.Testall(requests, statuses):
+                    return False
+                self._stage.require_whole()
+                return True
             except MPI.Exception as error:
                 if error.error_class != MPI.ERR_IN_STATUS:
                     raise
-                codes = {status.Get_error() for status in self._stage.statuses} - {MPI.SUCCESS, MPI.ERR_PENDING}
+                codes = {status.Get_error() for status in statuses} - {MPI.SUCCESS, MPI.ERR_PENDING}
         raise RuntimeError("; ".join(MPI.Get_error_string(code) for code in codes))
 
-    def _finish(self, error: Exception | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         if error is not None:
             self._error = RuntimeError(f"{self._what} over {self._where} failed: {error}")
             self._error.__cause__ = error
@@ -307,7 +331,7 @@ class Work(dist.Work):
 
     def _require_peers(self) -> None:
         """Raise RuntimeError if a rank whose message is missing has ended."""
-        gone = runtime.left()
+        gone = runtime.find_gone()
         if not gone:
             return
         runtime.advance()  # what they sent before they ended
