@@ -52,6 +52,14 @@ class Store(dict[str, str]):
         self[key] = value
 
 
+def test_a_wait_that_an_earlier_engine_told_of_is_taken_back() -> None:
+    """Else the other ranks, if they wait now, would take this one, which computes, for one that waits, too."""
+    store = Store()
+    store["zeromesh/waits/0"] = '{"what": "something", "number": 3}'
+    watchdog.Watchdog(store, 0, 2, patience=3600).check()
+    assert store["zeromesh/waits/0"] == "{}"
+
+
 def test_a_large_collective_is_given_the_time_of_a_slow_link() -> None:
     for nbytes, expected in ((int(3600 * watchdog.SLOWEST_LINK), False), (0, True)):
         watched, given_up = watchdog.Watchdog(Store(), 0, 2, patience=0.03), threading.Event()

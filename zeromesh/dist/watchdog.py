@@ -3,7 +3,7 @@
 Ranks that issue different collectives, or the same ones in different orders, wait for messages that nobody sends. From
 inside one rank that looks like a slow peer. It is different when every rank has been waiting for a while and none has
 got any further: then nobody is left who could send. The ranks tell each other through the process group's store,
-but only once they have waited for ``PATIENCE`` seconds, so that a run in which all is well pays nothing.
+but only once they have waited for ``PATIENCE`` seconds, so that a run in which all is well pays next to nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Watchdog:
         self._waits = 0
         self._due = 0.0
         self._what = ""
-        self._told: dict[str, Any] = {}
+        self._told: dict[str, Any] | None = None  # an engine before this one may have left word of a wait
         self._seen: list[Any] | None = None
         gone = threading.Event()
         weakref.finalize(self, gone.set)
@@ -63,8 +63,7 @@ class Watchdog:
         """Tell the others what this rank waits for, if it has for long; end the process if all have, and still do."""
         what, number = self._what, self._waits
         if not what or time.monotonic() < self._due:
-            if self._told:
-                self._tell({})
+            self._tell({})
             self._seen = None
             return
         self._tell({"what": what, "number": number})
