@@ -6,9 +6,11 @@ Here the nodes are groups of ranks on one machine; ``test_hosts.py`` has hosts w
 from __future__ import annotations
 
 import sys
+import weakref
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from test_collectives import in_order, values
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.dist.formats import BLOCK, FORMATS
+from zeromesh.dist.later import Later, _OnStream
 from zeromesh.dist.mesh import Links, Mesh
 from zeromesh.dist.places import Places
 
@@ -188,6 +191,43 @@ def test_what_is_not_finite_is_not_finite_on_the_other_side(form: Any, bad: floa
     assert not bool(back[BLOCK + 3].isfinite())
     assert bool(back[:BLOCK].isfinite().all())
     assert bool(back[2 * BLOCK :].isfinite().all())
+
+
+def test_denormal_numbers_keep_their_sign_in_8_bits() -> None:
+    """Their scale is of one or two bits, and 178 of its steps do not fit into 8."""
+    vector = torch.full((3,), 178 * 2.0**-149)
+    back = torch.empty_like(vector)
+    FORMATS["8bit"].decode(FORMATS["8bit"].encode(vector), back)
+    assert torch.equal(back, torch.full((3,), 127 * 2.0**-149))
+
+
+def test_a_step_that_is_done_keeps_no_buffer() -> None:
+    later, buffer = Later(CPU), torch.ones(3)
+    kept = weakref.ref(buffer)
+
+    def step(buffer: torch.Tensor = buffer) -> None:
+        buffer.add_(1)
+
+    later.run(step, 16).wait()
+    del buffer, step
+    assert kept() is None
+
+
+def test_a_step_on_a_stream_keeps_its_buffers_until_it_has_been_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of the caller's stream, which would give their memory away while the other one reads it."""
+    stream = MagicMock(torch.Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    buffer = torch.ones(3)
+    kept = weakref.ref(buffer)
+
+    def step(buffer: torch.Tensor = buffer) -> None:
+        buffer.add_(1)
+
+    work = _OnStream(stream, step)
+    del buffer, step
+    assert kept() is not None
+    work.wait()
+    assert kept() is None
 
 
 def gather_in(form: str, nodes: list[int]) -> torch.Tensor:

@@ -52,7 +52,7 @@ def _encode_blocks(vector: torch.Tensor) -> torch.Tensor:
     rows = torch.zeros(blocks, BLOCK, dtype=torch.float32, device=vector.device)
     rows.view(-1)[:elements].copy_(vector)
     scales = rows.abs().amax(1, keepdim=True).div_(127)
-    rows.div_(scales.where(scales > 0, 1.0)).round_()
+    rows.div_(scales.where(scales > 0, 1.0)).round_().clamp_(-127, 127)  # the scale of denormal numbers is inexact
     # What is not finite has no integer; its scale is not finite either, which is what is told.
     numbers, written = message[: blocks * BLOCK].view(torch.int8), message[blocks * BLOCK :].view(torch.float32)
     numbers.copy_(rows.nan_to_num_(0.0, 0.0, 0.0).view(-1))

@@ -50,9 +50,9 @@ class _Thread:
     running: ClassVar[WeakSet[_Thread]] = WeakSet()
 
     def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="zeromesh-later", daemon=True)
+        # The step, with its buffers, is the thread's alone: this object stays until the next collective of its tag.
+        self._thread = threading.Thread(target=self._run, args=(step,), name="zeromesh-later", daemon=True)
         self._thread.start()
         self.running.add(self)
 
@@ -63,10 +63,10 @@ class _Thread:
         for step in list(cls.running):
             step._thread.join(max(0.0, limit - time.monotonic()))
 
-    def _run(self) -> None:
+    def _run(self, step: Callable[[], None]) -> None:
         try:
             with torch.no_grad():
-                self._step()
+                step()
         except BaseException as error:
             self._failure = error
 
@@ -86,6 +86,9 @@ class _OnStream:
         with stream, torch.no_grad():
             step()
         self._device, self._done = stream.device, stream.record_event()
+        # Its buffers are of the current stream, whose next tensors would else get their memory while it is in use.
+        self._step: Callable[[], None] | None = step
 
     def wait(self) -> None:
         torch.accelerator.current_stream(self._device).wait_event(self._done)
+        self._step = None
