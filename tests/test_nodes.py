@@ -15,12 +15,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeromesh
 from harness import run_command, run_ranks
 from test_collectives import in_order, values
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
+from zeromesh.dist.collectives import CHUNK, Traffic
 from zeromesh.dist.formats import BLOCK, FORMATS
 from zeromesh.dist.later import Later, _OnStream
 from zeromesh.dist.mesh import Links, Mesh
@@ -228,6 +230,28 @@ def test_a_step_on_a_stream_keeps_its_buffers_until_it_has_been_waited_for(monke
     assert kept() is not None
     work.wait()
     assert kept() is None
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made._base is None:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_errors_are_counted_in_fp64_without_a_copy_of_all_numbers() -> None:
+    traffic, true = Traffic(), values(3, 3 * CHUNK + 5)
+    written = true.bfloat16().float()
+    with Largest() as largest:
+        traffic.add_error("all_gather", "data", true, written)
+    assert largest.elements == CHUNK
+    expected = (written.double() - true.double()).norm() / true.double().norm()
+    assert traffic.relative_error("all_gather", "data") == pytest.approx(expected.item(), rel=1e-12)
 
 
 def gather_in(form: str, nodes: list[int]) -> torch.Tensor:

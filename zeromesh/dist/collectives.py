@@ -31,8 +31,9 @@ from zeromesh.dist.places import Places
 from zeromesh.dist.watchdog import Watchdog
 
 CHUNK = 1 << 17
-"""Elements that are converted at once where dtypes differ. torch adds 16-bit numbers to fp32 ones four times slower on
-a CPU than it converts them, while what was converted is still in the processor's cache."""
+"""Elements that are converted at once where dtypes differ, so that no buffer is needed in the wider dtype. torch adds
+16-bit numbers to fp32 ones four times slower on a CPU than it converts them, while what was converted is still in the
+processor's cache."""
 
 # torch 2.13 gave these new names, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,10 +72,13 @@ class Traffic:
 
     def add_error(self, collective: str, axis: str, true: torch.Tensor, written: torch.Tensor) -> None:
         """Count how far what was written for the slow link is from what it stands for."""
-        true, written = true.double(), written.double()
-        squares = torch.stack([(written - true).square().sum(), true.square().sum()]).cpu()
+        squares = torch.zeros(2, dtype=torch.float64, device=true.device)
+        for one, other in zip(true.split(CHUNK), written.split(CHUNK), strict=True):
+            wide = one.double()
+            squares += torch.stack([(other.double() - wide).square().sum(), wide.square().sum()])
+        total = squares.cpu()
         with self._lock:
-            self.errors[collective, axis] = self.errors.get((collective, axis), 0) + squares
+            self.errors[collective, axis] = self.errors.get((collective, axis), 0) + total
 
     def relative_error(self, collective: str, axis: str) -> float | None:
         """Root of the mean square of the errors, relative to that of the numbers; None where nothing was rounded."""
