@@ -41,7 +41,8 @@ def main() -> None:
     sys.excepthook = record
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # lines of several ranks must not be torn
+            # Lines of several ranks must not be torn, with PYTHONUNBUFFERED neither unless somebody looks on.
+            stream.reconfigure(line_buffering=True, write_through=stream.write_through and stream.isatty())
     try:
         runs = {"script": run_script, "module": run_module, "program": run_program, "function": run_function}
         runs[kind](target, arguments)
