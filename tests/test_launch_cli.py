@@ -52,8 +52,9 @@ if mode == "lines":
     for number in range(100):
         for part in (f"r{rank}", f"n{number}", "." * 50):
             sys.stdout.write(part)
-            if rank:  # what rank 0 writes goes out as it does it
+            if rank:  # what rank 0 flushes goes out as it does it
                 sys.stdout.flush()
+            time.sleep(0.001)  # in which others write
         print()
 if mode == "ignore":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
