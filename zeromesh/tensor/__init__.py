@@ -1,0 +1,1 @@
+"""Layers split over ranks: operators, layers, plans, and the loss of a split vocabulary."""

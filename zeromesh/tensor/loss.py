@@ -1,0 +1,310 @@
+"""Cross entropy of a head whose logits are never all there, on one rank or with its vocabulary split over several.
+
+The logits of one chunk of tokens at a time are computed, turned into losses and gradients, and dropped (the idea is
+that of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, and Hsu et al., "Liger Kernel",
+2024). With a split vocabulary each rank has the logits of its own entries, and ranks tell each other three or four
+numbers per token: the maximum, the sum of exponentials below it, the label's logit, and for label smoothing the sum of
+the logits (Shoeybi et al., "Megatron-LM", 2019). They are put together in the order of ranks, so all get the same loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeromesh.dist.collectives import Group
+
+CHUNK_BYTES = 1 << 26
+"""Memory of a chunk's logits, from which follows how many tokens it has."""
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which entries of the vocabulary the rows of this rank's head are.
+
+    Attributes:
+        start: the first.
+        size: entries on all ranks together; rows from there on are padding, which takes no part.
+        group: the ranks it is split over; None: it is whole.
+    """
+
+    start: int
+    size: int
+    group: Group | None = None
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What the loss of a token is made of."""
+
+    vocabulary: Vocabulary
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    scale: float
+    softcap: float | None
+    chunk: int
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    vocabulary: Vocabulary | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` in the memory of one chunk of tokens.
+
+    Logits are scaled, capped and summed in fp32, or in fp64 where the operands are. Gradients of ``hidden`` are, with a
+    split vocabulary, those of this rank's entries: whoever feeds it to all ranks sums them.
+
+    Args:
+        hidden: shape ``(..., width)``, any floating dtype; the same on all ranks.
+        weight: shape ``(rows, width)``, this rank's rows of the head.
+        labels: shape ``(...)``, int64: entries of the whole vocabulary, or ``ignore_index``.
+        bias: shape ``(rows,)``.
+        ignore_index: labels that take no part.
+        reduction: "mean" over the labels that take part, "sum", or "none".
+        label_smoothing: as in ``F.cross_entropy``, over the whole vocabulary.
+        z_loss: adds this times the square of the logarithm of the sum of exponentials (Chowdhery et al., "PaLM", 2022).
+        scale: of the logits.
+        softcap: c replaces logits l by ``c tanh(l / c)`` (Gemma Team, "Gemma 2", 2024).
+        vocabulary: which entries ``weight`` has; None: all.
+        chunk: tokens at a time; None: as many as ``CHUNK_BYTES`` hold.
+
+    Returns:
+        The loss in nats, a scalar, or of the shape of ``labels``; fp32, or fp64 where the operands are.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown reduction.
+        IndexError: a label that is not in the vocabulary.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}, but must be one of {', '.join(REDUCTIONS)}")
+    if labels.shape != hidden.shape[:-1] or weight.shape[-1] != hidden.shape[-1]:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)}, so labels must have shape {tuple(hidden.shape[:-1])}, not "
+            f"{tuple(labels.shape)}, and weight (rows, {hidden.shape[-1]}), not {tuple(weight.shape)}"
+        )
+    vocabulary = vocabulary or Vocabulary(0, weight.shape[0])
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    counted = flat != ignore_index
+    _require_known(flat, counted, vocabulary.size)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    size = chunk or max(1, CHUNK_BYTES // (wide.itemsize * max(1, weight.shape[0])))
+    terms = _Terms(vocabulary, ignore_index, label_smoothing, z_loss, scale, softcap, size)
+    with torch.autocast(device, enabled=False):
+        if reduction == "none":
+            losses: Tensor = _PerToken.apply(rows, weight, bias, flat, terms)  # type: ignore[no-untyped-call]
+            return losses.view(labels.shape)
+        share = 1 / counted.sum().to(wide) if reduction == "mean" else torch.ones((), dtype=wide, device=rows.device)
+        total: Tensor = _Total.apply(rows, weight, bias, flat, terms, share)  # type: ignore[no-untyped-call]
+        return total
+
+
+def _require_known(labels: Tensor, counted: Tensor, size: int) -> None:
+    wrong = counted & ((labels < 0) | (labels >= size))
+    if labels.device.type != "cpu":  # without waiting for the device
+        torch._assert_async(~wrong.any(), f"a label is not in the vocabulary of {size} entries")
+    elif bool(wrong.any()):
+        label = int(labels[wrong][0])
+        raise IndexError(
+            f"the label {label} is not in the vocabulary of {size} entries: ids are 0 to {size - 1}, and labels that "
+            "shall not count are ignore_index"
+        )
+
+
+class _Chunk:
+    """The losses of some tokens, and what their gradients need."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms) -> None:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        vocabulary = terms.vocabulary
+        logits = torch.nn.functional.linear(hidden, weight, bias).to(wide)
+        if terms.scale != 1.0:
+            logits.mul_(terms.scale)
+        if terms.softcap is not None:
+            logits.div_(terms.softcap).tanh_().mul_(terms.softcap)
+        self._terms, self._hidden, self._weight = terms, hidden, weight
+        self._real = max(0, min(weight.shape[0], vocabulary.size - vocabulary.start))
+        self.logits = logits[:, : self._real]
+        self._counted = labels != terms.ignore_index
+        local = labels - vocabulary.start
+        self._here = self._counted & (local >= 0) & (local < self._real)
+        self._local = local.where(self._here, 0)
+        self._exponential_sum(wide)
+
+    def _exponential_sum(self, wide: torch.dtype) -> None:
+        terms, logits = self._terms, self.logits
+        if self._real:
+            top = logits.amax(1)
+            target = logits.gather(1, self._local[:, None])[:, 0].where(self._here, 0.0)
+        else:
+            top = torch.full((len(logits),), -torch.inf, dtype=wide, device=logits.device)
+            target = torch.zeros_like(top)
+        below = (logits - top[:, None]).exp_().sum(1)
+        numbers = [top, below, target, *([logits.sum(1)] if terms.label_smoothing else [])]
+        group = terms.vocabulary.group
+        if group is not None and group.size > 1:
+            told = group.exchange(torch.cat(numbers)).to(logits.device).view(group.size, len(numbers), -1)
+            top = told[:, 0].amax(0)
+            below = (told[:, 1] * (told[:, 0] - top).exp()).sum(0)
+            numbers = [top, below, *(told[:, place].sum(0) for place in range(2, len(numbers)))]
+        top, below, target = numbers[:3]
+        self.normaliser = top + below.log()
+        smoothing = terms.label_smoothing
+        losses = self.normaliser - (1 - smoothing) * target
+        if smoothing:
+            losses -= smoothing / terms.vocabulary.size * numbers[3]
+        if terms.z_loss:
+            losses += terms.z_loss * self.normaliser.square()
+        self.losses = losses.where(self._counted, 0.0)
+
+    def gradient_of_logits(self, upstream: Tensor) -> Tensor:
+        """That of what the product gave, in the dtype of the operands, padding included; takes the logits' memory.
+
+        Args:
+            upstream: of the losses; shape (tokens,), or a scalar.
+        """
+        terms, logits = self._terms, self.logits
+        shape = (len(logits), self._weight.shape[0])
+        slopes = None
+        if terms.softcap is not None:
+            slopes = 1 - (logits / terms.softcap).square()
+        gradient = logits.sub_(self.normaliser[:, None]).exp_()
+        if terms.z_loss:
+            gradient.mul_(1 + 2 * terms.z_loss * self.normaliser[:, None])
+        if terms.label_smoothing:
+            gradient.sub_(terms.label_smoothing / terms.vocabulary.size)
+        if self._real:
+            gradient.scatter_add_(
+                1, self._local[:, None], torch.where(self._here, terms.label_smoothing - 1.0, 0.0).to(gradient)[:, None]
+            )
+        gradient.mul_(torch.where(self._counted, upstream * terms.scale, 0.0)[:, None])
+        if slopes is not None:
+            gradient.mul_(slopes)
+        if self._real == shape[1]:
+            return gradient.to(self._hidden.dtype)
+        padded = self._hidden.new_zeros(shape)
+        padded[:, : self._real] = gradient
+        return padded
+
+
+class _Sums:
+    """Gradients of the operands, as far as they are asked for, chunk by chunk."""
+
+    def __init__(self, needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self._hidden, self._weight = hidden, weight
+        self.hidden = torch.empty_like(hidden) if needs[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+
+    def add(self, at: slice, gradient: Tensor) -> None:
+        if self.hidden is not None:
+            torch.mm(gradient, self._weight, out=self.hidden[at])
+        if self.weight is not None:
+            if self.weight.dtype == gradient.dtype:
+                self.weight.addmm_(gradient.t(), self._hidden[at])
+            else:
+                self.weight.add_(gradient.t() @ self._hidden[at])
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
+
+    def found(self, factor: Tensor | None = None) -> list[Tensor | None]:
+        """In the operands' dtypes, times a scalar."""
+        dtypes = (self._hidden.dtype, self._weight.dtype, self._weight.dtype)
+        sums = (self.hidden, self.weight, self.bias)
+        return [
+            None if value is None else (value if factor is None else value.mul_(factor)).to(dtype)
+            for value, dtype in zip(sums, dtypes, strict=True)
+        ]
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms
+) -> Iterator[tuple[slice, _Chunk]]:
+    for start in range(0, len(hidden), terms.chunk):
+        at = slice(start, start + terms.chunk)
+        yield at, _Chunk(hidden[at], weight, bias, labels[at], terms)
+
+
+def _sums_of(
+    needs: tuple[bool, ...],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    terms: _Terms,
+    upstream: Tensor,
+) -> _Sums:
+    """The gradients, of logits that are computed again."""
+    sums = _Sums(needs, hidden, weight, bias)
+    for at, chunk in _chunks(hidden, weight, bias, labels, terms):
+        sums.add(at, chunk.gradient_of_logits(upstream[at] if upstream.ndim else upstream))
+    return sums
+
+
+class _Total(torch.autograd.Function):
+    """The sum of the losses times a share: every gradient is known but for one factor, and made at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms, share: Tensor
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[:3]
+        sums = _Sums(needs, hidden, weight, bias)
+        total = torch.zeros_like(share)
+        for at, chunk in _chunks(hidden, weight, bias, labels, terms):
+            total += chunk.losses.sum()
+            if any(needs):
+                sums.add(at, chunk.gradient_of_logits(share))
+        ctx.save_for_backward(hidden, weight, bias, labels, share)
+        ctx.terms, ctx.sums = terms, sums
+        return total * share
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        sums, ctx.sums = ctx.sums, None
+        if sums is None:  # a second time, with retain_graph: the memory of the first is the gradients'
+            hidden, weight, bias, labels, share = ctx.saved_tensors
+            sums = _sums_of(ctx.needs_input_grad[:3], hidden, weight, bias, labels, ctx.terms, share)
+        return (*sums.found(upstream), None, None, None)
+
+
+class _PerToken(torch.autograd.Function):
+    """Each token's loss; the logits are computed again for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.terms = terms
+        found = [chunk.losses for _, chunk in _chunks(hidden, weight, bias, labels, terms)]
+        return torch.cat(found) if found else hidden.new_zeros(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        sums = _sums_of(ctx.needs_input_grad[:3], hidden, weight, bias, labels, ctx.terms, upstream)
+        return (*sums.found(), None, None)
