@@ -1,0 +1,120 @@
+"""What ranks along the tensor axis do where an activation enters a part that is split over them, and where it leaves.
+
+Each operator and the one of its gradient are rows of one table (Shoeybi et al., "Megatron-LM", 2019; Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models", 2022):
+
+========  ============================  =========================
+name      forward                       backward
+========  ============================  =========================
+copy      nothing (f)                   sum
+sum       sum (g)                       nothing
+gather    gather (f, sequence)          sum, and keep this rank's
+scatter   sum, and keep this rank's     gather (g, sequence)
+split     keep this rank's              gather
+join      gather                        keep this rank's
+========  ============================  =========================
+
+What is gathered or kept are equal parts of one dim, rank by rank. ``gather`` is for what split layers read: each rank
+has a part of the gradient of all of it. ``join`` is for what all ranks read alike; with ``gather`` there, gradients
+would be too large by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeromesh.dist.collectives import Group
+
+CONJUGATES = {
+    "copy": ("nothing", "sum"),
+    "sum": ("sum", "nothing"),
+    "gather": ("gather", "scatter"),
+    "scatter": ("scatter", "gather"),
+    "split": ("keep", "gather"),
+    "join": ("gather", "keep"),
+}
+"""Name -> what is done forward, and with the gradient."""
+
+
+def move(x: Tensor, name: str, group: Group, tag: int, dim: int = 0) -> Tensor:
+    """Apply an operator of the table; it can be differentiated any number of times.
+
+    Args:
+        x: any shape and floating dtype; the same shape on all ranks of the group.
+        name: of ``CONJUGATES``.
+        group: the ranks along the tensor axis.
+        tag: distinguishes operators that are under way at the same time.
+        dim: which one is gathered or kept, where that is done.
+
+    Raises:
+        ValueError: a dim that the ranks do not divide is to be kept in parts.
+    """
+    if group.size == 1:
+        return x
+    moved: Tensor = _Move.apply(x, *CONJUGATES[name], group, tag, dim % x.ndim)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forth: str, back: str, group: Group, tag: int, dim: int) -> Tensor:
+        ctx.settings = (back, forth, group, tag, dim)
+        return DONE[forth](x, group, tag, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        moved: Tensor = _Move.apply(gradient, *ctx.settings)  # type: ignore[no-untyped-call]
+        return moved, None, None, None, None, None
+
+
+def _nothing(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
+    same: Tensor = x.view_as(x)
+    return same
+
+
+def _sum(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(total.view(-1), tag)
+    return total
+
+
+def _keep(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
+    return x.narrow(dim, *_part(x, group, dim)).clone(memory_format=torch.contiguous_format)
+
+
+def _gather(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
+    parts = x.new_empty(group.size, *x.shape)
+    group.all_gather(parts.view(-1), x.contiguous().view(-1), tag).wait()
+    whole: Tensor = parts.movedim(0, dim).flatten(dim, dim + 1)
+    return whole
+
+
+def _scatter(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
+    _, length = _part(x, group, dim)
+    # Each rank's part must be one piece of the buffer; where dim is not the first, that takes a copy.
+    full = x.unflatten(dim, (group.size, length)).movedim(dim, 0).clone(memory_format=torch.contiguous_format)
+    shape, elements = full.shape[1:], full[0].numel()
+    received = full.new_empty(group.receive_elements(elements))
+    narrow = full.dtype in (torch.float16, torch.bfloat16)
+    total = full.new_empty(elements, dtype=torch.float32 if narrow else full.dtype)
+    group.reduce_scatter(full.view(-1), received, total, False, tag).wait()
+    part: Tensor = total.to(full.dtype).view(shape)
+    return part
+
+
+def _part(x: Tensor, group: Group, dim: int) -> tuple[int, int]:
+    """Where this rank's part of a dim begins, and its length."""
+    length, rest = divmod(x.shape[dim], group.size)
+    if rest:
+        raise ValueError(
+            f"dim {dim} of an activation of shape {tuple(x.shape)} has {x.shape[dim]} entries, which {group.size} "
+            f"tensor-parallel ranks do not divide; the nearest lengths that work are {length * group.size} and "
+            f"{(length + 1) * group.size}"
+        )
+    return group.rank * length, length
+
+
+DONE = {"nothing": _nothing, "sum": _sum, "keep": _keep, "gather": _gather, "scatter": _scatter}
