@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.dist.collectives import Group
+from zeromesh.dist.collectives import NARROW, Group, Pending
 
 CONJUGATES = {
     "copy": ("nothing", "sum"),
@@ -92,16 +92,27 @@ def _gather(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
     return whole
 
 
-def _scatter(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
+def scatter(x: Tensor, group: Group, tag: int, dim: int) -> tuple[Tensor, Pending]:
+    """Start to sum; this rank's part of the dim is in the tensor once the other has been waited for."""
     _, length = _part(x, group, dim)
     # Each rank's part must be one piece of the buffer; where dim is not the first, that takes a copy.
     full = x.unflatten(dim, (group.size, length)).movedim(dim, 0).clone(memory_format=torch.contiguous_format)
-    shape, elements = full.shape[1:], full[0].numel()
-    received = full.new_empty(group.receive_elements(elements))
-    narrow = full.dtype in (torch.float16, torch.bfloat16)
-    total = full.new_empty(elements, dtype=torch.float32 if narrow else full.dtype)
-    group.reduce_scatter(full.view(-1), received, total, False, tag).wait()
-    part: Tensor = total.to(full.dtype).view(shape)
+    part = torch.empty_like(full[0])
+    received = full.new_empty(group.receive_elements(part.numel()))
+    wide = part.new_empty(part.numel(), dtype=torch.float32) if part.dtype in NARROW else part.view(-1)
+    summing = group.reduce_scatter(full.view(-1), received, wide, False, tag)
+    if part.dtype not in NARROW:
+        return part, summing
+
+    def round_once() -> None:
+        part.view(-1).copy_(wide)
+
+    return part, Pending(works=[summing], then=round_once)
+
+
+def _scatter(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
+    part, summing = scatter(x, group, tag, dim)
+    summing.wait()
     return part
 
 
