@@ -1,0 +1,76 @@
+"""How parameters are cut: arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeromesh.model.split import Split
+
+WHOLE = torch.arange(12 * 5).view(12, 5)
+
+
+@pytest.mark.parametrize(
+    ("split", "intervals"),
+    [
+        (Split.even(0, [12], 3), [[(0, 4)], [(4, 8)], [(8, 12)]]),
+        (Split.even(0, [4, 8], 2), [[(0, 2), (4, 8)], [(2, 4), (8, 12)]]),
+        # q with 4 heads, k and v with one each that both ranks have
+        (Split.even(0, [8, 2, 2], 2, block=2), [[(0, 4), (8, 10), (10, 12)], [(4, 8), (8, 10), (10, 12)]]),
+        # 2 heads of keys on 4 ranks
+        (Split.even(0, [12], 4, block=6), [[(0, 6)], [(0, 6)], [(6, 12)], [(6, 12)]]),
+        (Split.padded(0, 12, 5), [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)], [(12, 12)]]),
+        (Split.padded(0, 12, 8), [[(start, min(start + 2, 12))] for start in (0, 2, 4, 6, 8, 10, 12, 12)]),
+    ],
+)
+def test_parts_are_cut_and_joined(split: Split, intervals: list[list[tuple[int, int]]]) -> None:
+    assert [list(part) for part in split.intervals] == intervals
+    parts = [split.take(WHOLE, rank) for rank in range(split.ranks)]
+    assert {tuple(part.shape) for part in parts} == {split.shape(WHOLE.shape)}
+    assert torch.equal(split.join(parts), WHOLE)
+    for rank, part in enumerate(parts):
+        filled = sum(count for _, _, count in split.boxes(rank))
+        assert not part[filled:].any()
+        for at, start, count in split.boxes(rank):
+            assert torch.equal(part[at : at + count], WHOLE[start : start + count])
+
+
+def test_the_dim_may_be_any() -> None:
+    split = Split.even(1, [2, 4], 2)
+    whole = torch.arange(4 * 6 * 3).view(4, 6, 3)
+    assert torch.equal(split.take(whole, 1), whole[:, [1, 4, 5]])
+    assert torch.equal(split.join([split.take(whole, rank) for rank in (0, 1)]), whole)
+
+
+def test_ranks_with_the_same_part_hold_copies_and_one_of_them_owns_it() -> None:
+    split = Split.even(0, [12], 4, block=6)
+    assert split.copies == 2
+    assert [split.holders(rank) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [split.owns(rank) for rank in range(4)] == [True, False, True, False]
+    assert Split.even(0, [12], 4).copies == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "block", "message"),
+    [
+        (
+            [10],
+            4,
+            1,
+            "10 = 10 entries cannot be split over 4 ranks: 10 / 4 = 2.5; .* work are 2 or 5, .* counts 8 or 12",
+        ),
+        ([48], 4, 8, "48 = 6 blocks of 8 entries cannot be split over 4 ranks: 6 / 4 = 1.5; .* are 3 or 6, .* 4 or 8"),
+        (
+            [24],
+            4,
+            8,
+            "24 = 3 blocks of 8 entries cannot be split over 4 ranks: 3 / 4 = 0.75; .* are 3 or 6; .* counts 4$",
+        ),
+        ([10], 2, 4, "10 entries are no whole number of blocks of 4"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_arithmetic(
+    sections: list[int], ranks: int, block: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Split.even(0, sections, ranks, block)
