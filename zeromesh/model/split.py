@@ -121,7 +121,7 @@ class Split:
 
 def _indivisible(section: int, blocks: int, block: int, ranks: int) -> str:
     """What is wrong, and which numbers of ranks and blocks would do."""
-    sizes = [size for size in range(1, max(blocks, ranks) + 1) if blocks % size == 0 or size % blocks == 0]
+    sizes = [size for size in range(1, 2 * max(blocks, ranks) + 1) if blocks % size == 0 or size % blocks == 0]
     below = max((size for size in sizes if size < ranks), default=1)
     above = min((size for size in sizes if size > ranks), default=blocks)
     near = f"{below} or {above}" if below != above else str(below)
