@@ -354,8 +354,9 @@ def make_optimizers(name: str, parameters: dict[str, nn.Parameter], cut: Sequenc
     }
     if name == "lamb":
         from zeromesh.model.piece import Piece
+        from zeromesh.model.split import Held
 
-        pieces = [Piece(n, tuple(parameters[n].shape), a, b, p) for (n, a, b), p in whole.items()]
+        pieces = [Piece(n, Held(tuple(parameters[n].shape)), a, b, p) for (n, a, b), p in whole.items()]
         return whole, [Lamb([{"params": list(whole.values())}], pieces, Alone(list(parameters)), **options)]
     chosen = {key: view for key, view in whole.items() if key[0] in matrices}
     others = {key: view for key, view in views.items() if key[0] not in matrices}

@@ -10,6 +10,7 @@ from math import prod
 import torch
 
 from zeromesh.model.piece import Piece
+from zeromesh.model.split import Held
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -63,7 +64,7 @@ class ThreadExchange:
                 assert piece.shape == (stop - start,)
                 whole[name] = whole[name].to(piece.dtype)
                 whole[name][start:stop] = piece
-        return whole
+        return {name: value.view(self.shapes[name]) for name, value in whole.items()}
 
 
 def cut(shapes: Shapes, layout: Sequence[Sequence[str]], ranks: int) -> list[dict[str, tuple[int, int]]]:
@@ -87,7 +88,7 @@ def make_pieces(values: Mapping[str, torch.Tensor], ranges: Mapping[str, tuple[i
     return {
         name: Piece(
             name,
-            tuple(values[name].shape),
+            Held(tuple(values[name].shape)),
             start,
             stop,
             torch.nn.Parameter(values[name].detach().flatten()[start:stop].clone()),

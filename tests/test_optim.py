@@ -9,6 +9,7 @@ import torch
 
 from simulated_ranks import train_on_ranks
 from zeromesh.model.piece import Piece
+from zeromesh.model.split import Held
 from zeromesh.optim import factory
 from zeromesh.optim.factory import Group, adopt, build
 
@@ -407,7 +408,7 @@ def test_unknown_classes_are_refused_on_shards_unless_allowed():
 
 def whole_piece(name: str, parameter: torch.nn.Parameter) -> Piece:
     flat = torch.nn.Parameter(parameter.detach().flatten().clone())
-    return Piece(name, tuple(parameter.shape), 0, parameter.numel(), flat)
+    return Piece(name, Held(tuple(parameter.shape)), 0, parameter.numel(), flat)
 
 
 def test_adopt_refuses_stepped_optimizers_and_foreign_parameters():
@@ -426,7 +427,7 @@ def test_adopt_cuts_the_state_that_is_made_at_construction():
     matrix, scalar = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adagrad([matrix, scalar])
     optimizer.state[matrix]["sum"].copy_(torch.arange(6.0).view(2, 3))
-    part = Piece("matrix", (2, 3), 2, 5, torch.nn.Parameter(torch.ones(3)))
+    part = Piece("matrix", Held((2, 3)), 2, 5, torch.nn.Parameter(torch.ones(3)))
     adopt(optimizer, {matrix: part, scalar: whole_piece("scalar", scalar)}, sharded=True)
     first, second = (optimizer.state[parameter] for parameter in optimizer.param_groups[0]["params"])
     assert first["sum"].tolist() == [2.0, 3.0, 4.0]

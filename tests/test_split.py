@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeromesh.model.split import Split
+from zeromesh.model.split import Held, Split
 
 WHOLE = torch.arange(12 * 5).view(12, 5)
+
+
+def join(split: Split, whole: torch.Tensor) -> torch.Tensor:
+    """A tensor put together from all ranks' parts."""
+    joined = torch.full_like(whole, -1)
+    for rank in range(split.ranks):
+        Held(tuple(whole.shape), split, rank, split.ranks).place(split.take(whole, rank), joined)
+    return joined
 
 
 @pytest.mark.parametrize(
@@ -27,7 +35,7 @@ def test_parts_are_cut_and_joined(split: Split, intervals: list[list[tuple[int, 
     assert [list(part) for part in split.intervals] == intervals
     parts = [split.take(WHOLE, rank) for rank in range(split.ranks)]
     assert {tuple(part.shape) for part in parts} == {split.shape(WHOLE.shape)}
-    assert torch.equal(split.join(parts), WHOLE)
+    assert torch.equal(join(split, WHOLE), WHOLE)
     for rank, part in enumerate(parts):
         filled = sum(count for _, _, count in split.boxes(rank))
         assert not part[filled:].any()
@@ -39,15 +47,60 @@ def test_the_dim_may_be_any() -> None:
     split = Split.even(1, [2, 4], 2)
     whole = torch.arange(4 * 6 * 3).view(4, 6, 3)
     assert torch.equal(split.take(whole, 1), whole[:, [1, 4, 5]])
-    assert torch.equal(split.join([split.take(whole, rank) for rank in (0, 1)]), whole)
+    assert torch.equal(join(split, whole), whole)
 
 
 def test_ranks_with_the_same_part_hold_copies_and_one_of_them_owns_it() -> None:
     split = Split.even(0, [12], 4, block=6)
-    assert split.copies == 2
-    assert [split.holders(rank) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [split.owns(rank) for rank in range(4)] == [True, False, True, False]
-    assert Split.even(0, [12], 4).copies == 1
+    assert [split.holders(*split.intervals[rank][0]) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    fused = [Held((8 + 2, 3), Split.even(0, [8, 2], 4, block=2), rank, 4) for rank in range(4)]
+    boxes = [list(held.boxes(0, 12)) for held in fused]
+    assert [[(box.offsets[0], box.owned, box.sharers) for box in found] for found in boxes] == [
+        [(0, True, 1), (8, True, 4)],
+        [(2, True, 1), (8, False, 4)],
+        [(4, True, 1), (8, False, 4)],
+        [(6, True, 1), (8, False, 4)],
+    ]
+
+
+HELD = [
+    (WHOLE.shape, None, 1),
+    (WHOLE.shape, Split.even(0, [4, 8], 2), 2),
+    (WHOLE.shape, Split.even(0, [8, 2, 2], 2, block=2), 2),
+    (WHOLE.shape, Split.padded(0, 12, 5), 5),
+    (WHOLE.shape, Split.padded(0, 12, 8), 8),
+    ((5, 12), Split.even(1, [4, 8], 2), 2),
+    ((5, 12), Split.even(1, [12], 3), 3),
+    ((2, 3, 4), Split.even(1, [2, 1], 1), 1),
+    ((3, 8, 2), Split.even(1, [4, 4], 2), 2),
+    ((3, 2, 6), Split.padded(2, 6, 4), 4),
+]
+
+
+@pytest.mark.parametrize(("shape", "split", "ranks"), HELD)
+def test_any_range_of_what_a_rank_holds_is_read_and_written(
+    shape: tuple[int, ...], split: Split | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.arange(1, 1 + torch.Size(shape).numel())
+    monkeypatch.setattr("zeromesh.model.split.READ", 7)
+    written = torch.zeros(shape, dtype=torch.long)
+    for rank in range(ranks):
+        held = Held(tuple(shape), split, rank, ranks)
+        part = held.cut(whole.view(shape)).reshape(-1)
+        for start in range(part.numel()):
+            for stop in range(start + 1, part.numel() + 1):
+                assert torch.equal(held.read(lambda a, b: whole[a:b], start, stop), part[start:stop])
+                for box in held.boxes(start, stop):
+                    inside = whole.view(shape)
+                    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                        inside = inside.narrow(dim, offset, size)
+                    mine = torch.cat([part[low:high] for low, high in box.runs])
+                    assert all(start <= low < high <= stop for low, high in box.runs)
+                    assert torch.equal(inside.reshape(-1)[box.start : box.stop], mine)
+                    assert box.owned or box.sharers > 1
+        held.place(held.cut(whole.view(shape)), written)
+        assert sum(box.stop - box.start for box in held.boxes(0, part.numel())) == int((part > 0).sum())
+    assert torch.equal(written.reshape(-1), whole)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from zeromesh.dist.mesh import Links, Mesh
 from zeromesh.engine import Engine
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
+from zeromesh.model.split import Held
 from zeromesh.observing import make_observer, open_monitors
 from zeromesh.pretrained import describe_sources
 from zeromesh.shard import guard, hooks
@@ -35,6 +37,10 @@ from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.find import check_compiled, check_parameters, find_units
 from zeromesh.shard.materialise import materialiser, replace
 from zeromesh.shard.sharded import Sharded, Slots
+from zeromesh.tensor.apply import apply
+from zeromesh.tensor.derive import derive
+from zeromesh.tensor.plan import Plan, as_json, describe_plan, parse, resolve
+from zeromesh.tensor.plan import Resolved as SplitPlan
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -121,25 +127,27 @@ def initialize(
     resolved = settings.resolve(mesh.data_size, mesh.sizes, elastic=may_restart())
     _tell_batch(settings, resolved, mesh)
 
-    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor]:
+    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor, SplitPlan | None]:
         """What can be made, or tried, while the model is as it was."""
+        plan = split_plan(model, resolved, mesh)
         loader = _loader(training_data, collate_fn, resolved, mesh)
         monitor = open_monitors(resolved, mesh)
         owned = list(_parameters_and_groups(model, model_parameters))
         user = _user_optimizer(optimizer, owned)
         if user is not None:
             _check_users_optimizer(user, model, mesh, resolved)
-            return owned, user, _build_scheduler(resolved, lr_scheduler, user), loader, monitor
+            return owned, user, _build_scheduler(resolved, lr_scheduler, user), loader, monitor, plan
         with _silent("zeromesh.optim"):  # it will speak when they are made in earnest
             stand_in = _stand_in(model, mesh, resolved, owned)
             if lr_scheduler is None:
                 _build_scheduler(resolved, None, stand_in)
-        return owned, None, lr_scheduler, loader, monitor
+        return owned, None, lr_scheduler, loader, monitor, plan
 
     prepared, failure = attempt(prepare)
     share(world, "prepare its optimizer, schedule, data and monitors", failure)
     assert prepared is not None
-    owned, built, scheduler, loader, monitor = prepared
+    owned, built, scheduler, loader, monitor, plan = prepared
+    require_agreement(world, "the tensor-parallel plan", "" if plan is None else describe_plan(plan))
     require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
     sharded = None
     try:
@@ -149,7 +157,9 @@ def initialize(
         assert values is not None
         require_agreement(world, "the checkpoint that is read", described or "")
         _place_buffers(model, mesh.device, resolved.precision.compute)
-        sharded = shard(model, mesh, resolved, values)
+        sharded = shard(model, mesh, resolved, values, None if plan is None else plan.held)
+        if plan is not None:
+            apply(model, plan, mesh.group("tensor"), mesh.device)
         share(world, "read its part of the weights", values.failure)
         if built is not None:
             _adopt(built, sharded, resolved)
@@ -263,8 +273,10 @@ def _links(settings: Settings, environment: Environment) -> Links:
     return Links(node, settings.communication.hierarchical, gather, reduce)
 
 
-def shard(model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None) -> Sharded:
-    """Place the model's states over the mesh as the configuration says."""
+def shard(
+    model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None, split: Mapping[str, Held] | None = None
+) -> Sharded:
+    """Place the model's states over the mesh as the configuration says; ``split`` as ``Sharded`` takes it."""
     return Sharded(
         model,
         mesh,
@@ -275,7 +287,33 @@ def shard(model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = N
         accumulates=settings.gradient_accumulation_steps > 1,
         predivide=settings.gradient_predivide,
         materialise=materialise,
+        split=split,
     )
+
+
+def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> SplitPlan | None:
+    """What of the model is split along the tensor axis; None where that has one rank.
+
+    Raises:
+        ValueError: the model cannot be split so.
+    """
+    group = mesh.group("tensor")
+    if group.size == 1:
+        return None
+    given = parse(settings.tensor_parallel.plan or {})
+    found, notes = derive(model)
+    plan = {pattern: rule for pattern, rule in found.items() if not _is_given(pattern, model, given)} | given
+    if mesh.rank == 0:
+        whole = "".join(f"\n  {note}" for note in notes)
+        _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(plan), whole)
+    return resolve(model, plan, group.rank, group.size, found)
+
+
+def _is_given(pattern: str, model: nn.Module, given: Plan) -> bool:
+    """Whether the configuration has a rule for the modules of a pattern that was found."""
+    names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+    names += [name for name, _ in model.named_parameters() if fnmatchcase(name, pattern)]
+    return any(fnmatchcase(name, own) for name in names for own in given)
 
 
 def _check(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:
@@ -416,7 +454,7 @@ def _stand_in(model: nn.Module, mesh: Mesh, settings: Resolved, owned: Sequence[
     pieces: dict[int, Piece | None] = {}
     for name, like in trained:
         empty = nn.Parameter(torch.empty(like.numel(), dtype=like.dtype, device="meta"))
-        pieces[id(like)] = Piece(name, tuple(like.shape), 0, like.numel(), empty)
+        pieces[id(like)] = Piece(name, Held(tuple(like.shape)), 0, like.numel(), empty)
     exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained]])
     return _build_optimizer(model, mesh, settings, owned, pieces, exchange)
 
@@ -438,7 +476,8 @@ def _adopt(user: Optimizer, sharded: Sharded, settings: Resolved) -> None:
 
 def _is_cut(mesh: Mesh, settings: Resolved) -> bool:
     """Whether an optimizer's pieces may be less than whole parameters."""
-    return settings.row.optimizer is Placement.SHARDED and mesh.shard.size > 1
+    sharded = settings.row.optimizer is Placement.SHARDED and mesh.shard.size > 1
+    return sharded or mesh.group("tensor").size > 1
 
 
 @contextmanager

@@ -540,29 +540,30 @@ class Engine:
         return loaded
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As the model's own; parameters that are sharded are in it as whole copies. All ranks call it."""
-        if not self.sharded.sharded:
+        """As the model's own; parameters that are sharded or split are in it as whole copies. All ranks call it."""
+        if not (self.sharded.sharded or self.sharded.is_split):
             found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
             return found
         found = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
         whole: dict[int, torch.Tensor] = {}
         for unit in self.sharded.units:
             members = [parameter for flat in unit.flats for parameter in flat.parameters]
-            with self.sharded.events.gathered([unit]):
+            with self.sharded.gathered([unit]):
                 whole |= {id(parameter): parameter.detach().clone() for parameter in members}
         return {key: whole.get(id(value), value) for key, value in found.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """As the model's own, and the masters take the values too. All ranks call it with the same values."""
         sharded = self.sharded
-        with sharded.events.gathered(sharded.units):
+        with sharded.gathered(sharded.units):
             result = self.module.load_state_dict(state_dict, strict)
             for flat in sharded.flats:
                 for index, segment in enumerate(flat.layout.segments):
                     sharded.take_value(flat, index, rank=0)
                     value, now = state_dict.get(segment.name), flat.parameters[index].detach()
                     if value is not None and flat.master.dtype != now.dtype and torch.equal(value.to(now), now):
-                        flat.put(segment, value.to(self.device).reshape(-1))  # not rounded to 16 bits
+                        part = segment.held.cut(value.to(self.device))
+                        flat.put(segment, part.reshape(-1))  # not rounded to 16 bits
         self.sharded.publish()
         return result
 

@@ -194,7 +194,7 @@ def _unit_tensors(sharded: Sharded) -> Iterator[dict[str, torch.Tensor]]:
         members: dict[str, torch.Tensor] = {
             name: p for flat in unit.flats for p in flat.parameters for name in names[id(p)]
         }
-        with sharded.events.gathered(_with_adapters(sharded, unit, members)):
+        with sharded.gathered(_with_adapters(sharded, unit, members)):
             yield members
     kept = frozenset(model.state_dict(keep_vars=True))
     yield {name: buffer for name, buffer in model.named_buffers() if name in kept and first}
@@ -322,7 +322,7 @@ def _save_adapters(sharded: Sharded, folder: Path) -> None:
     # PEFT looks into the modules that are trained whole instead of being adapted.
     copies = {id(p) for m in model.modules() if hasattr(m, "adapter_state_dict") for p in m.parameters()}
     units = [unit for unit in sharded.units if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
-    with sharded.events.gathered(units):
+    with sharded.gathered(units):
         # The first rank's choice is that of all: PEFT looks for the base model's folder, which others may not see.
         chosen, failure = attempt(lambda: "\n".join(sorted(adapter_names(model))) if first else "")
         share(world, "choose what to write of the adapters", failure)
@@ -342,7 +342,7 @@ def _save_adapters(sharded: Sharded, folder: Path) -> None:
 def _whole(sharded: Sharded, unit: Unit, flat: Flat, index: int) -> torch.Tensor:
     """A copy of a parameter's master, or of the parameter itself where it is frozen, as a resized embedding may be."""
     if not flat.layout.trainable:
-        with sharded.events.gathered([unit]):
+        with sharded.gathered([unit]):
             return flat.parameters[index].detach().clone()
     value = sharded.assemble(flat, index, lambda _, __, piece: piece.parameter.detach())
     assert value is not None

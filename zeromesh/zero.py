@@ -105,7 +105,7 @@ def GatheredParameters(
     sharded = _owner(members[0]).sharded
     found = [_find(parameter) for parameter in members]
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
-    with sharded.events.gathered(units):
+    with sharded.gathered(units):
         before = [] if modifier_rank is not None else [_fingerprint(parameter) for parameter in members]
         yield
         if modifier_rank is not None:
@@ -172,8 +172,8 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
     engine, _, flat, index = _find(parameter)
     engine.sharded.take_changes()
     segment = flat.layout.segments[index]
-    if value.shape != segment.shape:
-        raise ValueError(f"{segment.name} has shape {tuple(segment.shape)}, the value given {tuple(value.shape)}")
+    if tuple(value.shape) != segment.held.whole:
+        raise ValueError(f"{segment.name} has shape {segment.held.whole}, the value given {tuple(value.shape)}")
     if not flat.layout.trainable:
         raise ValueError(f"{segment.name} is frozen; change it inside GatheredParameters with modifier_rank")
     for position, local, piece in flat.pieces:
@@ -182,7 +182,7 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
             if target is None:
                 raise RuntimeError(f"{segment.name} has no such state yet; optimizers make theirs in the first step()")
             with torch.no_grad():
-                target.view(-1).copy_(value.flatten()[piece.start : piece.stop])
+                target.view(-1).copy_(piece.cut(value))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:

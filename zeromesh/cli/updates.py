@@ -13,6 +13,7 @@ from zeromesh.config.parts import Optimizer
 from zeromesh.config.settings import Settings
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
+from zeromesh.model.split import Held
 from zeromesh.optim import factory, schedules
 from zeromesh.optim.groups import hidden_matrices
 
@@ -53,7 +54,7 @@ def check_optimizer(model: nn.Module, settings: Settings, ranks: int) -> None:
 
 def _build(model: nn.Module, settings: Settings, chosen: Optimizer, ranks: int) -> None:
     pieces = tuple(
-        Piece(name, tuple(parameter.shape), 0, parameter.numel(), nn.Parameter(parameter.detach().flatten()))
+        Piece(name, Held(tuple(parameter.shape)), 0, parameter.numel(), nn.Parameter(parameter.detach().flatten()))
         for name, parameter in model.named_parameters()
     )
     optimizer = factory.build(

@@ -119,7 +119,7 @@ class ActivationCheckpointing(Section):
 class TensorParallelGroup(Section):
     """Size of a tensor-parallel group."""
 
-    tp_size: PositiveInt = Field(1, description="Ranks that share one layer.")
+    tp_size: PositiveInt = Field(1, description="Ranks that share one layer, as mesh.tensor; 1 means that.")
     tp_grain_size: PositiveInt = Field(1, description="Sizes are split in multiples of this.")
     mpu: Any = Field(None, description="An object that knows the groups of ranks.")
     tp_group: Any = Field(None, description="A process group.")
@@ -128,7 +128,13 @@ class TensorParallelGroup(Section):
 class TensorParallel(Section):
     """Layers split over ranks."""
 
-    autotp_size: CountInt = Field(0, description="Ranks that share one layer; 0 and 1 mean none.")
+    plan: Table | None = Field(
+        None,
+        description="Glob patterns of names of modules or parameters to styles, such as colwise, rowwise or replicate; "
+        "they come before what is found automatically. Empty or null: that is all.",
+    )
+    sequence: bool = Field(False, description="Norms and dropout between split layers work on parts of the sequence.")
+    autotp_size: CountInt = Field(0, description="Ranks that share one layer, as mesh.tensor; 0 means that.")
     dtype: Dtype | None = Field(None, description="Dtype to convert the model to.")
     tp_overlap_comm: bool = Field(False, description="Overlap communication with compute.")
     vocab_parallel_lm_head: bool | None = Field(None, description="Split the output layer by vocabulary.")

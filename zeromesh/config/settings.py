@@ -209,7 +209,21 @@ class Settings(Section):
         Raises:
             ConfigError: the sizes do not fit the number of ranks.
         """
-        return solve_mesh(self.mesh.model_dump(), self._shard_group, world_size)
+        return solve_mesh(self.mesh.model_dump() | {"tensor": self._tensor_size()}, self._shard_group, world_size)
+
+    def _tensor_size(self) -> int:
+        """``mesh.tensor``, or what DeepSpeed's keys say."""
+        ours, theirs = self.mesh.tensor, self.tensor_parallel
+        given = {
+            "mesh.tensor": ours,
+            "tensor_parallel.autotp_size": max(1, theirs.autotp_size),
+            "tensor_parallel.tensor_parallel.tp_size": theirs.tensor_parallel.tp_size,
+        }
+        sizes = {key: size for key, size in given.items() if size > 1}
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{key} = {size}" for key, size in sizes.items())
+            raise ConfigError([f"{listed}; they mean the same, keep one of them"])
+        return max(given.values())
 
     @property
     def across_nodes(self) -> tuple[str | None, str | None]:

@@ -100,10 +100,14 @@ class Mesh:
             return groups
         if len(axes) == 1:
             return groups | {axes[0]: self._make_group(axes[0], dist.group.WORLD)}
-        order = tuple(sorted(range(self.world_size), key=lambda rank: (self.node_of[rank], rank)))
-        members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes), order)
+        members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes), self._order)
         made = zip(axes, members, strict=True)
         return groups | {axis: self._make_group(axis, member) for axis, member in made}
+
+    @property
+    def _order(self) -> _Shape:
+        """The ranks, those of a node one after the other."""
+        return tuple(sorted(range(self.world_size), key=lambda rank: (self.node_of[rank], rank)))
 
     def _make_group(self, axis: str, group: dist.ProcessGroup | None) -> Group:
         ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
@@ -116,6 +120,25 @@ class Mesh:
     def group(self, axis: str) -> Group:
         """The ranks that differ from this one along ``axis`` only; ``"world"`` is all of them."""
         return self._groups[axis]
+
+    def neighbours(self, axis: str, count: int) -> Group:
+        """So many ranks along an axis, one after the other, this one among them; all ranks call it at once.
+
+        Raises:
+            ValueError: ``count`` does not divide the ranks along the axis.
+        """
+        size = self.sizes[axis]
+        if size % count:
+            raise ValueError(f"{size} ranks along {axis} cannot be divided into groups of {count}")
+        if count == size:
+            return self._groups[axis]
+        name = f"{axis}/{count}"
+        if name not in self._groups:
+            shape = [part for a in AXES for part in ((size // count, count) if a == axis else (self.sizes[a],))]
+            place = sum(1 for a in AXES[: AXES.index(axis)] if self.sizes[a] > 1) + (size > count)
+            members = _groups_of(self.device.type, tuple(part for part in shape if part > 1), self._order)
+            self._groups[name] = self._make_group(name, members[place])
+        return self._groups[name]
 
     @property
     def shard(self) -> Group:

@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from zeromesh.model.split import Held
+
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements ``[start, stop)`` of one flattened parameter, which this rank updates.
+    """The elements ``[start, stop)`` of what this rank holds of one parameter, flattened, which it updates.
 
     Attributes:
         name: fully qualified name of the parameter in the model.
-        shape: global shape of the whole parameter.
-        start, stop: the range of the flattened parameter that ``parameter`` holds.
+        held: what this rank holds of the parameter.
+        start, stop: the range that ``parameter`` holds.
         parameter: shape ``(stop - start,)``, in the master dtype; its ``grad`` is set before each update, and is
             None in a step in which no rank had a gradient for the parameter.
     """
 
     name: str
-    shape: tuple[int, ...]
+    held: Held
     start: int
     stop: int
     parameter: torch.nn.Parameter
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.held.whole
+
+    @property
     def whole(self) -> bool:
         """Whether this rank holds all of the parameter."""
-        return self.start == 0 and self.stop == torch.Size(self.shape).numel()
+        return self.held.split is None and self.start == 0 and self.stop == torch.Size(self.shape).numel()
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This piece of a tensor of the whole parameter's shape: 1-D."""
+        return self.held.cut(whole).reshape(-1)[self.start : self.stop]
+
+    def owned(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What is to be counted here of this piece's ``values``, which other ranks may hold, too."""
+        flat = values.reshape(-1)
+        for box in self.held.boxes(self.start, self.stop):
+            if box.owned:
+                yield from (flat[low - self.start : high - self.start] for low, high in box.runs)
 
 
 class PieceExchange(Protocol):
@@ -47,7 +65,8 @@ class PieceExchange(Protocol):
         """Names of the parameters that travel together, bucket by bucket; the same on every rank."""
 
     def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whole flattened tensors of the bucket's parameters from one piece each (absent or missing: zeros).
+        """Whole tensors of the bucket's parameters from one piece each (absent or missing: zeros).
 
-        ``pieces`` maps a name to this rank's ``stop - start`` elements. What comes back is valid until the next call.
+        ``pieces`` maps a name to this rank's ``stop - start`` elements. What comes back has the shapes of the whole
+        parameters, and is valid until the next call.
         """

@@ -6,9 +6,9 @@ three of a fused qkv weight, one of most others. Ranks with the same intervals h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -75,18 +75,9 @@ class Split:
         """Of the tensor axis."""
         return len(self.intervals)
 
-    def holders(self, rank: int) -> list[int]:
-        """The ranks that have what this one has, itself among them, in order; the first of them owns it."""
-        return [other for other, part in enumerate(self.intervals) if part == self.intervals[rank]]
-
-    def owns(self, rank: int) -> bool:
-        """Whether this rank is the first of those that have the same: what is counted or written once, it is here."""
-        return self.holders(rank)[0] == rank
-
-    @cached_property
-    def copies(self) -> int:
-        """How many ranks have the same."""
-        return len(self.holders(0))
+    def holders(self, start: int, stop: int) -> list[int]:
+        """The ranks that have the interval ``[start, stop)``, neighbours, in order; the first of them owns it."""
+        return [rank for rank, part in enumerate(self.intervals) if (start, stop) in part]
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """That of a rank's part of a parameter."""
@@ -108,15 +99,123 @@ class Split:
             part.narrow(self.dim, at, count).copy_(whole.narrow(self.dim, start, count))
         return part
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole parameter from the parts of all ranks."""
-        shape = list(parts[0].shape)
-        shape[self.dim] = self.size
-        whole = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
-        for rank, part in enumerate(parts):
-            for at, start, count in self.boxes(rank):
-                whole.narrow(self.dim, start, count).copy_(part.narrow(self.dim, at, count))
-        return whole
+
+READ = 1 << 22
+"""Elements of a whole parameter that are read at a time where this rank keeps a part of each row."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of one parameter along the tensor axis: all of it, or its part.
+
+    Attributes:
+        whole: shape of the whole parameter.
+        split: how it is cut; None where all ranks hold all of it.
+        rank: this one, along the tensor axis.
+        ranks: along the tensor axis.
+        partial: whether the ranks use what all of them hold in different ways, and each has a share of its gradient: as
+            of a norm on their own heads, or on parts of the sequence. Of a split parameter this is always so where
+            several ranks hold the same, as heads of queries share a head of keys.
+    """
+
+    whole: tuple[int, ...]
+    split: Split | None = None
+    rank: int = 0
+    ranks: int = 1
+    partial: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is here."""
+        return self.whole if self.split is None else self.split.shape(self.whole)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """What is here of a whole tensor of the parameter's shape."""
+        return whole if self.split is None else self.split.take(whole, self.rank)
+
+    def place(self, part: Tensor, whole: Tensor) -> None:
+        """Write what is here to where it belongs in a whole tensor."""
+        if self.split is None:
+            whole.copy_(part)
+            return
+        for at, start, count in self.split.boxes(self.rank):
+            whole.narrow(self.split.dim, start, count).copy_(part.narrow(self.split.dim, at, count))
+
+    def boxes(self, start: int, stop: int) -> Iterator[HeldBox]:
+        """Boxes of the whole, and what of them lies in elements ``[start, stop)`` of what is here, flattened."""
+        if self.split is None:
+            if start < stop:
+                sharers, offsets = self.ranks if self.partial else 1, (0,) * len(self.whole)
+                yield HeldBox(offsets, self.whole, start, stop, ((start, stop),), self.rank == 0, sharers)
+            return
+        dim, shape = self.split.dim, self.shape
+        rows, width = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        for at, begin, count in self.split.boxes(self.rank):
+            offsets = tuple(begin if axis == dim else 0 for axis in range(len(shape)))
+            sizes = tuple(count if axis == dim else size for axis, size in enumerate(shape))
+            # Rows of the box that lie one after the other in what is here.
+            together, steps = (rows, 1) if count == shape[dim] else (1, rows)
+            length, stride = together * count * width, shape[dim] * width
+            found = []
+            for row in range(steps):
+                place = row * stride + at * width
+                low, high = max(start, place), min(stop, place + length)
+                if low < high:
+                    found.append((low, high, row * length + low - place))
+            if found:
+                first, elements = found[0][2], sum(high - low for low, high, _ in found)
+                runs = tuple((low, high) for low, high, _ in found)
+                holders = self.split.holders(begin, begin + count)
+                yield HeldBox(offsets, sizes, first, first + elements, runs, holders[0] == self.rank, len(holders))
+
+    def read(self, source: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of what is here, flattened, from a function that reads ranges of the whole.
+
+        Where rows are cut, whole rows are read, some at a time.
+        """
+        if self.split is None:
+            return source(start, stop)
+        dim, shape = self.split.dim, self.shape
+        found = None
+        if dim == 0:
+            width = math.prod(shape[1:])
+            for at, begin, count in self.split.boxes(self.rank):
+                low, high, shift = max(start, at * width), min(stop, (at + count) * width), (begin - at) * width
+                if low < high:
+                    value = source(low + shift, high + shift)
+                    found = value.new_zeros(stop - start) if found is None else found
+                    found[low - start : high - start] = value
+            return source(0, 0).new_zeros(stop - start) if found is None else found
+        width, whole_width = math.prod(shape[dim:]), math.prod(self.whole[dim:])
+        row = Split(1, self.split.size, self.split.length, self.split.intervals)
+        first, last, step = start // width, -(-stop // width), max(1, READ // whole_width)
+        parts = []
+        for number in range(first, last, step):
+            rows = min(step, last - number)
+            block = source(number * whole_width, (number + rows) * whole_width)
+            parts.append(row.take(block.view(rows, *self.whole[dim:]), self.rank).reshape(-1))
+        return torch.cat(parts)[start - first * width : stop - first * width]
+
+
+@dataclass(frozen=True)
+class HeldBox:
+    """A part of a box of a whole parameter that a rank holds.
+
+    Attributes:
+        offsets, sizes: of the box in the whole, by dim.
+        start, stop: the range of the flattened box.
+        runs: where these elements lie in what the rank holds, flattened, in order.
+        owned: whether this rank is the first of those that hold them: what is counted or written once, it is here.
+        sharers: so many neighbouring ranks have shares of these elements' gradient, which are to be summed.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    stop: int
+    runs: tuple[tuple[int, int], ...]
+    owned: bool
+    sharers: int
 
 
 def _indivisible(section: int, blocks: int, block: int, ranks: int) -> str:

@@ -286,7 +286,7 @@ def _move_state(optimizer: Optimizer, parameter: nn.Parameter, piece: Piece | No
     if not state or piece is None:
         return
     optimizer.state[piece.parameter] = {
-        key: value.flatten()[piece.start : piece.stop].to(piece.parameter, copy=True).view_as(piece.parameter)
+        key: piece.cut(value).to(piece.parameter, copy=True).view_as(piece.parameter)
         if torch.is_tensor(value) and key != "step" and value.shape == piece.shape
         else value
         for key, value in state.items()

@@ -54,7 +54,8 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._exchange = exchange
         places = {name: place for place, name in enumerate(name for bucket in exchange.buckets for name in bucket)}
-        self._places = {piece.parameter: places[piece.name] for piece in pieces}
+        self._pieces = {piece.parameter: piece for piece in pieces}
+        self._places = {parameter: places[piece.name] for parameter, piece in self._pieces.items()}
         self._count = len(places)
 
     @torch.no_grad()
@@ -100,5 +101,7 @@ class Lamb(torch.optim.Optimizer):
         squares = torch.zeros(2, self._count, dtype=torch.float64, device=device)
         for parameter, direction in directions.items():
             for row, tensor in enumerate((parameter, direction)):
-                squares[row, self._places[parameter]] = torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+                for part in self._pieces[parameter].owned(tensor):
+                    norm = torch.linalg.vector_norm(part, dtype=torch.float64)
+                    squares[row, self._places[parameter]] += norm.square()
         return self._exchange.sum(squares.view(-1)).view(2, -1).sqrt()

@@ -125,12 +125,11 @@ class Muon(torch.optim.Optimizer):
         momenta = {name: self._momentum(piece.parameter, group) for name, (piece, group) in held.items()}
         whole = self._exchange.gather(number, momenta)
         for name, (piece, group) in held.items():
-            rows = piece.shape[0]
-            matrix = whole[name].view(rows, -1)
+            matrix = whole[name].flatten(1)
             update = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"])
             factor = _ADJUST_LR[group["adjust_lr_fn"]](*matrix.shape)
             piece.parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            piece.parameter.add_(update.reshape(-1)[piece.start : piece.stop], alpha=-group["lr"] * factor)
+            piece.parameter.add_(piece.cut(update.view(piece.shape)), alpha=-group["lr"] * factor)
 
     def _momentum(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
         state, gradient = self.state[parameter], parameter.grad

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.shards import Box
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
+from zeromesh.model.split import Held
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.saving.random_state import random_state
 from zeromesh.shard.sharded import Sharded
@@ -73,7 +74,18 @@ def _parameter_boxes(sharded: Sharded, flat: Flat) -> Iterator[Box]:
     for index, start, stop in flat.layout.owned(flat.shard.start, flat.shard.stop):
         segment = flat.layout.segments[index]
         data = values[start - offset : stop - offset]
-        yield Box(f"parameter/{segment.name}", tuple(segment.shape), start - segment.start, stop - segment.start, data)
+        yield from _boxes(f"parameter/{segment.name}", segment.held, start - segment.start, stop - segment.start, data)
+
+
+def _boxes(name: str, held: Held, start: int, stop: int, data: torch.Tensor) -> Iterator[Box]:
+    """What this rank writes of elements ``[start, stop)``, which are ``data``, of those that it holds of a tensor."""
+    for box in held.boxes(start, stop):
+        if not box.owned:
+            continue
+        parts = [data[low - start : high - start] for low, high in box.runs]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        place = (None, None) if held.split is None else (box.offsets, box.sizes)
+        yield Box(name, held.whole, box.start, box.stop, values, *place)
 
 
 def updates_whole(flat: Flat) -> bool:
@@ -96,7 +108,8 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
             continue
         if value.numel() != piece.stop - piece.start:
             raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")
-        yield Box(name, piece.shape, start, stop, value.flatten()[start - piece.start : stop - piece.start])
+        data = value.flatten()[start - piece.start : stop - piece.start]
+        yield from _boxes(name, piece.held, start, stop, data)
 
 
 def pieces(sharded: Sharded) -> Iterator[tuple[Flat, Piece]]:

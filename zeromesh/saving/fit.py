@@ -46,7 +46,7 @@ def require_same_model(engine: Run, reader: Reader, strict: bool) -> None:
 
 
 def _shapes(sharded: Sharded) -> Shapes:
-    found = {f"parameter/{s.name}": tuple(s.shape) for flat in sharded.flats for s in flat.layout.segments}
+    found = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
     return found | {f"buffer/{name}": tuple(buffer.shape) for name, buffer in buffers(sharded)}
 
 

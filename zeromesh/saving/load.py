@@ -19,7 +19,7 @@ from zeromesh.dist.collectives import Group
 from zeromesh.dist.launch import may_restart
 from zeromesh.saving.contents import Run, buffers, held
 from zeromesh.saving.fit import require_same_model, some
-from zeromesh.saving.optimizer import load_optimizer, require_same_optimizer, set_learning_rates
+from zeromesh.saving.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
 from zeromesh.saving.random_state import derive_random_state, restore_random_state
 from zeromesh.saving.schedule import require_same_scheduler
 from zeromesh.shard.sharded import Sharded
@@ -140,7 +140,7 @@ def _load_tensors(sharded: Sharded, optimizer: Optimizer | None, reader: Reader)
             segment = flat.layout.segments[index]
             name, out = f"parameter/{segment.name}", values[start - low : stop - low]
             if name in reader.names:
-                reader.read(name, start - segment.start, stop - segment.start, out)
+                read_held(reader, name, segment.held, start - segment.start, stop - segment.start, out)
     if optimizer is not None:
         load_optimizer(sharded, optimizer, reader)
     for name, buffer in buffers(sharded):

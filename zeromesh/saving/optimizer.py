@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.model.piece import Piece
+from zeromesh.model.split import Held
 from zeromesh.saving.contents import Run, pieces, updates_whole
 from zeromesh.shard.sharded import Sharded
 
@@ -106,8 +107,22 @@ def _read_state(reader: Reader, name: str, piece: Piece) -> torch.Tensor:
     start, stop = (piece.start, piece.stop) if shape == piece.shape else (0, torch.Size(shape).numel())
     dtype = parameter.dtype if dtype.is_floating_point else dtype
     state = torch.empty(stop - start, dtype=dtype, device=parameter.device)
-    reader.read(name, start, stop, state)
+    read_held(reader, name, piece.held if shape == piece.shape else Held(shape), start, stop, state)
     return state.view(parameter.shape if shape == piece.shape else shape)
+
+
+def read_held(reader: Reader, name: str, held: Held, start: int, stop: int, out: torch.Tensor) -> None:
+    """Copy elements ``[start, stop)`` of what this rank holds of a tensor into ``out``; see ``Reader.read``."""
+    if held.split is None:
+        reader.read(name, start, stop, out)
+        return
+
+    def read(first: int, last: int) -> torch.Tensor:
+        found = torch.empty(last - first, dtype=out.dtype)
+        reader.read(name, first, last, found)
+        return found
+
+    out.copy_(held.read(read, start, stop))
 
 
 def state_number(key: str, saved: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ def gathered_state_dict(sharded: Sharded) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     keep = sharded.mesh.rank == 0
     for unit in sharded.units:
-        with sharded.events.gathered([unit]):
+        with sharded.gathered([unit]):
             for flat in unit.flats:
                 for segment, parameter in zip(flat.layout.segments, flat.parameters, strict=True):
                     if keep:

@@ -1,14 +1,32 @@
-"""What optimizers that look at whole parameters may ask of the other ranks."""
+"""Whole parameters from the parts of several ranks, and what optimizers that look at them may ask of the others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.placement import Placement, Row
+from zeromesh.model.split import Held
 from zeromesh.shard.unit import Flat
+
+JOIN_TAG = 12
+"""Of whole parameters that are put together along the tensor axis."""
+
+
+def join(held: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """A whole parameter from what the ranks along the tensor axis hold; ``part`` itself where that is all."""
+    if held.split is None:
+        return part
+    group = mesh.group("tensor")
+    whole = torch.empty(held.whole, dtype=part.dtype, device=part.device)
+    parts = torch.empty(group.size, *part.shape, dtype=part.dtype, device=part.device)
+    group.all_gather(parts.view(-1), part.detach().contiguous().view(-1), JOIN_TAG).wait()
+    for rank, one in enumerate(parts):
+        replace(held, rank=rank).place(one, whole)
+    return whole
 
 
 class FlatExchange:
@@ -18,6 +36,7 @@ class FlatExchange:
         self._flats = [flat for flat in flats if flat.layout.trainable]
         self._shared = row.optimizer is Placement.SHARDED and mesh.shard.size > 1
         self._group = mesh.shard
+        self._mesh = mesh
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
@@ -26,12 +45,14 @@ class FlatExchange:
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that hold the other pieces."""
-        if not self._shared:
-            return vector
-        return self._group.exchange(vector, tag=3).sum(0).to(vector.device)
+        groups = [self._group] * self._shared + [self._mesh.group("tensor")]
+        for group in groups:
+            if group.size > 1:
+                vector = group.exchange(vector, tag=3).sum(0).to(vector.device)
+        return vector
 
     def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whole flattened tensors from one piece each."""
+        """Whole tensors from one piece each."""
         flat = self._flats[bucket]
         layout = flat.layout
         full = torch.zeros(layout.size, dtype=flat.master.dtype, device=flat.master.device)
@@ -41,4 +62,8 @@ class FlatExchange:
                 own[local].copy_(pieces[piece.name].flatten())
         if self._shared:
             self._group.all_gather(full, own, flat.tag + 3).wait()
-        return {segment.name: full[segment.start : segment.stop] for segment in layout.segments}
+        return {
+            segment.name: join(segment.held, full[segment.start : segment.stop].view(segment.shape), self._mesh)
+            for segment in layout.segments
+            if segment.name in pieces
+        }

@@ -15,17 +15,23 @@ done as gradients arrived (``predivide``); the update does the rest, once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from zeromesh.dist.collectives import Pending
+from zeromesh.dist.collectives import Group, Pending
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.placement import Placement, Row
 from zeromesh.observe.spans import span
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.slots import Pool, Slot, empty, largest
+
+SHARES = 1 << 22
+"""Elements that are summed over the tensor axis in one message, or one parameter's."""
+
+SHARES_TAG = 13
+"""Of these messages."""
 
 ALONE = 2
 """References to the memory of a tensor that one variable holds, while it is asked for."""
@@ -99,6 +105,31 @@ class Gradient:
         self.used = [False] * len(layout.segments)
         self.slot_dtype = layout.dtype
         self.home_in_full = True
+        self.counted = tuple(self._counted())
+        self.shared = self._shared()
+
+    def _counted(self) -> Iterator[tuple[int, int]]:
+        """Ranges of ``home`` that are counted on this rank, together all that it has that no other rank counts."""
+        boxes = list(self.layout.within(self.shard.start, self.shard.stop))
+        if all(box.owned for _, box in boxes):  # what lies between is zero
+            start = self.shard.start - self.own.start
+            yield start, start + self.layout.shard_size
+            return
+        for segment, box in boxes:
+            first = segment.start - self.own.start
+            yield from ((first + low, first + high) for low, high in box.runs if box.owned)
+
+    def _shared(self) -> dict[int, list[tuple[int, int, bool]]]:
+        """By the number of ranks along the tensor axis that have shares of them, ranges of ``home``.
+
+        Each is (start, stop, whether this rank is the first of those ranks).
+        """
+        found: dict[int, list[tuple[int, int, bool]]] = {}
+        for segment, box in self.layout.within(self.own.start, self.own.stop):
+            if box.sharers > 1:
+                first = segment.start - self.own.start
+                found.setdefault(box.sharers, []).extend((first + a, first + b, box.owned) for a, b in box.runs)
+        return found
 
     def adopt(self, value: torch.Tensor, factor: float) -> bool:
         """Make ``value`` itself the full gradient, times ``factor``; False if it is not alone in memory like that."""
@@ -216,10 +247,8 @@ class Reducer:
         """A backward begins; ``last`` if an update follows it."""
         self.begun, self._last = True, last
         self._waiting = self._waiting and not last  # at its end all are reduced
-        if self._completed and self._mesh.replicate.rank > 0:
-            for gradient in self.gradients:
-                if gradient.home is not None:
-                    gradient.home.zero_()  # the replicas' sum counts once, with the first of them
+        if self._completed:
+            self._count_sums_once()
         self._completed = False
 
     def arrive(self, gradient: Gradient, index: int, value: torch.Tensor) -> None:
@@ -377,6 +406,37 @@ class Reducer:
         self.finish()
         if self._mesh.replicate.size > 1:
             self._sum_replicas()
+        self._sum_shares()
+
+    def _count_sums_once(self) -> None:
+        """Sums over ranks that hold the same are kept by the first of them, where more is to be added to them."""
+        for gradient in self.gradients:
+            if gradient.home is None:
+                continue
+            if self._mesh.replicate.rank > 0:
+                gradient.home.zero_()
+            for ranges in gradient.shared.values():
+                for start, stop, first in ranges:
+                    if not first:
+                        gradient.home[start:stop] = 0
+
+    def _sum_shares(self) -> None:
+        """Sum what several ranks along the tensor axis have shares of, many small ranges at a time."""
+        for sharers in sorted({sharers for gradient in self.gradients for sharers in gradient.shared}):
+            group = self._mesh.neighbours("tensor", sharers)
+            waiting: list[torch.Tensor] = []
+            elements = 0
+            for gradient in self.gradients:
+                assert gradient.home is not None
+                for start, stop, _ in gradient.shared.get(sharers, ()):
+                    part = gradient.home[start:stop]
+                    if waiting and (part.dtype != waiting[0].dtype or elements + part.numel() > SHARES):
+                        _sum_together(waiting, group)
+                        waiting, elements = [], 0
+                    waiting.append(part)
+                    elements += part.numel()
+            if waiting:
+                _sum_together(waiting, group)
 
     def _sum_replicas(self) -> None:
         """Sum the homes over the replicas; while one sum is sent the next ones are made."""
@@ -430,6 +490,16 @@ class _Reduction:
     wire_slot: Slot | None
     pending: Pending
     receive_slot: Slot
+
+
+def _sum_together(parts: Sequence[torch.Tensor], group: Group) -> None:
+    """Sum 1-D tensors of one dtype over the ranks, in place, in one message."""
+    with span("sum_shares"):
+        together = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        group.all_reduce(together, SHARES_TAG)
+        if len(parts) > 1:
+            for part, total in zip(parts, together.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total)
 
 
 def _give(pool: Pool, slot: Slot | None) -> None:

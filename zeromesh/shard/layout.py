@@ -7,11 +7,13 @@ the buffer as it is: nothing is copied to be communicated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from zeromesh.model.split import Held, HeldBox
 
 ALIGNMENT = 64
 """Bytes. The widest vector registers and a cache line; CUDA's matrix kernels need 16."""
@@ -24,12 +26,13 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's place in a flat buffer: elements ``[start, stop)``."""
+    """One parameter's place in a flat buffer: elements ``[start, stop)``; ``shape`` is that of what is here of it."""
 
     name: str
     shape: torch.Size
     start: int
     stop: int
+    held: Held
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,16 @@ class Layout:
 
     @classmethod
     def build(
-        cls, named_shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, trainable: bool, shards: int
-    ) -> Layout:
-        """Lay the parameters out one after the other."""
+        cls, named_shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, trainable: bool, shards: int,
+        split: Mapping[str, Held] | None = None,
+    ) -> Layout:  # fmt: skip
+        """Lay the parameters out one after the other; of those in ``split``, what this rank holds."""
         align = max(1, ALIGNMENT // dtype.itemsize)
         segments, position = [], 0
-        for name, shape in named_shapes:
-            segments.append(Segment(name, shape, position, position + shape.numel()))
+        for name, whole in named_shapes:
+            held = (split or {}).get(name) or Held(tuple(whole))
+            shape = torch.Size(held.shape)
+            segments.append(Segment(name, shape, position, position + shape.numel(), held))
             position = round_up(position + shape.numel(), align)
         return cls(dtype, trainable, tuple(segments), shards, round_up(max(position, 1), align * shards))
 
@@ -88,6 +94,13 @@ class Layout:
         starts = [segment.start for segment in self.segments] + [self.size]
         stops = [0] + [segment.stop for segment in self.segments]
         return tuple((stop, start) for stop, start in zip(stops, starts, strict=True) if start > stop)
+
+    def within(self, low: int, high: int) -> Iterator[tuple[Segment, HeldBox]]:
+        """What of whole parameters lies in ``[low, high)`` of the buffer; runs are relative to the segment's start."""
+        for index, start, stop in self.owned(low, high):
+            segment = self.segments[index]
+            for box in segment.held.boxes(start - segment.start, stop - segment.start):
+                yield segment, box
 
     def owned(self, low: int, high: int) -> list[tuple[int, int, int]]:
         """The segments that overlap ``[low, high)`` of the buffer: (index, start, stop), the overlap in the buffer."""

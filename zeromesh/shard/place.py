@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.placement import Row
 from zeromesh.model.precision import Precision
+from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, find_units
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
@@ -28,8 +29,9 @@ def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
 
 
 def place_units(
-    units: Sequence[Unit], mesh: Mesh, row: Row, precision: Precision, materialise: Materialise | None
-) -> None:
+    units: Sequence[Unit], mesh: Mesh, row: Row, precision: Precision, materialise: Materialise | None,
+    split: Mapping[str, Held] | None = None,
+) -> None:  # fmt: skip
     """Give every unit its parameters in flat buffers; only one parameter at a time is whole where they are sharded.
 
     Args:
@@ -38,6 +40,8 @@ def place_units(
         row: what is sharded.
         precision: the dtype to compute in.
         materialise: called with each parameter's name and the parameter, before its value is used.
+        split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
+            axis.
     """
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
     number = 0
@@ -45,13 +49,20 @@ def place_units(
         flats = []
         for (dtype, trainable), members in _kinds(unit.module, owned[unit.name], precision).items():
             shapes = [(name, parameter.shape) for name, parameter in members]
-            layout = Layout.build(shapes, dtype, trainable, mesh.shard.size)
+            held = {name: (split or {}).get(name) or _whole(shape, mesh) for name, shape in shapes}
+            layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
             flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh)
             if trainable:
                 flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, unit.name or "(root)")
             flats.append(flat)
             number += 1
         unit.place(flats, row, mesh, precision.compute is not None, materialise)
+
+
+def _whole(shape: torch.Size, mesh: Mesh) -> Held:
+    """What is held of a parameter that every rank along the tensor axis has, and uses alike."""
+    group = mesh.group("tensor")
+    return Held(tuple(shape), rank=group.rank, ranks=group.size)
 
 
 def _kinds(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +16,11 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row
 from zeromesh.model.precision import Precision
+from zeromesh.model.split import Held
 from zeromesh.observe.spans import span
 from zeromesh.shard.buffers import Buffers
 from zeromesh.shard.events import Events
+from zeromesh.shard.exchange import join
 from zeromesh.shard.gradient import Gradient, GradientPolicy, Reducer
 from zeromesh.shard.guard import Guard
 from zeromesh.shard.hooks import listen
@@ -69,12 +72,14 @@ class Sharded:
         accumulates: whether several micro-batches will be summed before an update.
         predivide: gradients are divided by it before they are summed over the ranks; see ``GradientPolicy``.
         materialise: called with each parameter's name and the parameter, before its value is used.
+        split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
+            axis; all others are whole on each of its ranks.
     """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, row: Row, precision: Precision | None = None, slots: Slots | None = None,
         targets: Sequence[str] = (), accumulates: bool = False, predivide: float | None = None,
-        materialise: Materialise | None = None,
+        materialise: Materialise | None = None, split: Mapping[str, Held] | None = None,
     ) -> None:  # fmt: skip
         precision, slots = precision or Precision(), slots or Slots()
         self.model = model
@@ -82,7 +87,7 @@ class Sharded:
         self.row = row
         self.sharded = row.parameter is Placement.SHARDED
         self.units = make_units(model, targets)
-        place_units(self.units, mesh, row, precision, materialise)
+        place_units(self.units, mesh, row, precision, materialise, split)
         self.root, rest = self.units[0], self.units[1:]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
@@ -154,6 +159,11 @@ class Sharded:
             )
 
     @property
+    def is_split(self) -> bool:
+        """Whether ranks along the tensor axis hold parts of some parameter."""
+        return any(segment.held.split is not None for flat in self.flats for segment in flat.layout.segments)
+
+    @property
     def pieces(self) -> dict[int, Piece | None]:
         """By ``id`` of each trainable parameter: the piece of it that this rank updates, None if it holds nothing."""
         found: dict[int, Piece | None] = {}
@@ -192,14 +202,10 @@ class Sharded:
         total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.replicate.rank == 0:
             for gradient in self.reducer.gradients:
-                total += _sum_of_squares(self._share(gradient))
+                assert gradient.home is not None
+                for start, stop in gradient.counted:
+                    total += _sum_of_squares(gradient.home[start:stop])
         return total
-
-    @staticmethod
-    def _share(gradient: Gradient) -> torch.Tensor:
-        assert gradient.home is not None
-        start = gradient.shard.start - gradient.own.start
-        return gradient.home[start : start + gradient.layout.shard_size]
 
     def first_not_finite(self) -> str:
         """Which parameter has a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
@@ -280,15 +286,39 @@ class Sharded:
                 whole[piece.start : piece.stop] = value.flatten()
         if flat.own.stop - flat.own.start < flat.layout.size:
             self.mesh.shard.all_reduce(whole, flat.tag + 3)
-        return whole.view(segment.shape)
+        return join(segment.held, whole.view(segment.shape), self.mesh)
+
+    @contextmanager
+    def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
+        """In this context the units' parameters are whole on every rank. All ranks enter it in the same order."""
+        with self.events.gathered(units):
+            joined = [
+                (flat, index, segment)
+                for unit in units
+                for flat in unit.flats
+                for index, segment in enumerate(flat.layout.segments)
+                if segment.held.split is not None and index not in flat.joined
+            ]
+            try:
+                for flat, index, segment in joined:
+                    flat.parameters[index].data = join(segment.held, flat.views[index], self.mesh)
+                    flat.joined.add(index)
+                yield
+            finally:
+                for flat, index, _ in joined:
+                    flat.parameters[index].data = flat.views[index]
+                    flat.joined.discard(index)
 
     def take_value(self, flat: Flat, index: int, rank: int) -> None:
         """Give every rank, and the masters, the value that rank ``rank`` has of a gathered parameter."""
         flat.take_changes()
         with torch.no_grad():
-            value = flat.parameters[index].data
+            value, segment = flat.parameters[index].data, flat.layout.segments[index]
             self.mesh.group("world").broadcast(value, rank)
-            flat.put(flat.layout.segments[index], value.reshape(-1))
+            part = segment.held.cut(value)
+            if part is not value:
+                flat.views[index].copy_(part)
+            flat.put(segment, part.reshape(-1))
 
     # Accounting.
 

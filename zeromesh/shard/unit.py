@@ -70,6 +70,7 @@ class Flat:
         self.home = torch.empty(0)
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
+        self.joined: set[int] = set()  # parameters that are whole for a while, and not bound to their views
 
     @property
     def gathers(self) -> bool:
@@ -104,7 +105,7 @@ class Flat:
             value = _first_ranks_value(parameter, mesh, unmade) if source is None else None
             parameter.data, parameter.grad = view, None
             if value is not None:
-                self.put(segment, value)
+                self.put(segment, segment.held.cut(value.view(segment.held.whole)).reshape(-1))
             elif source is not None:
                 self._read(segment, source, self.shard if sharded else slice(0, layout.size))
         self.watch()
@@ -139,7 +140,7 @@ class Flat:
         start, stop = max(segment.start, kept.start), min(segment.stop, kept.stop)
         if start < stop:
             first = start - segment.start
-            value = source.read(first, stop - segment.start)
+            value = segment.held.read(source.read, first, stop - segment.start)
             if value.numel() != stop - start:
                 raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
             # Never narrower than what it goes to, where it would be compared with what is there.
@@ -158,7 +159,9 @@ class Flat:
         changed = False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             members = zip(self.parameters, self.views, self.versions, self.layout.segments, strict=True)
-            for parameter, view, version, segment in members:
+            for index, (parameter, view, version, segment) in enumerate(members):
+                if index in self.joined:
+                    continue
                 if parameter.requires_grad and not self.layout.trainable:
                     raise RuntimeError(
                         f"parameter {segment.name} was frozen when initialize was called, and is trainable now; set "
@@ -189,7 +192,7 @@ class Flat:
             segment = self.layout.segments[index]
             local = slice(start - self.own.start, stop - self.own.start)
             parameter = nn.Parameter(self.master[local])
-            piece = Piece(segment.name, tuple(segment.shape), start - segment.start, stop - segment.start, parameter)
+            piece = Piece(segment.name, segment.held, start - segment.start, stop - segment.start, parameter)
             yield index, local, piece
 
 

@@ -1,0 +1,245 @@
+"""Splitting a model in place: what its modules do where activations enter and leave the parts that are split.
+
+A module stays the object that it was. Split linear layers get another forward, others get hooks. Which of its columns
+read the same activation is seen when they are called: all that are children of one module and are given the very same
+tensor share one entry, so the gradient of that activation is summed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.dist.collectives import Group
+from zeromesh.model.split import Held
+from zeromesh.tensor.heads import take_part
+from zeromesh.tensor.linear import Columns, Layer, enter, leave, multiply
+from zeromesh.tensor.operators import move
+from zeromesh.tensor.plan import Member, Resolved, is_transposed
+from zeromesh.tensor.streams import Streams, drops
+
+FIRST_TAG = 16
+"""Of the tensor axis; lower ones are for whole parameters and for gradients."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where modules are split.
+
+    Attributes:
+        group: the ranks along the tensor axis.
+        streams: of random numbers.
+    """
+
+    group: Group
+    streams: Streams
+
+
+def apply(model: nn.Module, resolved: Resolved, group: Group, device: torch.device) -> None:
+    """Make the modules of a plan work on what this rank holds of their parameters; these have been cut already."""
+    place = Place(group, Streams(device, group.rank))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    entrances: dict[str, Entrance] = {}
+    done: set[int] = set()
+    tag = FIRST_TAG
+    for member in resolved.members:
+        if member.parameter is not None or id(member.module) in done:
+            continue
+        done.add(id(member.module))
+        tag += 4
+        if member.kind == "linear" and (member.style.cut or member.style.after == "sum_rotary"):
+            _linear(member, resolved, modules, entrances, place, tag)
+        else:
+            _hooks(member, resolved, place, tag)
+    for name, heads in resolved.heads.items():
+        take_part(modules[name], heads, group.size)
+
+
+class Entrance:
+    """Where an activation enters the layers of one module that are split by columns.
+
+    Args:
+        place: where.
+        tag: of its messages; the next one is used, too.
+        separates: whether random numbers are drawn inside, which are each rank's own.
+    """
+
+    def __init__(self, place: Place, tag: int, separates: bool) -> None:
+        self.layers: list[Callable[[], Columns]] = []
+        self._place, self._tag, self._separates = place, tag, separates
+        self._key: tuple[Any, int] | None = None
+        self._entered: Tensor | None = None
+        self._ready: list[Layer] = []
+        self._waiting: set[int] = set()
+
+    def admit(self, x: Tensor, index: int, training: bool) -> tuple[Tensor, Layer | None]:
+        """The activation as layer ``index`` is to read it, and the layer for this pass, if gradients are computed."""
+        if self._separates and training:
+            self._place.streams.separate()
+        if self._key is None or self._key[0]() is not x or self._key[1] != x._version or index not in self._waiting:
+            columns = [columns() for columns in self.layers]
+            self._entered, self._ready = enter(x, columns, self._place.group, self._tag)
+            self._key, self._waiting = (ref(x), x._version), set(range(len(self.layers)))
+        assert self._entered is not None
+        entered, layer = self._entered, self._ready[index] if self._ready else None
+        self._waiting.discard(index)
+        if not self._waiting:
+            self.forget()
+        return entered, layer
+
+    def forget(self) -> None:
+        """Nothing else is to read what entered last."""
+        self._key, self._entered, self._ready, self._waiting = None, None, [], set()
+
+
+def _columns(module: Any) -> Columns:
+    return Columns(module.weight, module.bias, is_transposed(module))
+
+
+def _linear(
+    member: Member, resolved: Resolved, modules: dict[str, nn.Module], entrances: dict[str, Entrance], place: Place,
+    tag: int,
+) -> None:  # fmt: skip
+    module, style = member.module, member.style
+    if style.before == "enter":
+        key = f"{member.container}/{style.after}"
+        if key not in entrances:
+            around = modules[member.container]
+            entrances[key] = Entrance(place, tag, style.after is None and drops(around))
+            around.register_forward_hook(partial(_left, place, entrances[key]), always_call=True)
+        entrance = entrances[key]
+        index = len(entrance.layers)
+        entrance.layers.append(partial(_columns, module))
+        split = resolved.held_of(module, "weight").split
+        size = None if style.after is None or split is None else split.size
+        forward: Any = partial(_by_columns, entrance=entrance, index=index, place=place, tag=tag + 2, size=size)
+    elif style.cut == "inputs":
+        held = resolved.held_of(module, "weight") if style.before == "split" else None
+        forward = partial(_by_rows, place=place, tag=tag, held=held)
+    else:
+        width = _rotary_width(modules[member.container], modules[""])
+        module.register_forward_hook(partial(_sum_rotary, place=place, tag=tag, width=width))
+        return
+    module.forward = MethodType(_Forward(forward), module)
+
+
+class _Forward:
+    """A forward that is bound to a module, so that a copy of the module has its own."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.__name__ = "forward"
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = self._function(module, x)
+        return result
+
+
+def _by_columns(
+    module: Any, x: Tensor, entrance: Entrance, index: int, place: Place, tag: int, size: int | None
+) -> Tensor:
+    x, layer = entrance.admit(x, index, module.training)
+    y = multiply(x, _columns(module)) if layer is None else layer(x)
+    return y if size is None else move(y, "join", place.group, tag, -1)[..., :size]
+
+
+def _by_rows(module: Any, x: Tensor, place: Place, tag: int, held: Held | None) -> Tensor:
+    if held is not None and held.split is not None:
+        missing = held.split.length * place.group.size - x.shape[-1]
+        x = torch.nn.functional.pad(x, (0, missing)) if missing else x
+        x = move(x, "split", place.group, tag + 1, -1)
+    y = multiply(x, Columns(module.weight, None, is_transposed(module)))
+    place.streams.join()
+    return leave(y, module.bias, place.group, tag)
+
+
+def _left(place: Place, entrance: Entrance, module: nn.Module, args: Any, output: Any) -> None:
+    """The module that has the columns is done, or has raised."""
+    entrance.forget()
+    place.streams.join()
+
+
+def _rotary_width(attention: nn.Module, model: nn.Module) -> int:
+    """Of the part of a latent key that is for rotary embeddings (DeepSeek-AI, "DeepSeek-V2", 2024)."""
+    for who in (attention, getattr(attention, "config", None), getattr(model, "config", None)):
+        width = getattr(who, "qk_rope_head_dim", None)
+        if isinstance(width, int):
+            return width
+    raise ValueError(
+        f"{type(attention).__name__} has no qk_rope_head_dim, by which the style mla_kv_a_proj finds the part for "
+        "rotary embeddings"
+    )
+
+
+def _sum_rotary(module: nn.Module, args: Any, output: Tensor, place: Place, tag: int, width: int) -> Tensor:
+    latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
+    return torch.cat([latent, move(rotary, "copy", place.group, tag)], dim=-1)
+
+
+def _hooks(member: Member, resolved: Resolved, place: Place, tag: int) -> None:
+    module, style, group = member.module, member.style, place.group
+    if style.before == "mask":
+        held = resolved.held_of(module, "weight")
+        lookup = _Lookup(module, held, place, tag)
+        module.register_forward_pre_hook(lookup.before)
+        module.register_forward_hook(lookup.after)
+        return
+    if style.before == "copy":
+        module.register_forward_pre_hook(partial(_copy_inputs, group=group, tag=tag))
+    elif style.before == "share":
+        module.register_forward_pre_hook(lambda _, args: (args[0] / group.size, *args[1:]))
+    if style.after == "sum":
+        module.register_forward_hook(lambda _, args, output: move(output, "sum", group, tag + 2))
+    elif style.after == "join":
+        module.register_forward_hook(lambda _, args, output: move(output, "join", group, tag + 2, -1))
+
+
+def _copy_inputs(module: nn.Module, args: tuple[Any, ...], group: Group, tag: int) -> tuple[Any, ...]:
+    """What experts read, and the weights of their results: each rank has a share of the gradients."""
+    return tuple(
+        move(arg, "copy", group, tag + number % 2) if isinstance(arg, Tensor) and arg.requires_grad else arg
+        for number, arg in enumerate(args)
+    )
+
+
+class _Lookup:
+    """An embedding of which each rank has some rows: it looks up those that it has, and zeros for others are summed."""
+
+    def __init__(self, module: nn.Module, held: Held, place: Place, tag: int) -> None:
+        assert held.split is not None
+        self._place, self._tag = place, tag
+        self._size = held.split.size
+        (self._start, self._stop) = held.split.intervals[place.group.rank][0]
+        self._missing: list[Tensor] = []
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None:
+            inside = self._start <= padding < self._stop
+            module.padding_idx = padding - self._start if inside else None  # type: ignore[assignment]
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Hook: ids of this rank's rows in place of those of the whole vocabulary."""
+        ids = args[0]
+        _require_known(ids, self._size)
+        missing = (ids < self._start) | (ids >= self._stop)
+        self._missing.append(missing)
+        return ((ids - self._start).masked_fill(missing, 0), *args[1:])
+
+    def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Hook: the rows of all ranks."""
+        own = output.masked_fill(self._missing.pop()[..., None], 0)
+        return move(own, "sum", self._place.group, self._tag)
+
+
+def _require_known(ids: Tensor, size: int) -> None:
+    wrong = (ids < 0) | (ids >= size)
+    if ids.device.type != "cpu":  # without waiting for the device
+        torch._assert_async(~wrong.any(), f"an id is not in the vocabulary of {size} entries")
+    elif bool(wrong.any()):
+        raise IndexError(f"the id {int(ids[wrong][0])} is not in the vocabulary of {size} entries, 0 to {size - 1}")

@@ -1,0 +1,80 @@
+"""What modules that compute attention call their numbers of heads, found by name, and changed where heads are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+QUERIES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "attention_heads", "heads")
+KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads", "num_k_heads", "num_kv")
+WIDTHS = (
+    "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head", "attn_head_size", "dim_head",
+)  # fmt: skip
+TOTALS = ("all_head_size", "embed_dim", "inner_dim", "hidden_size", "split_size", "dim", "attn_dim", "q_size")
+"""The width of all heads together."""
+GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "num_groups")
+"""Heads of queries for each head of keys."""
+KEY_TOTALS = ("kv_dim", "kv_size", "num_key_value_size")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads of queries and of keys (and values) an attention has, and their width."""
+
+    queries: int
+    keys: int
+    width: int
+
+
+def heads_of(module: nn.Module, config: Any = None) -> Heads | None:
+    """The heads of a module that computes attention by itself; None if it does not look like one.
+
+    Args:
+        module: whose attributes are looked at first.
+        config: of the model, for what the module does not say.
+    """
+    own = getattr(module, "config", None)
+    said = [module, own, config]
+    width = _first([module], WIDTHS)
+    queries = _first([module], QUERIES)
+    if width is None and queries is None:
+        return None
+    queries = queries or _first(said, QUERIES)
+    if queries is None:
+        return None
+    total = _first([module], TOTALS)
+    width = width or (total // queries if total else None) or _first(said, WIDTHS)
+    if width is None:
+        total = _first(said, ("hidden_size", "d_model", "n_embd"))
+        width = total // queries if total else None
+    keys = 1 if getattr(module, "multi_query", False) is True else _first(said, KEYS)
+    if getattr(module, "new_decoder_architecture", False):
+        keys = _first(said, KEYS)
+    return None if width is None else Heads(queries, min(keys or queries, queries), width)
+
+
+def _first(said: list[Any], names: tuple[str, ...]) -> int | None:
+    for who in said:
+        for name in names:
+            value = getattr(who, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def take_part(module: nn.Module, heads: Heads, ranks: int) -> None:
+    """Let a module count the heads of one rank where it counted all; ``ranks`` divide those of queries."""
+    queries, keys = heads.queries // ranks, max(1, heads.keys // ranks)
+    changes = [
+        (QUERIES, heads.queries, queries),
+        (KEYS, heads.keys, keys),
+        (TOTALS, heads.queries * heads.width, queries * heads.width),
+        (KEY_TOTALS, heads.keys * heads.width, keys * heads.width),
+        (GROUPS, heads.queries // heads.keys, queries // keys),
+    ]
+    for names, whole, part in changes:
+        for name in names:
+            if name in vars(module) and vars(module)[name] == whole and type(whole) is int:
+                setattr(module, name, part)

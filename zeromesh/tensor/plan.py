@@ -1,0 +1,319 @@
+"""Plans: which modules are split, and how; and what each rank holds then."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from zeromesh.model.split import Held, Split
+from zeromesh.tensor.heads import Heads, heads_of
+from zeromesh.tensor.styles import OTHER_NAMES, STYLES, Style
+
+MOST_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A style, and how the dim that it cuts is made up.
+
+    Attributes:
+        style: of ``STYLES``.
+        sections: lengths of the parts of the dim that are each cut on their own; empty: as many equal ones as the style
+            says.
+        block: entries that stay together; 0: found from the heads of the attention that the module is of, else 1.
+    """
+
+    style: str
+    sections: tuple[int, ...] = ()
+    block: int = 0
+
+    def plain(self) -> Any:
+        """As it is written in JSON."""
+        more: dict[str, Any] = {"sections": list(self.sections)} if self.sections else {}
+        more |= {"block": self.block} if self.block else {}
+        return {"style": self.style, **more} if more else self.style
+
+
+Plan = Mapping[str, Rule]
+"""Glob pattern of names of modules, or of parameters -> rule."""
+
+
+def parse(given: Mapping[str, Any]) -> dict[str, Rule]:
+    """A plan from what is written in JSON.
+
+    Raises:
+        ValueError: an unknown style, or values that are none.
+    """
+    plan = {}
+    for pattern, value in given.items():
+        fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"style": value}
+        named = str(fields.pop("style", None))
+        name, sections, block = OTHER_NAMES.get(named, named), fields.pop("sections", ()), fields.pop("block", 0)
+        if name not in STYLES:
+            raise ValueError(
+                f"the tensor-parallel plan gives {pattern!r} the style {named!r}; styles are {', '.join(STYLES)}"
+            )
+        if fields or not isinstance(sections, list | tuple) or not all(_is_count(n) for n in (*sections, block + 1)):
+            raise ValueError(
+                f"the tensor-parallel plan gives {pattern!r} {json.dumps(value)}; beside style it may have sections, a "
+                "list of lengths, and block, the number of entries that stay together"
+            )
+        plan[pattern] = Rule(name, tuple(sections), block)
+    return plan
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def as_json(plan: Plan) -> str:
+    """A plan as it can be edited and given in the configuration."""
+    return json.dumps({pattern: rule.plain() for pattern, rule in plan.items()}, indent=2)
+
+
+def pattern_of(name: str) -> str:
+    """The name with ``*`` for numbers: the same for all blocks."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A module, or a parameter of its own, that a rule splits.
+
+    Attributes:
+        name: in the model.
+        module: itself, or the one that has the parameter.
+        parameter: its name in the module; None where the rule is for the module.
+        kind: linear, embedding, parameter or module.
+        container: name of the module whose columns read the same activation.
+    """
+
+    name: str
+    module: nn.Module
+    parameter: str | None
+    rule: Rule
+    kind: str
+    container: str
+
+    @property
+    def style(self) -> Style:
+        """Its row of the table."""
+        return STYLES[self.rule.style]
+
+
+@dataclass
+class Resolved:
+    """What a plan means for a model.
+
+    Attributes:
+        members: what is split, in the order of the model.
+        held: by name of the parameter, what this rank holds of those that are split or used in different ways.
+        of_parameter: the same by the parameter's ``id``.
+        heads: by name, the modules whose heads are split, and their heads.
+    """
+
+    members: list[Member] = field(default_factory=list)
+    held: dict[str, Held] = field(default_factory=dict)
+    of_parameter: dict[int, Held] = field(default_factory=dict)
+    heads: dict[str, Heads] = field(default_factory=dict)
+
+    def held_of(self, module: nn.Module, name: str) -> Held:
+        """What this rank holds of a module's parameter."""
+        parameter = module.get_parameter(name)
+        return self.of_parameter[id(parameter)]
+
+
+def describe_plan(resolved: Resolved) -> str:
+    """A line for each member."""
+    return "\n".join(f"{member.name}: {member.rule}" for member in resolved.members)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight has shape (inputs, outputs), as GPT-2's Conv1D."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def kind_of(module: nn.Module) -> str:
+    """linear, embedding or module."""
+    if isinstance(module, nn.Linear) or is_transposed(module):
+        return "linear"
+    return "embedding" if isinstance(module, nn.Embedding) else "module"
+
+
+def resolve(model: nn.Module, plan: Plan, rank: int, ranks: int, optional: Iterable[str] = ()) -> Resolved:
+    """Find what each rule is for, and cut every parameter once.
+
+    Args:
+        model: not changed.
+        plan: the rules.
+        rank: of this process along the tensor axis.
+        ranks: along it.
+        optional: patterns that may match nothing.
+
+    Raises:
+        ValueError: everything that is wrong: a pattern that matches nothing, a module that two rules are for, a style
+            that does not fit, numbers that the ranks do not divide, a shared parameter that is cut in two ways.
+    """
+    problems: list[str] = []
+    found: dict[str, tuple[str, Rule]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern, rule in plan.items():
+        names = [name for name in (*modules, *named) if fnmatchcase(name, pattern)]
+        if not names and pattern not in set(optional):
+            problems.append(f"{pattern!r} matches no module or parameter{_near(pattern, modules)}")
+        for name in names:
+            other = found.setdefault(name, (pattern, rule))
+            if other[0] != pattern and other[1] != rule:
+                problems.append(
+                    f"{name} is matched by {other[0]!r} ({other[1].style}) and by {pattern!r} ({rule.style}); make the "
+                    "patterns narrower, so that only one is for it"
+                )
+    resolved = Resolved()
+    cut: dict[int, tuple[str, Held]] = {}
+    config = getattr(model, "config", None)
+    order = {name: number for number, name in enumerate((*modules, *named))}
+    for name in sorted(found, key=order.__getitem__):
+        for member in _members(name, found[name][1], modules, named):
+            if member.kind not in member.style.kinds:
+                problems.append(
+                    f"{name} is a {type(member.module).__name__}, which the style {member.rule.style} does not fit; it "
+                    f"is for {' and '.join(_KINDS[kind] for kind in member.style.kinds)}"
+                )
+                continue
+            try:
+                heads = heads_of(modules[member.container], config) if member.container else None
+                held = _held(member, rank, ranks, heads)
+            except ValueError as error:
+                problems.append(f"{member.name} ({member.rule.style}): {error}")
+                continue
+            resolved.members.append(member)
+            if heads is not None and member.style.cut == "outputs" and member.style.after is None:
+                resolved.heads[member.container] = heads
+            for key, one in held.items():
+                path = f"{member.name}.{key}" if member.parameter is None else member.name
+                first, before = cut.setdefault(id(named[path]), (path, one))
+                if before != one:
+                    problems.append(
+                        f"{first} and {path} are one parameter, but would be cut in two ways: {_way(before)}, and "
+                        f"{_way(one)}; give both modules rules that cut the same dim, or untie them"
+                    )
+    names_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    resolved.of_parameter = {key: one for key, (_, one) in cut.items()}
+    resolved.held = {names_of[key]: one for key, one in resolved.of_parameter.items()}
+    if problems:
+        unique = list(dict.fromkeys(problems))
+        more = f"\n  and {len(unique) - MOST_SHOWN} more" if len(unique) > MOST_SHOWN else ""
+        listed = "".join(f"\n  {problem}" for problem in unique[:MOST_SHOWN])
+        raise ValueError(f"the model cannot be split over {ranks} tensor-parallel ranks:{listed}{more}")
+    return resolved
+
+
+_KINDS = {
+    "linear": "linear layers", "embedding": "embeddings", "parameter": "single parameters", "module": "other modules",
+}  # fmt: skip
+
+_ADAPTED = {"base_layer": None, "lora_A": "inputs", "lora_B": "outputs"}
+"""The layers inside of an adapted one (PEFT's LoRA), and which dim of it is cut where they are split; None: any."""
+
+
+def _members(
+    name: str, rule: Rule, modules: Mapping[str, nn.Module], named: Mapping[str, nn.Parameter]
+) -> Iterable[Member]:
+    container = name.rpartition(".")[0]
+    if name not in modules:
+        yield Member(name, modules[container], name.rpartition(".")[2], rule, "parameter", container)
+        return
+    module = modules[name]
+    if not hasattr(module, "base_layer"):
+        yield Member(name, module, None, rule, kind_of(module), container)
+        return
+    for path, inner in module.named_modules(prefix=name):
+        part = path.removeprefix(f"{name}.").partition(".")[0]
+        fits = part in _ADAPTED and _ADAPTED[part] in (None, STYLES[rule.style].cut)
+        if fits and kind_of(inner) == "linear":
+            yield Member(path, inner, None, rule, "linear", container)
+
+
+def _held(member: Member, rank: int, ranks: int, heads: Heads | None) -> dict[str, Held]:
+    """By name in the module: what this rank holds of the member's parameters."""
+    style, module = member.style, member.module
+    own = dict(module.named_parameters(recurse=False))
+    if member.parameter is not None:
+        own = {member.parameter: own[member.parameter]}
+    if style.cut is None:
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()} if style.partial else {}
+        return {name: Held(shape, None, rank, ranks, True) for name, shape in shapes.items()}
+    held = {}
+    for name, parameter in own.items():
+        dim = _dim(style, tuple(parameter.shape), member)
+        if dim is None:
+            continue
+        split = _split(member, dim, parameter.shape[dim], ranks, heads)
+        held[name] = Held(tuple(parameter.shape), split, rank, ranks)
+    return held
+
+
+def _dim(style: Style, shape: Sequence[int], member: Member) -> int | None:
+    """Which dim of a parameter the style cuts; None if the parameter stays whole."""
+    if member.kind == "embedding":
+        return 0 if style.cut == "rows" else 1
+    if len(shape) == 1:
+        return 0 if style.cut == "outputs" else None
+    if is_transposed(member.module):
+        return 1 if style.cut == "outputs" else 0
+    return len(shape) - 2 if style.cut == "outputs" else len(shape) - 1
+
+
+def _split(member: Member, dim: int, size: int, ranks: int, heads: Heads | None) -> Split:
+    style, rule = member.style, member.rule
+    sections = list(rule.sections) or [size // style.sections] * style.sections
+    if sum(sections) != size:
+        raise ValueError(f"the sections {sections} make {sum(sections)} entries, and there are {size}")
+    if style.padded and not rule.sections and not rule.block and size % ranks:
+        return Split.padded(dim, size, ranks)
+    block = rule.block or (1 if style.padded or heads is None else _block(sections, heads))
+    if style.cut == "inputs" and any(section // block % ranks for section in sections):
+        count = sections[0] // block
+        near = sorted({n for n in range(1, count + 1) if count % n == 0}, key=lambda n: (abs(n - ranks), n))[:2]
+        what = f"{count} heads of width {block}" if block > 1 else f"a width of {sections[0]}"
+        raise ValueError(
+            f"{what} cannot be split over {ranks} ranks: {count} / {ranks} = {count / ranks:.4g}; tensor sizes near it "
+            f"that work are {' and '.join(map(str, sorted(near)))}"
+        )
+    return Split.even(dim, sections, ranks, block)
+
+
+def _block(sections: Sequence[int], heads: Heads) -> int:
+    """Entries of a head; of a fused weight whose heads lie one after the other, those of a group of them."""
+    total = (heads.queries + 2 * heads.keys) * heads.width
+    if list(sections) == [total]:
+        return total // heads.keys
+    if all(section % heads.width == 0 for section in sections):
+        return heads.width
+    if all(section % heads.queries == 0 for section in sections):
+        return prod(sections[:1]) // heads.queries
+    return 1
+
+
+def _way(held: Held) -> str:
+    if held.split is None:
+        return "not at all, with shares of its gradient" if held.partial else "not at all"
+    return f"dim {held.split.dim} into {held.split.ranks} parts of {held.split.length}"
+
+
+def _near(pattern: str, names: Iterable[str]) -> str:
+    """Names that end alike."""
+    last = pattern.rpartition(".")[2]
+    alike = sorted({pattern_of(name) for name in names if name.rpartition(".")[2] == last})
+    if alike:
+        return f"; modules called {last} are {', '.join(alike[:3])}"
+    kinds = sorted({pattern_of(name) for name in names if name})
+    return f"; modules are {', '.join(kinds[:8])}" + (" ..." if len(kinds) > 8 else "")

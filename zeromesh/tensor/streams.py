@@ -1,0 +1,53 @@
+"""Random numbers: the same on all ranks where they compute the same, and each rank its own where it has a part.
+
+Where a split part begins, a number is drawn from the generator that all ranks share, so that it goes on alike on all of
+them; from the state before that, and the rank, follows the state of the rank's own. So recomputation, which restores
+the shared state at its beginning, restores the ranks' own as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+
+class Streams:
+    """Switches a device's default generator between the stream of all ranks and this rank's own.
+
+    Args:
+        device: that activations are on.
+        rank: along the tensor axis.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._device, self._rank = device, rank
+        self._module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+        self._shared: torch.Tensor | None = None
+
+    def separate(self) -> None:
+        """From here on each rank draws its own numbers; without effect where it does already."""
+        if self._shared is not None:
+            return
+        before = self._module.get_rng_state()
+        torch.rand(1, device=self._device)
+        self._shared = self._module.get_rng_state()
+        digest = hashlib.sha256(before.numpy().tobytes() + self._rank.to_bytes(8, "big")).digest()
+        self._module.manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def join(self) -> None:
+        """From here on all ranks draw the same numbers again."""
+        if self._shared is not None:
+            self._module.set_rng_state(self._shared)
+            self._shared = None
+
+
+def drops(module: torch.nn.Module) -> bool:
+    """Whether a module, or one inside, says that it drops something out."""
+    return any(
+        isinstance(value, float) and value > 0
+        for inner in module.modules()
+        for name, value in (*vars(inner).items(), ("dropout", getattr(inner, "p", 0.0)))
+        if "drop" in name
+    )

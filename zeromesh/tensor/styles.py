@@ -1,0 +1,61 @@
+"""The ways in which a module can be split over the tensor axis: one table.
+
+The names are those of transformers' ``base_model_tp_plan``, and mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Style:
+    """What is done with the parameters of a module, and where activations enter and leave it.
+
+    Attributes:
+        cut: which dim of the weight is cut: ``outputs`` or ``inputs`` of what it computes, ``rows`` or ``width`` of an
+            embedding; None: none.
+        sections: parts of that dim that are each cut on their own, as gate and up of a fused weight.
+        padded: whether any size will do, the last rank having less.
+        before: with the input: ``enter`` (its gradient is summed), ``split`` (each rank takes its part of the last
+            dim), ``mask`` (of ids, each rank looks up its own), ``copy`` (as enter, of an expert's input and weights),
+            ``share`` (divided by the number of ranks).
+        after: with the output: ``leave`` (summed, then the bias is added), ``join`` (gathered along the last dim),
+            ``sum``, ``sum_rotary`` (of the part for rotary embeddings, the gradient is summed).
+        partial: whether ranks have shares of the gradients of its parameters, which are not cut.
+        kinds: what it may be given to.
+    """
+
+    cut: str | None = None
+    sections: int = 1
+    padded: bool = False
+    before: str | None = None
+    after: str | None = None
+    partial: bool = False
+    kinds: tuple[str, ...] = ("linear",)
+
+
+LINEAR = ("linear", "parameter")
+ANY = ("linear", "embedding", "parameter", "module")
+
+STYLES: Mapping[str, Style] = {
+    "colwise": Style("outputs", before="enter", kinds=("linear", "embedding", "parameter")),
+    "rowwise": Style("inputs", after="leave", kinds=LINEAR),
+    "packed_colwise": Style("outputs", 2, before="enter", kinds=LINEAR),
+    "packed_rowwise": Style("inputs", 2, after="leave", kinds=LINEAR),
+    "colwise_gather_output": Style("outputs", padded=True, before="enter", after="join"),
+    "rowwise_split_input": Style("inputs", padded=True, before="split", after="leave"),
+    "embedding_rowwise": Style("rows", padded=True, before="mask", after="sum", kinds=("embedding",)),
+    "embedding_colwise": Style("width", after="join", kinds=("embedding",)),
+    "replicated_with_grad_allreduce": Style(partial=True, kinds=ANY),
+    "mla_kv_a_proj": Style(after="sum_rotary"),
+    "moe_tp_experts": Style(before="copy", after="sum", kinds=("module",)),
+    "moe_identity_expert": Style(before="share", kinds=("module",)),
+    "all_reduce": Style(after="sum", kinds=("linear", "module")),
+    "local_params": Style(kinds=ANY),
+    "replicate": Style(kinds=ANY),
+}
+
+OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+"""What older versions of transformers call some of them."""
