@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ from zeromesh.shard.materialise import materialiser, replace
 from zeromesh.shard.sharded import Sharded, Slots
 from zeromesh.tensor.apply import apply
 from zeromesh.tensor.derive import derive
-from zeromesh.tensor.plan import Plan, as_json, describe_plan, parse, resolve
+from zeromesh.tensor.plan import Plan, as_json, describe_plan, matches, parse, resolve
 from zeromesh.tensor.plan import Resolved as SplitPlan
 
 if TYPE_CHECKING:
@@ -311,9 +310,9 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> SplitPlan | 
 
 def _is_given(pattern: str, model: nn.Module, given: Plan) -> bool:
     """Whether the configuration has a rule for the modules of a pattern that was found."""
-    names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
-    names += [name for name, _ in model.named_parameters() if fnmatchcase(name, pattern)]
-    return any(fnmatchcase(name, own) for name in names for own in given)
+    names = [name for name, _ in model.named_modules() if matches(name, pattern)]
+    names += [name for name, _ in model.named_parameters() if matches(name, pattern)]
+    return any(matches(name, own) for name in names for own in given)
 
 
 def _check(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:

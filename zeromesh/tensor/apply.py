@@ -7,6 +7,7 @@ tensor share one entry, so the gradient of that activation is summed once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,10 @@ from zeromesh.tensor.streams import Streams, drops
 
 FIRST_TAG = 16
 """Of the tensor axis; lower ones are for whole parameters and for gradients."""
+
+
+BIASES = ("alibi", "position_bias")
+"""What arguments of attention are called that are added to its scores, and have something for each head."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ def apply(model: nn.Module, resolved: Resolved, group: Group, device: torch.devi
             _hooks(member, resolved, place, tag)
     for name, heads in resolved.heads.items():
         take_part(modules[name], heads, group.size)
+        hook = partial(_cut_arguments, names=_arguments(modules[name]), queries=heads.queries, group=group)
+        modules[name].register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class Entrance:
@@ -97,6 +104,33 @@ class Entrance:
     def forget(self) -> None:
         """Nothing else is to read what entered last."""
         self._key, self._entered, self._ready, self._waiting = None, None, [], set()
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    """Names of what an attention is called with, in order."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _cut_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str], queries: int, group: Group
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of a mask or a bias that has something for each head, what is for this rank's.
+
+    Such are (samples, heads, queries, keys), and ALiBi's slopes times distances, (samples x heads, 1, keys) or without
+    samples (Press et al., "Train Short, Test Long", 2022).
+    """
+
+    def cut(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 4 and value.shape[1] == queries:
+            return value.chunk(group.size, 1)[group.rank]
+        if name in BIASES and value.ndim == 3 and value.shape[0] % queries == 0:
+            return value.unflatten(0, (-1, queries)).chunk(group.size, 1)[group.rank].flatten(0, 1)
+        return value
+
+    named = zip(names, args, strict=False)
+    return tuple(cut(*pair) for pair in named), {name: cut(name, value) for name, value in kwargs.items()}
 
 
 def _columns(module: Any) -> Columns:

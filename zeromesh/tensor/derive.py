@@ -91,8 +91,8 @@ def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], con
     width, heads = _inputs(modules[row]), heads_of(module, config)
     if heads is not None and heads.queries * heads.width == width:
         yield from _attention(path, module, columns, row, heads)
-    elif heads is None or not list(module.children()):
-        yield from _mlp(path, module, columns, row, width)
+    elif heads is None:
+        yield from _mlp(path, module, columns, row, modules[row])
 
 
 def _attention(
@@ -133,16 +133,16 @@ def _is_multi_query(module: nn.Module) -> bool:
 
 
 def _mlp(
-    path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, width: int
+    path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, last: nn.Module
 ) -> Iterator[tuple[str, Rule]]:
-    sizes = [_outputs(layer) for layer in columns.values()]
+    width, sizes = _inputs(last), [_outputs(layer) for layer in columns.values()]
     fused = len(sizes) == 1 and sizes[0] == 2 * width
-    inside = [m for child, m in module.named_children() if path + child != row and child not in columns]
-    weights = [m for m in inside if any(True for _ in m.parameters())]
-    # Layers of a block stand beside its attention and norms; those of a module of their own are all that it has.
-    plain = not list(module.parameters(recurse=False)) and not any(isinstance(m, _CONVOLUTIONS) for m in weights)
-    same = {_inputs(layer) for layer in columns.values()} == {_outputs(_base_of(module, row, path))}
-    if not plain or not same or not (fused or set(sizes) == {width}):
+    same = {_inputs(layer) for layer in columns.values()} == {_outputs(last)}
+    if not same or not (fused or set(sizes) == {width}):
+        return
+    # What lies between them may look at all of the width.
+    if any(isinstance(m, _CONVOLUTIONS) for m in module.modules()) or list(module.parameters(recurse=False)):
+        yield from _each(path, columns, row)
         return
     for child in columns:
         yield path + child, Rule("packed_colwise", (width, width)) if fused else Rule("colwise")
@@ -157,11 +157,6 @@ def _each(path: str, columns: Mapping[str, nn.Module], row: str) -> Iterator[tup
     for child in columns:
         yield path + child, Rule("colwise_gather_output")
     yield row, Rule("rowwise_split_input")
-
-
-def _base_of(module: nn.Module, row: str, path: str) -> nn.Module:
-    """The layer that is split by rows, from the module with the columns."""
-    return module.get_submodule(row.removeprefix(path)) if row.startswith(path) else nn.Identity()
 
 
 def _base(module: nn.Module) -> nn.Module:

@@ -76,5 +76,19 @@ def take_part(module: nn.Module, heads: Heads, ranks: int) -> None:
     ]
     for names, whole, part in changes:
         for name in names:
-            if name in vars(module) and vars(module)[name] == whole and type(whole) is int:
+            if vars(module).get(name) == whole:
                 setattr(module, name, part)
+    if hasattr(module, "config"):
+        told = {name: part for names, whole, part in changes[:2] for name in names}
+        module.config = _Config(module.config, told)  # type: ignore[assignment]
+
+
+class _Config:
+    """The configuration of a model as one of its attentions is to see it: with the heads of one rank."""
+
+    def __init__(self, config: Any, told: dict[str, int]) -> None:
+        self._config, self._told = config, told
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_config"], name)
+        return self.__dict__["_told"].get(name, value)

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -42,7 +42,7 @@ class Rule:
 
 
 Plan = Mapping[str, Rule]
-"""Glob pattern of names of modules, or of parameters -> rule."""
+"""Glob pattern of names of modules, or of parameters -> rule; see ``matches``."""
 
 
 def parse(given: Mapping[str, Any]) -> dict[str, Rule]:
@@ -76,6 +76,17 @@ def _is_count(value: Any) -> bool:
 def as_json(plan: Plan) -> str:
     """A plan as it can be edited and given in the configuration."""
     return json.dumps({pattern: rule.plain() for pattern, rule in plan.items()}, indent=2)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name fits a glob pattern, in which ``*`` stands for anything without a dot, and ``**`` for anything."""
+    return _compiled(pattern).fullmatch(name) is not None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*|\*)", pattern)
+    return re.compile("".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts))
 
 
 def pattern_of(name: str) -> str:
@@ -166,7 +177,7 @@ def resolve(model: nn.Module, plan: Plan, rank: int, ranks: int, optional: Itera
     modules = dict(model.named_modules(remove_duplicate=False))
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern, rule in plan.items():
-        names = [name for name in (*modules, *named) if fnmatchcase(name, pattern)]
+        names = [name for name in (*modules, *named) if matches(name, pattern)]
         if not names and pattern not in set(optional):
             problems.append(f"{pattern!r} matches no module or parameter{_near(pattern, modules)}")
         for name in names:
