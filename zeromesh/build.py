@@ -40,6 +40,7 @@ from zeromesh.tensor.apply import apply
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import Plan, as_json, describe_plan, matches, parse, resolve
 from zeromesh.tensor.plan import Resolved as SplitPlan
+from zeromesh.tensor.sequence import Stack, find_stacks
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from zeromesh.training_data import Loader
 
 Config = str | Path | Mapping[str, Any]
+
+Split = tuple[SplitPlan, list[Stack]]
 
 _log = logging.getLogger("zeromesh")
 
@@ -126,7 +129,7 @@ def initialize(
     resolved = settings.resolve(mesh.data_size, mesh.sizes, elastic=may_restart())
     _tell_batch(settings, resolved, mesh)
 
-    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor, SplitPlan | None]:
+    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor, Split | None]:
         """What can be made, or tried, while the model is as it was."""
         plan = split_plan(model, resolved, mesh)
         loader = _loader(training_data, collate_fn, resolved, mesh)
@@ -146,7 +149,7 @@ def initialize(
     share(world, "prepare its optimizer, schedule, data and monitors", failure)
     assert prepared is not None
     owned, built, scheduler, loader, monitor, plan = prepared
-    require_agreement(world, "the tensor-parallel plan", "" if plan is None else describe_plan(plan))
+    require_agreement(world, "the tensor-parallel plan", "" if plan is None else describe_plan(plan[0]))
     require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
     sharded = None
     try:
@@ -156,9 +159,9 @@ def initialize(
         assert values is not None
         require_agreement(world, "the checkpoint that is read", described or "")
         _place_buffers(model, mesh.device, resolved.precision.compute)
-        sharded = shard(model, mesh, resolved, values, None if plan is None else plan.held)
+        sharded = shard(model, mesh, resolved, values, None if plan is None else plan[0].held)
         if plan is not None:
-            apply(model, plan, mesh.group("tensor"), mesh.device)
+            apply(model, plan[0], mesh.group("tensor"), mesh.device, plan[1])
         share(world, "read its part of the weights", values.failure)
         if built is not None:
             _adopt(built, sharded, resolved)
@@ -290,8 +293,8 @@ def shard(
     )
 
 
-def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> SplitPlan | None:
-    """What of the model is split along the tensor axis; None where that has one rank.
+def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None:
+    """What of the model is split along the tensor axis, and where the sequence is; None where that has one rank.
 
     Raises:
         ValueError: the model cannot be split so.
@@ -305,7 +308,8 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> SplitPlan | 
     if mesh.rank == 0:
         whole = "".join(f"\n  {note}" for note in notes)
         _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(plan), whole)
-    return resolve(model, plan, group.rank, group.size, found)
+    resolved = resolve(model, plan, group.rank, group.size, found)
+    return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
 
 
 def _is_given(pattern: str, model: nn.Module, given: Plan) -> bool:

@@ -8,7 +8,7 @@ tensor share one entry, so the gradient of that activation is summed once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -24,6 +24,7 @@ from zeromesh.tensor.heads import take_part
 from zeromesh.tensor.linear import Columns, Layer, enter, leave, multiply
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import Member, Resolved, is_transposed
+from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.streams import Streams, drops
 
 FIRST_TAG = 16
@@ -41,15 +42,31 @@ class Place:
     Attributes:
         group: the ranks along the tensor axis.
         streams: of random numbers.
+        stacks: lists of blocks in which the sequence is spread over the ranks.
     """
 
     group: Group
     streams: Streams
+    stacks: tuple[Stack, ...]
+
+    def spreads(self, name: str) -> bool:
+        """Whether a module reads, or gives, a part of the sequence."""
+        return any(stack.spreads(name) for stack in self.stacks)
 
 
-def apply(model: nn.Module, resolved: Resolved, group: Group, device: torch.device) -> None:
-    """Make the modules of a plan work on what this rank holds of their parameters; these have been cut already."""
-    place = Place(group, Streams(device, group.rank))
+def apply(
+    model: nn.Module, resolved: Resolved, group: Group, device: torch.device, stacks: Sequence[Stack] = ()
+) -> None:
+    """Make the modules of a plan work on what this rank holds of their parameters; these have been cut already.
+
+    Args:
+        model: whose modules they are.
+        resolved: the plan.
+        group: the ranks along the tensor axis.
+        device: that activations are on.
+        stacks: lists of blocks in which the sequence is spread over the ranks.
+    """
+    place = Place(group, Streams(device, group.rank), tuple(stacks))
     modules = dict(model.named_modules(remove_duplicate=False))
     entrances: dict[str, Entrance] = {}
     done: set[int] = set()
@@ -63,8 +80,14 @@ def apply(model: nn.Module, resolved: Resolved, group: Group, device: torch.devi
             _linear(member, resolved, modules, entrances, place, tag)
         else:
             _hooks(member, resolved, place, tag)
+    for number, stack in enumerate(stacks):
+        _spread(modules, stack, place, tag + 4 * (number + 1))
     for name, heads in resolved.heads.items():
         take_part(modules[name], heads, group.size)
+        if place.spreads(name):
+            entrance = entrances[f"{name}/None"]
+            entrance.opens = False
+            modules[name].register_forward_pre_hook(partial(_open, entrance), with_kwargs=True)
         hook = partial(_cut_arguments, names=_arguments(modules[name]), queries=heads.queries, group=group)
         modules[name].register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -76,11 +99,17 @@ class Entrance:
         place: where.
         tag: of its messages; the next one is used, too.
         separates: whether random numbers are drawn inside, which are each rank's own.
+        spread: whether what enters is a part of the sequence.
+
+    Attributes:
+        layers: by their number, what this rank has of each.
+        opens: whether the layers themselves are given what enters; otherwise the module around them is.
     """
 
-    def __init__(self, place: Place, tag: int, separates: bool) -> None:
+    def __init__(self, place: Place, tag: int, separates: bool, spread: bool) -> None:
         self.layers: list[Callable[[], Columns]] = []
-        self._place, self._tag, self._separates = place, tag, separates
+        self.opens = True
+        self._place, self._tag, self._separates, self.spread = place, tag, separates, spread
         self._key: tuple[Any, int] | None = None
         self._entered: Tensor | None = None
         self._ready: list[Layer] = []
@@ -90,16 +119,29 @@ class Entrance:
         """The activation as layer ``index`` is to read it, and the layer for this pass, if gradients are computed."""
         if self._separates and training:
             self._place.streams.separate()
-        if self._key is None or self._key[0]() is not x or self._key[1] != x._version or index not in self._waiting:
-            columns = [columns() for columns in self.layers]
-            self._entered, self._ready = enter(x, columns, self._place.group, self._tag)
-            self._key, self._waiting = (ref(x), x._version), set(range(len(self.layers)))
+        known = self._key is not None and self._key[0]() is x and self._key[1] == x._version
+        if not known or index not in self._waiting:
+            self._enter(x, self.spread and self.opens)
+            self._key = ref(x), x._version
         assert self._entered is not None
         entered, layer = self._entered, self._ready[index] if self._ready else None
         self._waiting.discard(index)
         if not self._waiting:
             self.forget()
         return entered, layer
+
+    def open(self, x: Tensor) -> Tensor:
+        """The whole activation of which this rank has a part: what the layers inside are given."""
+        self._enter(x, True)
+        assert self._entered is not None
+        self._key = ref(self._entered), self._entered._version
+        return self._entered
+
+    def _enter(self, x: Tensor, spread: bool) -> None:
+        columns = [columns() for columns in self.layers]
+        dim = sequence_dim(x) if spread else None
+        self._entered, self._ready = enter(x, columns, self._place.group, self._tag, dim)
+        self._waiting = set(range(len(self.layers)))
 
     def forget(self) -> None:
         """Nothing else is to read what entered last."""
@@ -146,7 +188,9 @@ def _linear(
         key = f"{member.container}/{style.after}"
         if key not in entrances:
             around = modules[member.container]
-            entrances[key] = Entrance(place, tag, style.after is None and drops(around))
+            spread = place.spreads(member.name)
+            separates = style.after is None and not spread and drops(around)
+            entrances[key] = Entrance(place, tag, separates, spread)
             around.register_forward_hook(partial(_left, place, entrances[key]), always_call=True)
         entrance = entrances[key]
         index = len(entrance.layers)
@@ -156,7 +200,7 @@ def _linear(
         forward: Any = partial(_by_columns, entrance=entrance, index=index, place=place, tag=tag + 2, size=size)
     elif style.cut == "inputs":
         held = resolved.held_of(module, "weight") if style.before == "split" else None
-        forward = partial(_by_rows, place=place, tag=tag, held=held)
+        forward = partial(_by_rows, place=place, tag=tag, held=held, spread=place.spreads(member.name))
     else:
         width = _rotary_width(modules[member.container], modules[""])
         module.register_forward_hook(partial(_sum_rotary, place=place, tag=tag, width=width))
@@ -184,20 +228,80 @@ def _by_columns(
     return y if size is None else move(y, "join", place.group, tag, -1)[..., :size]
 
 
-def _by_rows(module: Any, x: Tensor, place: Place, tag: int, held: Held | None) -> Tensor:
+def _by_rows(module: Any, x: Tensor, place: Place, tag: int, held: Held | None, spread: bool) -> Tensor:
     if held is not None and held.split is not None:
         missing = held.split.length * place.group.size - x.shape[-1]
         x = torch.nn.functional.pad(x, (0, missing)) if missing else x
         x = move(x, "split", place.group, tag + 1, -1)
     y = multiply(x, Columns(module.weight, None, is_transposed(module)))
-    place.streams.join()
-    return leave(y, module.bias, place.group, tag)
+    if not spread:
+        place.streams.join()
+    return leave(y, module.bias, place.group, tag, sequence_dim(y) if spread else None)
 
 
 def _left(place: Place, entrance: Entrance, module: nn.Module, args: Any, output: Any) -> None:
     """The module that has the columns is done, or has raised."""
     entrance.forget()
-    place.streams.join()
+    if not entrance.spread:
+        place.streams.join()
+
+
+def sequence_dim(x: Tensor) -> int:
+    """The dim of the sequence: (samples, sequence, width), or tokens in any order, (tokens, width)."""
+    return 1 if x.ndim > 2 else 0
+
+
+def _spread(modules: dict[str, nn.Module], stack: Stack, place: Place, tag: int) -> None:
+    """Hooks where the sequence is spread, and where it is whole again."""
+    first, last = modules[stack.blocks[0]], modules[stack.blocks[-1]]
+    streams = place.streams
+    for name in stack.blocks:
+        modules[name].register_forward_pre_hook(lambda module, _: streams.separate() if module.training else None)
+    change = partial(_change_input, name="split", group=place.group, tag=tag)
+    first.register_forward_pre_hook(change, with_kwargs=True)
+    for name in stack.whole:
+        whole = modules[name]
+        gathers = partial(_change_input, name="join", group=place.group, tag=tag + 1)
+        whole.register_forward_pre_hook(gathers, with_kwargs=True)
+        whole.register_forward_hook(partial(_change_output, name="split", group=place.group, tag=tag + 2))
+    for name in stack.blocks:
+        modules[name].register_forward_hook(lambda *_: streams.join(), always_call=True)
+    last.register_forward_hook(partial(_change_output, name="join", group=place.group, tag=tag + 3))
+
+
+def _activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a block or an attention is given to work on: the first tensor of the arguments."""
+    found = kwargs.get("hidden_states")
+    found = next((arg for arg in args if isinstance(arg, Tensor)), found)
+    if not isinstance(found, Tensor) or found.ndim < 2:
+        raise ValueError(
+            f"a block was called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}, in which there is "
+            "no activation whose sequence could be spread; set tensor_parallel.sequence to false"
+        )
+    return found
+
+
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> Any:
+    return tuple(new if arg is old else arg for arg in args), {k: new if v is old else v for k, v in kwargs.items()}
+
+
+def _change_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, group: Group, tag: int
+) -> Any:
+    x = _activation(args, kwargs)
+    return _replaced(args, kwargs, x, move(x, name, group, tag, sequence_dim(x)))
+
+
+def _open(entrance: Entrance, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = _activation(args, kwargs)
+    return _replaced(args, kwargs, x, entrance.open(x))
+
+
+def _change_output(module: nn.Module, args: Any, output: Any, name: str, group: Group, tag: int) -> Any:
+    """Of several outputs, the first is the activation."""
+    if isinstance(output, Tensor):
+        return move(output, name, group, tag, sequence_dim(output))
+    return (move(output[0], name, group, tag, sequence_dim(output[0])), *output[1:])
 
 
 def _rotary_width(attention: nn.Module, model: nn.Module) -> int:
