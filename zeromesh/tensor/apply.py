@@ -273,6 +273,11 @@ def _activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """What a block or an attention is given to work on: the first tensor of the arguments."""
     found = kwargs.get("hidden_states")
     found = next((arg for arg in args if isinstance(arg, Tensor)), found)
+    if isinstance(found, Tensor) and found.ndim > 3:
+        raise ValueError(
+            f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; set "
+            "tensor_parallel.sequence to false"
+        )
     if not isinstance(found, Tensor) or found.ndim < 2:
         raise ValueError(
             f"a block was called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}, in which there is "
@@ -289,6 +294,13 @@ def _change_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, group: Group, tag: int
 ) -> Any:
     x = _activation(args, kwargs)
+    length = x.shape[sequence_dim(x)]
+    if name == "split" and length % group.size:
+        near = [length // group.size * group.size, (length // group.size + 1) * group.size]
+        raise ValueError(
+            f"tensor_parallel.sequence spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
+            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or set tensor_parallel.sequence to false"
+        )
     return _replaced(args, kwargs, x, move(x, name, group, tag, sequence_dim(x)))
 
 

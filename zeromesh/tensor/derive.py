@@ -60,6 +60,13 @@ def derive(model: nn.Module) -> tuple[dict[str, Rule], list[str]]:
             plan.setdefault(pattern, rule)
     plan |= own | _vocabulary(model, modules)
     for name, module in modules.items():
+        if (
+            not _in_block(name)
+            and _is_large(module)
+            and type(modules[name.rpartition(".")[0]]) is not nn.MultiheadAttention
+        ):
+            plan.setdefault(pattern_of(name), Rule("colwise_gather_output"))
+    for name, module in modules.items():
         if kind_of(module) == "linear" and pattern_of(name) not in plan and _in_block(name):
             notes.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
     return plan, list(dict.fromkeys(notes))
@@ -177,6 +184,11 @@ def _outputs(layer: nn.Module) -> int:
 def _in_block(name: str) -> bool:
     """Whether it is in one of several alike."""
     return any(part.isdigit() for part in name.split("."))
+
+
+def _is_large(module: nn.Module) -> bool:
+    """Whether it is a linear layer that is worth a gather of what it gives: none that tells a few classes apart."""
+    return kind_of(module) == "linear" and 4 * _outputs(module) >= _inputs(module)
 
 
 def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Rule]:

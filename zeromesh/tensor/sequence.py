@@ -1,9 +1,9 @@
 """Sequence parallelism: between the split parts of blocks, each rank has a part of the sequence.
 
-Norms, dropout and residuals of a block then take 1/ranks of the memory, and the all-reduces before and after split parts
-become gathers and scatters, which move the same bytes (Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022). The sequence is spread where the first block of a list begins, and whole again after the
-last. What is used on parts of the sequence, and is not split, has a share of its gradient on each rank.
+Norms, dropout and residuals of a block then take 1/ranks of the memory, and the all-reduces before and after split
+parts become gathers and scatters, which move the same bytes (Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models", 2022). The sequence is spread where the first block of a list begins, and whole again after
+the last. What is used on parts of the sequence, and is not split, has a share of its gradient on each rank.
 
 A module in a block that is neither an attention nor an MLP that is all split, as a mixture of experts with its router,
 or latent attention, is given the whole sequence, and computes as it does without sequence parallelism.
@@ -59,8 +59,8 @@ def find_stacks(model: nn.Module, resolved: Resolved) -> list[Stack]:
             stacks.append(Stack(name, tuple(blocks), tuple(whole)))
     if not stacks:
         raise ValueError(
-            "tensor_parallel.sequence is true, but the model has no list of blocks that are all split; leave it out, or "
-            "give a plan that splits them"
+            "tensor_parallel.sequence is true, but the model has no list of blocks that are all split; leave it out, "
+            "or give a plan that splits them"
         )
     _share_gradients(model, stacks, resolved)
     return stacks
@@ -82,11 +82,8 @@ def _whole(name: str, module: nn.Module, resolved: Resolved, is_block: bool) -> 
         return
     direct = [member for member in resolved.members if member.name.rpartition(".")[0] == name]
     children = {f"{name}.{child}": m for child, m in module.named_children()}
-    odd = [
-        path
-        for path, m in children.items()
-        if _has_parameters(m) and not _is_norm(m) and not _has_members(path, resolved)
-    ]
+    kept = {path: m for path, m in children.items() if not _has_members(path, resolved)}
+    odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and not _is_norm(m)]
     apart = any(m.kind == "module" or m.style.after not in (None, "leave") or m.style.before == "split" for m in direct)
     loose = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
     if apart or loose:
@@ -104,10 +101,6 @@ def _is_local(parameter: nn.Parameter, resolved: Resolved) -> bool:
     held = resolved.of_parameter.get(id(parameter))
     added = any(parameter is getattr(m.module, "bias", None) and m.style.cut == "inputs" for m in resolved.members)
     return added or (held is not None and (held.split is not None or held.partial))
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -130,7 +123,7 @@ def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: Resolv
             continue
         if key in outside:
             raise ValueError(
-                f"{names[key]} is used by {inside[key]} on parts of the sequence and by {outside[key]} on all of it; set "
-                "tensor_parallel.sequence to false"
+                f"{names[key]} is used by {inside[key]} on parts of the sequence and by {outside[key]} on all of it; "
+                "set tensor_parallel.sequence to false"
             )
         resolved.of_parameter[key] = resolved.held[names[key]] = replace(held, partial=True)
