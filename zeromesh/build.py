@@ -30,6 +30,7 @@ from zeromesh.model.placement import Placement
 from zeromesh.model.split import Held
 from zeromesh.observing import make_observer, open_monitors
 from zeromesh.pretrained import describe_sources
+from zeromesh.saving.random_state import share_random_state
 from zeromesh.shard import guard, hooks
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.exchange import FlatExchange
@@ -38,8 +39,8 @@ from zeromesh.shard.materialise import materialiser, replace
 from zeromesh.shard.sharded import Sharded, Slots
 from zeromesh.tensor.apply import apply
 from zeromesh.tensor.derive import derive
-from zeromesh.tensor.plan import Plan, as_json, describe_plan, matches, parse, resolve
 from zeromesh.tensor.plan import Resolved as SplitPlan
+from zeromesh.tensor.plan import as_json, describe_plan, parse, resolve
 from zeromesh.tensor.sequence import Stack, find_stacks
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ def initialize(
         sharded = shard(model, mesh, resolved, values, None if plan is None else plan[0].held)
         if plan is not None:
             apply(model, plan[0], mesh.group("tensor"), mesh.device, plan[1])
+            share_random_state(mesh.group("tensor"))
         share(world, "read its part of the weights", values.failure)
         if built is not None:
             _adopt(built, sharded, resolved)
@@ -304,19 +306,11 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
         return None
     given = parse(settings.tensor_parallel.plan or {})
     found, notes = derive(model)
-    plan = {pattern: rule for pattern, rule in found.items() if not _is_given(pattern, model, given)} | given
     if mesh.rank == 0:
         whole = "".join(f"\n  {note}" for note in notes)
-        _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(plan), whole)
-    resolved = resolve(model, plan, group.rank, group.size, found)
+        _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(found | given), whole)
+    resolved = resolve(model, given, found, group.rank, group.size)
     return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
-
-
-def _is_given(pattern: str, model: nn.Module, given: Plan) -> bool:
-    """Whether the configuration has a rule for the modules of a pattern that was found."""
-    names = [name for name, _ in model.named_modules() if matches(name, pattern)]
-    names += [name for name, _ in model.named_parameters() if matches(name, pattern)]
-    return any(matches(name, own) for name in names for own in given)
 
 
 def _check(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zeromesh")
 
+SAME_LOSS = 1e-3
+"""By so much of them the losses of ranks that compute the same may differ."""
+
 MOST_SKIPPED = 10
 """So many updates in a row may be skipped for gradients that are not finite, where no loss scale explains them."""
 
@@ -222,6 +225,7 @@ class Engine:
     def _step(self, optimizer: Optimizer) -> None:
         agreement = self.sharded.complete(self._notes())
         self._begin_update()
+        self._require_same_losses(agreement)
         factor, rates, scale = self.gradient_factor, self.get_lr(), self.loss_scale if self.loss_scaler else None
         self._norm = agreement.norm * factor
         self.global_steps += 1
@@ -275,6 +279,26 @@ class Engine:
         losses: list[float] = torch.stack(self._losses).tolist()
         finite = [isfinite(loss) for loss in losses]
         return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses))]
+
+    def _require_same_losses(self, agreement: Agreement) -> None:
+        """Ranks that split one model compute one loss; all ranks see whether they do.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        if self.mesh.sizes["tensor"] == 1:
+            return
+        losses = agreement.notes[:, 1].tolist()
+        for ranks in self.mesh.lines("tensor"):
+            low, high = (pick(losses[rank] for rank in ranks) for pick in (min, max))
+            if high - low > SAME_LOSS * max(abs(low), abs(high)):
+                self.sharded.forget_gradients()
+                listed = ", ".join(f"{losses[rank]:.6g} on rank {rank}" for rank in ranks)
+                raise RuntimeError(
+                    f"ranks that split one model have different losses: {listed}; give them the same samples "
+                    "(share engine.data_rank of engine.data_size), and the same random state: let seeds depend on "
+                    "engine.data_rank, and not on the rank"
+                )
 
     def _clip(self, norm: float) -> float:
         """What gradients of this norm are multiplied by; the constant is torch's."""

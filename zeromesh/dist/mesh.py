@@ -121,6 +121,12 @@ class Mesh:
         """The ranks that differ from this one along ``axis`` only; ``"world"`` is all of them."""
         return self._groups[axis]
 
+    def lines(self, axis: str) -> list[list[int]]:
+        """All groups of ranks that differ along an axis only, each in the order of the axis."""
+        ranks = torch.tensor(self._order, device="cpu").view([self.sizes[a] for a in AXES])
+        found: list[list[int]] = ranks.movedim(AXES.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
+        return found
+
     def neighbours(self, axis: str, count: int) -> Group:
         """So many ranks along an axis, one after the other, this one among them; all ranks call it at once.
 

@@ -20,7 +20,7 @@ from zeromesh.dist.launch import may_restart
 from zeromesh.saving.contents import Run, buffers, held
 from zeromesh.saving.fit import require_same_model, some
 from zeromesh.saving.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
-from zeromesh.saving.random_state import derive_random_state, restore_random_state
+from zeromesh.saving.random_state import derive_random_state, restore_random_state, share_random_state
 from zeromesh.saving.schedule import require_same_scheduler
 from zeromesh.shard.sharded import Sharded
 
@@ -147,6 +147,7 @@ def _load_tensors(sharded: Sharded, optimizer: Optimizer | None, reader: Reader)
         if f"buffer/{name}" in reader.names:
             buffer.copy_(reader.tensor(f"buffer/{name}"))
     _load_random_state(reader, sharded.mesh.rank)
+    share_random_state(sharded.mesh.group("tensor"))
 
 
 def _load_random_state(reader: Reader, rank: int) -> None:

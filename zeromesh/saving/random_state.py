@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from zeromesh.agree import texts
+from zeromesh.dist.collectives import Group
+
 
 def random_state() -> torch.Tensor:
     """The states of Python's, numpy's (if it is in use) and torch's generators as bytes."""
@@ -38,6 +41,13 @@ def restore_random_state(packed: torch.Tensor) -> None:
         numpy.random.set_state((kind, numpy.array(key, dtype=numpy.uint32), *rest))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
+
+
+def share_random_state(group: Group) -> None:
+    """Let all ranks of a group have the state of its first one."""
+    if group.size > 1:
+        state = bytes(random_state().tolist()).decode()
+        restore_random_state(torch.tensor(list(texts(group, state)[0].encode()), dtype=torch.uint8))
 
 
 def derive_random_state(packed: torch.Tensor, rank: int) -> None:

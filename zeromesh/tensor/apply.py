@@ -87,8 +87,8 @@ def apply(
         if place.spreads(name):
             entrance = entrances[f"{name}/None"]
             entrance.opens = False
-            modules[name].register_forward_pre_hook(partial(_open, entrance), with_kwargs=True)
-        hook = partial(_cut_arguments, names=_arguments(modules[name]), queries=heads.queries, group=group)
+            modules[name].register_forward_pre_hook(_eager(_open, entrance), with_kwargs=True)
+        hook = _eager(_cut_arguments, names=_arguments(modules[name]), queries=heads.queries, group=group)
         modules[name].register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -175,6 +175,12 @@ def _cut_arguments(
     return tuple(cut(*pair) for pair in named), {name: cut(name, value) for name, value in kwargs.items()}
 
 
+def _eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """As ``partial``; torch's compiler leaves it alone, as it cannot see through what ranks tell each other."""
+    disabled: Callable[..., Any] = torch.compiler.disable(partial(function, *args, **kwargs))
+    return disabled
+
+
 def _columns(module: Any) -> Columns:
     return Columns(module.weight, module.bias, is_transposed(module))
 
@@ -191,19 +197,19 @@ def _linear(
             spread = place.spreads(member.name)
             separates = style.after is None and not spread and drops(around)
             entrances[key] = Entrance(place, tag, separates, spread)
-            around.register_forward_hook(partial(_left, place, entrances[key]), always_call=True)
+            around.register_forward_hook(_eager(_left, place, entrances[key]), always_call=True)
         entrance = entrances[key]
         index = len(entrance.layers)
         entrance.layers.append(partial(_columns, module))
         split = resolved.held_of(module, "weight").split
         size = None if style.after is None or split is None else split.size
-        forward: Any = partial(_by_columns, entrance=entrance, index=index, place=place, tag=tag + 2, size=size)
+        forward: Any = _eager(_by_columns, entrance=entrance, index=index, place=place, tag=tag + 2, size=size)
     elif style.cut == "inputs":
         held = resolved.held_of(module, "weight") if style.before == "split" else None
-        forward = partial(_by_rows, place=place, tag=tag, held=held, spread=place.spreads(member.name))
+        forward = _eager(_by_rows, place=place, tag=tag, held=held, spread=place.spreads(member.name))
     else:
         width = _rotary_width(modules[member.container], modules[""])
-        module.register_forward_hook(partial(_sum_rotary, place=place, tag=tag, width=width))
+        module.register_forward_hook(_eager(_sum_rotary, place=place, tag=tag, width=width))
         return
     module.forward = MethodType(_Forward(forward), module)
 
@@ -257,16 +263,16 @@ def _spread(modules: dict[str, nn.Module], stack: Stack, place: Place, tag: int)
     streams = place.streams
     for name in stack.blocks:
         modules[name].register_forward_pre_hook(lambda module, _: streams.separate() if module.training else None)
-    change = partial(_change_input, name="split", group=place.group, tag=tag)
+    change = _eager(_change_input, name="split", group=place.group, tag=tag)
     first.register_forward_pre_hook(change, with_kwargs=True)
     for name in stack.whole:
         whole = modules[name]
-        gathers = partial(_change_input, name="join", group=place.group, tag=tag + 1)
+        gathers = _eager(_change_input, name="join", group=place.group, tag=tag + 1)
         whole.register_forward_pre_hook(gathers, with_kwargs=True)
-        whole.register_forward_hook(partial(_change_output, name="split", group=place.group, tag=tag + 2))
+        whole.register_forward_hook(_eager(_change_output, name="split", group=place.group, tag=tag + 2))
     for name in stack.blocks:
         modules[name].register_forward_hook(lambda *_: streams.join(), always_call=True)
-    last.register_forward_hook(partial(_change_output, name="join", group=place.group, tag=tag + 3))
+    last.register_forward_hook(_eager(_change_output, name="join", group=place.group, tag=tag + 3))
 
 
 def _activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -342,7 +348,7 @@ def _hooks(member: Member, resolved: Resolved, place: Place, tag: int) -> None:
         module.register_forward_hook(lookup.after)
         return
     if style.before == "copy":
-        module.register_forward_pre_hook(partial(_copy_inputs, group=group, tag=tag))
+        module.register_forward_pre_hook(_eager(_copy_inputs, group=group, tag=tag))
     elif style.before == "share":
         module.register_forward_pre_hook(lambda _, args: (args[0] / group.size, *args[1:]))
     if style.after == "sum":

@@ -75,7 +75,9 @@ def enter(
         The whole activation, and the layers in their order; none where there are no gradients to be computed, or one
         rank only, and layers are to be called as they are. A layer that is called otherwise works, too.
     """
-    if group.size == 1 or not torch.is_grad_enabled() or torch.is_anomaly_enabled():
+    # Under autocast products are cast where autograd does not see it.
+    plain = torch.is_autocast_enabled(x.device.type) or torch.is_anomaly_enabled()
+    if group.size == 1 or plain or not torch.is_grad_enabled():
         return (move(x, "copy", group, tag) if dim is None else move(x, "gather", group, tag, dim)), []
     passage = _Passage(group, tag, dim)
     waiting: Tensor = _Wait.apply(x, passage)  # type: ignore[no-untyped-call]

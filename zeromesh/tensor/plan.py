@@ -158,41 +158,45 @@ def kind_of(module: nn.Module) -> str:
     return "embedding" if isinstance(module, nn.Embedding) else "module"
 
 
-def resolve(model: nn.Module, plan: Plan, rank: int, ranks: int, optional: Iterable[str] = ()) -> Resolved:
+def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -> Resolved:
     """Find what each rule is for, and cut every parameter once.
 
     Args:
         model: not changed.
-        plan: the rules.
+        given: rules of the user.
+        found: rules for what those are not for.
         rank: of this process along the tensor axis.
         ranks: along it.
-        optional: patterns that may match nothing.
 
     Raises:
         ValueError: everything that is wrong: a pattern that matches nothing, a module that two rules are for, a style
             that does not fit, numbers that the ranks do not divide, a shared parameter that is cut in two ways.
     """
     problems: list[str] = []
-    found: dict[str, tuple[str, Rule]] = {}
+    rules: dict[str, tuple[str, Rule]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     named = dict(model.named_parameters(remove_duplicate=False))
-    for pattern, rule in plan.items():
+    for pattern, rule in given.items():
         names = [name for name in (*modules, *named) if matches(name, pattern)]
-        if not names and pattern not in set(optional):
+        if not names:
             problems.append(f"{pattern!r} matches no module or parameter{_near(pattern, modules)}")
         for name in names:
-            other = found.setdefault(name, (pattern, rule))
+            other = rules.setdefault(name, (pattern, rule))
             if other[0] != pattern and other[1] != rule:
                 problems.append(
                     f"{name} is matched by {other[0]!r} ({other[1].style}) and by {pattern!r} ({rule.style}); make the "
                     "patterns narrower, so that only one is for it"
                 )
+    for pattern, rule in found.items():
+        for name in (*modules, *named):
+            if matches(name, pattern):
+                rules.setdefault(name, (pattern, rule))
     resolved = Resolved()
     cut: dict[int, tuple[str, Held]] = {}
     config = getattr(model, "config", None)
     order = {name: number for number, name in enumerate((*modules, *named))}
-    for name in sorted(found, key=order.__getitem__):
-        for member in _members(name, found[name][1], modules, named):
+    for name in sorted(rules, key=order.__getitem__):
+        for member in _members(name, rules[name][1], modules, named):
             if member.kind not in member.style.kinds:
                 problems.append(
                     f"{name} is a {type(member.module).__name__}, which the style {member.rule.style} does not fit; it "
