@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import run_ranks
 from zeromesh.dist.mesh import Mesh
@@ -82,6 +83,27 @@ def test_a_graph_may_be_used_twice_and_what_needs_no_gradient_gets_none() -> Non
     torch.testing.assert_close(second, 3 * first)
     with torch.no_grad():
         assert not linear_cross_entropy(hidden, weight, labels).requires_grad
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "mm" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_gradients_there_is_one_product_for_a_chunk() -> None:
+    hidden, weight, _, labels = operands()
+    with Products() as with_gradients:
+        linear_cross_entropy(hidden, weight, labels)
+    with torch.no_grad(), Products() as without:
+        linear_cross_entropy(hidden, weight, labels)
+    assert (with_gradients.count, without.count) == (3, 1)
 
 
 def test_sixteen_bits_are_as_near_as_logits_in_sixteen_bits_allow() -> None:

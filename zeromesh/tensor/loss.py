@@ -50,6 +50,7 @@ class _Terms:
     scale: float
     softcap: float | None
     chunk: int
+    graded: bool
 
 
 def linear_cross_entropy(
@@ -111,7 +112,7 @@ def linear_cross_entropy(
     _require_known(flat, counted, vocabulary.size)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     size = chunk or max(1, CHUNK_BYTES // (wide.itemsize * max(1, weight.shape[0])))
-    terms = _Terms(vocabulary, ignore_index, label_smoothing, z_loss, scale, softcap, size)
+    terms = _Terms(vocabulary, ignore_index, label_smoothing, z_loss, scale, softcap, size, torch.is_grad_enabled())
     with torch.autocast(device, enabled=False):
         if reduction == "none":
             losses: Tensor = _PerToken.apply(rows, weight, bias, flat, terms)  # type: ignore[no-untyped-call]
@@ -271,7 +272,8 @@ class _Total(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms, share: Tensor
     ) -> Tensor:
-        needs = ctx.needs_input_grad[:3]
+        # What ctx says of the operands does not depend on torch.no_grad, and here, inside, gradients are always off.
+        needs = tuple(terms.graded and need for need in ctx.needs_input_grad[:3])
         sums = _Sums(needs, hidden, weight, bias)
         total = torch.zeros_like(share)
         for at, chunk in _chunks(hidden, weight, bias, labels, terms):
