@@ -173,6 +173,14 @@ def test_a_split_vocabulary_gives_the_same_on_every_rank(ranks: int, rows: int) 
             assert not torch.cat(got)[ENTRIES:].any()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_are_refused(reduction: str) -> None:
+    hidden, weight, _, labels = operands()
+    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum()
+    with pytest.raises(RuntimeError, match="create_graph is true, but linear_cross_entropy has no second derivatives"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     hidden, weight, _, labels = operands()
     with pytest.raises(ValueError, match="reduction is 'average', but must be one of mean, sum, none"):

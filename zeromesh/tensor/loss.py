@@ -93,6 +93,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, or an unknown reduction.
         IndexError: a label that is not in the vocabulary.
+        RuntimeError: in backward, if create_graph is true.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, but must be one of {', '.join(REDUCTIONS)}")
@@ -265,6 +266,16 @@ def _sums_of(
     return sums
 
 
+def _require_first() -> None:
+    """The check of torch sees only the second derivatives by what comes after the loss."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph is true, but linear_cross_entropy has no second derivatives; compute this loss with all "
+            "logits at once: F.cross_entropy(F.linear(hidden, weight, bias), labels), or, where the model gives "
+            "Logits, F.cross_entropy(logits.materialise(), labels)"
+        )
+
+
 class _Total(torch.autograd.Function):
     """The sum of the losses times a share: every gradient is known but for one factor, and made at once."""
 
@@ -285,8 +296,8 @@ class _Total(torch.autograd.Function):
         return total * share
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        _require_first()
         sums, ctx.sums = ctx.sums, None
         if sums is None:  # a second time, with retain_graph: the memory of the first is the gradients'
             hidden, weight, bias, labels, share = ctx.saved_tensors
@@ -305,8 +316,8 @@ class _PerToken(torch.autograd.Function):
         return torch.cat(found) if found else hidden.new_zeros(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        _require_first()
         hidden, weight, bias, labels = ctx.saved_tensors
         sums = _sums_of(ctx.needs_input_grad[:3], hidden, weight, bias, labels, ctx.terms, upstream)
         return (*sums.found(), None, None)
