@@ -198,9 +198,8 @@ class _Chunk:
         if terms.label_smoothing:
             gradient.sub_(terms.label_smoothing / terms.vocabulary.size)
         if self._real:
-            gradient.scatter_add_(
-                1, self._local[:, None], torch.where(self._here, terms.label_smoothing - 1.0, 0.0).to(gradient)[:, None]
-            )
+            ones = self._here[:, None].to(gradient.dtype)
+            gradient.scatter_add_(1, self._local[:, None], ones * (terms.label_smoothing - 1.0))
         gradient.mul_(torch.where(self._counted, upstream * terms.scale, 0.0)[:, None])
         if slopes is not None:
             gradient.mul_(slopes)
