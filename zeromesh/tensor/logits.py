@@ -1,0 +1,493 @@
+"""Logits that are computed only if somebody looks at them: a loss on them does not.
+
+A head returns ``Logits(hidden, weight, ...)`` in place of ``F.linear(hidden, weight, bias)``. To the model, whose code
+stays as it is, this is a tensor of the whole vocabulary. What models do to logits on their way to the loss is
+remembered (``RULES``), and ``F.cross_entropy`` becomes ``linear_cross_entropy``. Whatever else is done to them gets
+their values: they are computed once, what was remembered is done to them, and from then on they are an ordinary tensor.
+So the result is always that of plain torch. ``linear_cross_entropy`` has no second derivatives, and torch says so where
+they are asked for; ``F.cross_entropy(logits.materialise(), labels)`` has them.
+
+- With a split vocabulary, ranks exchange values then: what is done on one rank must be done on all.
+- A loss that comes after the values were needed is computed from them: for the memory, compute the loss first.
+- The loss of 16-bit logits is in fp32.
+- Logits refer to the head's parameter itself, not to a view of it, and read it when they are computed, by torch
+  functions that ask the parameter's class: an engine that has parameters elsewhere sees that they are needed, after the
+  head's forward. Parameters changed in place since then are an error, as the values would be other ones. An update that
+  does not count in ``Tensor._version`` is not noticed.
+- The outputs of the head that backward reaches are the loss, or the values; ``when_computed`` tells of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isfinite
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from zeromesh.tensor.loss import REDUCTIONS, Vocabulary, linear_cross_entropy
+from zeromesh.tensor.operators import move
+
+Computed = tuple[Tensor, Sequence[Tensor | None]]
+"""Values, and the tensors that they were made of."""
+
+
+@dataclass(eq=False)
+class _Head:
+    """One call of the head, of which there may be many logits: slices, casts."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    vocabulary: Vocabulary
+    tag: int
+    autocast: torch.dtype | None
+    versions: tuple[int, ...] = ()
+    listeners: list[Callable[[Tensor], None]] = field(default_factory=list)
+    family: WeakValueDictionary[int, Logits] = field(default_factory=WeakValueDictionary)
+
+    def __post_init__(self) -> None:
+        self.versions = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        operands = (self.hidden, self.weight, self.bias)
+        return tuple(-1 if one is None or one.is_inference() else one._version for one in operands)
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """This rank's weight and bias, under the autocast of the call."""
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                "the head's input, weight or bias was changed in place after its logits were made; they are computed "
+                "when they are needed, and would be other ones now: compute what you need of them before the change, "
+                "or call materialise() on them"
+            )
+        bias, rows, start = self.bias, self.weight.shape[0], self.vocabulary.start
+        with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            if bias is not None and bias.shape[0] != rows:
+                if self.vocabulary.group is not None:
+                    bias = move(bias, "copy", self.vocabulary.group, self.tag + 2)
+                own = bias[start : start + rows]
+                bias = F.pad(own, (0, rows - own.shape[0]))
+            yield self.weight, bias
+
+    def values(self) -> Computed:
+        """All of them, on every rank."""
+        with self.opened() as (weight, bias):
+            values = F.linear(self.hidden, weight, bias)
+        if self.vocabulary.group is not None:
+            values = move(values, "join", self.vocabulary.group, self.tag + 1, -1)
+        return values[..., : self.vocabulary.size].contiguous(), (self.hidden, self.weight, self.bias)
+
+    def tell(self, made: Tensor) -> Tensor:
+        if made.requires_grad:
+            for listener in self.listeners:
+                listener(made)
+        return made
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How a loss is computed of some logits.
+
+    Attributes:
+        head: what they come from.
+        hidden: shape ``(..., width)``; the leading dims are those of the logits, without that of the classes.
+        classes: where among the logits' dims the vocabulary is.
+        like: has the logits' shape, strides and dtype, on the meta device.
+        scale: of the product.
+        cap: after tanh: what that is multiplied with.
+    """
+
+    head: _Head
+    hidden: Tensor
+    classes: int
+    like: Tensor
+    scale: float = 1.0
+    cap: float | None = None
+
+
+class Logits(Tensor):
+    """See the module.
+
+    Args:
+        hidden: shape ``(..., width)``, the same on all ranks; its gradient is summed over them.
+        weight: shape ``(rows, width)``, this rank's rows of the head, as many on every rank.
+        bias: shape ``(rows,)``, or that of the whole vocabulary, the same on all ranks.
+        vocabulary: which entries ``weight`` has; None: all.
+        tag: of the messages; this one and the next two are used.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+
+    _recipe: _Recipe
+    _parent: Logits | None
+    _compute: Callable[[], Computed]
+    _modes: tuple[bool, bool, Any]
+    _value: Tensor | None
+
+    def __new__(  # noqa: D102
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        vocabulary: Vocabulary | None = None,
+        tag: int = 0,
+    ) -> Logits:
+        vocabulary = vocabulary or Vocabulary(0, weight.shape[0])
+        biases = {weight.shape[0], vocabulary.size}
+        if weight.shape[-1] != hidden.shape[-1] or (bias is not None and bias.shape[0] not in biases):
+            raise ValueError(
+                f"hidden has shape {tuple(hidden.shape)}, so weight must have shape (rows, {hidden.shape[-1]}), not "
+                f"{tuple(weight.shape)}, and bias {' or '.join(str((size,)) for size in sorted(biases))}, not "
+                f"{None if bias is None else tuple(bias.shape)}"
+            )
+        if vocabulary.group is not None:
+            hidden = move(hidden, "copy", vocabulary.group, tag)
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        like = torch.empty(*hidden.shape[:-1], vocabulary.size, dtype=dtype, device="meta")
+        head = _Head(hidden, weight, bias, vocabulary, tag, dtype if autocast else None)
+        return _make(_Recipe(head, hidden, hidden.ndim - 1, like), head.values, (hidden, weight, bias))
+
+    def materialise(self) -> Tensor:
+        """The values, an ordinary tensor; computed at the first call, as they would have been at the head's."""
+        if self._value is None:
+            inference, graded, saving = self._modes
+            node = _node(self)
+            # Inside a checkpoint, which computes again what is saved there, this is not computed again.
+            saved = nullcontext() if saving == _saving() else torch.autograd.graph.saved_tensors_hooks(_same, _same)
+            with torch.inference_mode(inference), torch.set_grad_enabled(graded or node is not None), saved:
+                if _ours(node):
+                    self._value = self._compute()[0]
+                else:
+                    self._value = _Values.apply(self)  # type: ignore[no-untyped-call]
+            if self._parent is None:
+                self._recipe.head.tell(self._value)
+        return self._value
+
+    def when_computed(self, listener: Callable[[Tensor], None]) -> None:
+        """Have a function called with whatever is computed of these logits and can be differentiated.
+
+        These are losses, and the values before anything that was remembered is done to them. To a loss that exists
+        already nothing is added.
+        """
+        self._recipe.head.listeners.append(listener)
+        if self._value is not None and self._value.requires_grad:
+            listener(self._value)
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the values are still not needed."""
+        untouched = self._value is None and _ours(_node(self))
+        return untouched and (self._parent is None or self._parent.lazy)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        first, kwargs = args[0] if args else None, kwargs or {}
+        if isinstance(first, Logits):
+            if func in DESCRIPTION and first._value is None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in RULES and first.lazy and (found := RULES[func](first, func, *args[1:], **kwargs)) is not None:
+                return found
+        if _changes(func, kwargs) and isinstance(first, Logits):
+            for one in list(first._recipe.head.family.values()):
+                one.materialise()  # before the change, that views may see it, and copies not
+        args, kwargs = tree_map_only(Logits, Logits.materialise, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """For what reaches torch by no Python function; autograd is above this."""
+        if func._schema.is_mutable:
+            raise RuntimeError(f"{func} would change logits that have no memory; call materialise() on them first")
+
+        def values(logits: Logits) -> Tensor:
+            return (logits._compute()[0] if logits._value is None else logits._value).detach()
+
+        with torch.no_grad():
+            args, kwargs = tree_map_only(Logits, values, (tuple(args), dict(kwargs or {})))
+            return func(*args, **kwargs)
+
+
+def _make(
+    recipe: _Recipe, compute: Callable[[], Computed], inputs: Sequence[Tensor | None], parent: Logits | None = None
+) -> Logits:
+    def wrapper() -> Logits:
+        like, hidden = recipe.like, recipe.hidden
+        logits: Logits = Tensor._make_wrapper_subclass(
+            Logits,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=hidden.device,
+        )
+        return logits
+
+    logits: Logits = _Lazy.apply(wrapper, compute, *inputs)  # type: ignore[no-untyped-call]
+    logits._recipe, logits._compute, logits._parent, logits._value = recipe, compute, parent, None
+    logits._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), _saving()
+    recipe.head.family[id(logits)] = logits
+    return logits
+
+
+class _Lazy(torch.autograd.Function):
+    """The place of logits in the graph, for who takes them without asking for their values, as other Functions do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, wrapper: Callable[[], Logits], compute: Callable[[], Computed], *inputs: Tensor | None
+    ) -> Logits:
+        ctx.compute = compute
+        return wrapper()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            values, operands = ctx.compute()
+        wanted = [operand for operand, need in zip(operands, needs, strict=True) if need]
+        found = iter(torch.autograd.grad(values, wanted, gradient, create_graph=torch.is_grad_enabled()))
+        return None, None, *(next(found) if need else None for need in needs)
+
+
+class _Values(torch.autograd.Function):
+    """Values whose gradient goes where the graph has the logits: they came out of somebody else's Function."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Logits) -> Tensor:
+        return logits._compute()[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _saving() -> Any:
+    """The hooks of saved tensors that are in force."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _node(logits: Logits) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.grad_fn
+
+
+def _ours(node: Any) -> bool:
+    return node is None or isinstance(node, _Lazy._backward_cls)
+
+
+def _then(logits: Logits, function: Callable[[Tensor], Tensor], **changes: Any) -> Logits:
+    """The logits that a function makes of these."""
+
+    def compute() -> Computed:
+        values = logits.materialise()
+        return function(values), (values,)
+
+    return _make(replace(logits._recipe, **changes), compute, (logits,), logits)
+
+
+# What is remembered. A rule gives None where it does not apply.
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _cast(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None:
+    """To a dtype that holds all that the logits' own does."""
+    if "memory_format" in kwargs:
+        return None
+    probe = torch.empty(0, dtype=logits.dtype, device=logits.device)
+    args, kwargs = tree_map_only(Tensor, lambda x: torch.empty(0, dtype=x.dtype, device=x.device), (args, kwargs))
+    found = func(probe, *args, **kwargs)
+    if found is probe:
+        return logits
+    if found.device != probe.device or torch.promote_types(found.dtype, probe.dtype) != found.dtype:
+        return None
+    like = torch.empty_like(logits._recipe.like, dtype=found.dtype)
+    return _then(logits, partial(Tensor.to, dtype=found.dtype, copy=True), like=like)
+
+
+def _regroup(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None:
+    """What keeps the order of elements, and the vocabulary together."""
+    recipe = logits._recipe
+    args, kwargs = tree_map_only(Tensor, _stand_in, (args, kwargs))
+    like = func(recipe.like, *args, **kwargs)
+    if like is recipe.like:
+        return logits
+    if like.dtype != recipe.like.dtype:
+        return None
+    changes: dict[str, Any] = {}
+    if like.shape != logits.shape:
+        last = recipe.classes == logits.ndim - 1 and like.ndim and like.shape[-1] == logits.shape[-1]
+        if not last:
+            return None
+        hidden = recipe.hidden.reshape(*like.shape[:-1], recipe.hidden.shape[-1])
+        changes = {"hidden": hidden, "classes": like.ndim - 1}
+    return _then(logits, lambda x: func(x, *args, **kwargs), like=like, **changes)
+
+
+def _permute(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits:
+    recipe = logits._recipe
+    numbered = torch.empty(tuple(range(1, logits.ndim + 1)), device="meta")
+    order = [size - 1 for size in func(numbered, *args, **kwargs).shape]
+    leading = [dim - (dim > recipe.classes) for dim in order if dim != recipe.classes]
+    hidden, like = recipe.hidden.permute(*leading, -1), func(recipe.like, *args, **kwargs)
+    classes = order.index(recipe.classes)
+    return _then(logits, lambda x: func(x, *args, **kwargs), hidden=hidden, classes=classes, like=like)
+
+
+def _index(logits: Logits, func: Any, index: Any) -> Logits | None:
+    """The leading dims only; the vocabulary's is taken as a whole."""
+    recipe, size = logits._recipe, logits.shape[-1]
+    items = list(index) if isinstance(index, tuple) else [index]
+    if recipe.classes != logits.ndim - 1 or not all(type(item) in INDEXES for item in items):
+        return None
+    items = [torch.as_tensor(item) if isinstance(item, list) else item for item in items]
+    taken = [_dims(item) for item in items]
+    gap = logits.ndim - sum(taken)
+    holes = [place for place, item in enumerate(items) if item is Ellipsis] or [len(items)]
+    if gap < 0 or len(holes) > 1:
+        return None
+    items[holes[0] : holes[0] + 1] = [slice(None)] * gap
+    whole = isinstance(items[-1], slice) and items[-1].indices(size) == (0, size, 1)
+    if not whole:
+        return None
+    items = tree_map_only(Tensor, Tensor.clone, items)
+    hidden = recipe.hidden[(*items[:-1], slice(None))]
+    if any(isinstance(item, Tensor) for item in items):
+        like = recipe.like.new_empty(*hidden.shape[:-1], size)
+    else:
+        like = recipe.like[tuple(items)]
+    return _then(logits, lambda x: x[tuple(items)], hidden=hidden, classes=hidden.ndim - 1, like=like)
+
+
+INDEXES = (int, slice, list, type(None), type(...), Tensor)
+
+
+def _dims(item: Any) -> int:
+    """How many dims an item of an index takes."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _multiply(logits: Logits, func: Any, factor: Any, **kwargs: Any) -> Logits | None:
+    """By a number."""
+    if kwargs or isinstance(factor, bool) or not isinstance(factor, int | float) or not factor or not isfinite(factor):
+        return None
+    recipe, inverse = logits._recipe, func in DIVIDE
+    name, before = ("scale", recipe.scale) if recipe.cap is None else ("cap", recipe.cap)
+    changes = {name: before / factor if inverse else before * factor, "like": func(recipe.like, factor)}
+    return _then(logits, lambda x: func(x, factor), **changes)
+
+
+def _cap(logits: Logits, func: Any, **kwargs: Any) -> Logits | None:
+    if kwargs or logits._recipe.cap is not None:
+        return None
+    return _then(logits, torch.tanh, cap=1.0, like=torch.tanh(logits._recipe.like))
+
+
+def _cross_entropy(
+    logits: Logits,
+    func: Any,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    recipe = logits._recipe
+    usual = weight is None and size_average is None and reduce is None and reduction in REDUCTIONS
+    fitting = labels.shape == recipe.hidden.shape[:-1] and recipe.classes == min(1, logits.ndim - 1)
+    ids = labels.dtype == torch.int64 and labels.device == logits.device
+    if not (usual and fitting and ids and 0 <= label_smoothing <= 1):
+        return None
+    head, graded = recipe.head, torch.is_grad_enabled() and logits.requires_grad
+    with head.opened() as (rows, bias), torch.set_grad_enabled(graded):
+        loss = linear_cross_entropy(
+            recipe.hidden,
+            rows,
+            labels,
+            bias,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            scale=recipe.scale * (1.0 if recipe.cap is None else recipe.cap),
+            softcap=recipe.cap,
+            vocabulary=head.vocabulary,
+        )
+        return head.tell(loss.to(torch.promote_types(loss.dtype, recipe.like.dtype)))
+
+
+def _of_tensor(*names: str) -> list[Any]:
+    """Methods of a tensor, and getters of its attributes, by their names."""
+    found = [getattr(Tensor, name, None) for name in names]
+    return [getattr(one, "__get__", one) if not callable(one) else one for one in found if one is not None]
+
+
+def _functions(*names: str) -> list[Any]:
+    """Functions that are methods, too."""
+    return [*_of_tensor(*names), *(getattr(torch, name) for name in names if hasattr(torch, name))]
+
+
+DIVIDE = frozenset(_functions("div", "divide", "true_divide"))
+_TABLE: dict[Callable[..., Tensor | None], list[Any]] = {
+    _cast: _of_tensor("to", "float", "double", "half", "bfloat16", "type_as", "cpu", "cuda"),
+    _regroup: _functions(
+        "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as", "contiguous",
+        "clone",
+    ),
+    _permute: _functions("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"),
+    _index: _of_tensor("__getitem__"),
+    _multiply: [*_functions("mul", "multiply"), *DIVIDE],
+    _cap: _functions("tanh"),
+    _cross_entropy: [F.cross_entropy],
+}  # fmt: skip
+RULES = {function: rule for rule, functions in _TABLE.items() for function in functions}
+"""Function of torch -> what remembers it."""
+
+DESCRIPTION = frozenset(
+    [
+        *_of_tensor(
+            "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "names", "itemsize",
+            "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps",
+            "is_xpu", "size", "dim", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
+            "ndimension", "is_floating_point", "is_complex", "is_signed", "get_device", "__len__", "__hash__",
+            "is_same_size", "is_inference",
+        ),
+        torch.numel, torch.is_floating_point, torch.is_complex,
+    ]
+)  # fmt: skip
+"""Functions that need no values."""
+
+_IN_PLACE = re.compile(r".*[^_]_|__(set|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__")
+
+
+def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function changes its arguments, by what torch's are called."""
+    in_place = _IN_PLACE.fullmatch(getattr(func, "__name__", ""))
+    return bool(in_place or kwargs.get("inplace") or kwargs.get("out") is not None)
