@@ -161,6 +161,31 @@ def tell(ranks: int) -> Result:
     return {"rows": rows, "tensors": tensors}
 
 
+def pass_on(ranks: int, through_host: bool) -> tuple[list[torch.Tensor], int]:
+    """Each rank sends to the next one, and twice as much to the one before; both messages are under way at once."""
+    mesh = line(ranks)
+    group = mesh.shard
+    group._through_host = through_host  # as on an accelerator without its own backend
+    ahead, behind = (group.rank + 1) % ranks, (group.rank - 1) % ranks
+    landings = [torch.zeros(3), torch.zeros(2, 3)]
+    sends = [values(group.rank, 3), values(10 + group.rank, 6).view(2, 3)]
+    one = group.send_and_receive({ahead: sends[0]}, {behind: landings[0]}, 8, "one way")
+    other = group.send_and_receive({behind: sends[1]}, {ahead: landings[1]}, 9, "other way")
+    for pending in (other, one):
+        pending.wait()
+    assert mesh.traffic.calls == {("one way", "data"): 1, ("other way", "data"): 1}
+    return landings, sum(mesh.traffic.bytes.values())
+
+
+@pytest.mark.parametrize("through_host", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_messages_to_single_ranks_arrive_and_are_counted(ranks: int, through_host: bool) -> None:
+    for rank, (landings, sent) in enumerate(run_ranks(pass_on, ranks, ranks, through_host)):
+        assert torch.equal(landings[0], values((rank - 1) % ranks, 3))
+        assert torch.equal(landings[1], values(10 + (rank + 1) % ranks, 6).view(2, 3))
+        assert sent == 4 * 9
+
+
 @every_size
 def test_exchange_and_broadcast_tell_every_rank_the_same(ranks: int) -> None:
     for found in on_ranks(tell, ranks):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -425,6 +425,34 @@ class Group:
             self._count("exchange", dict.fromkeys(self._others(), vector.nbytes))
             _all_gather(rows, rows[self.rank].clone(), group=self.process_group)
         return rows.cpu()
+
+    def send_and_receive(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int, what: str
+    ) -> Pending:
+        """Start one message each to and from some other ranks.
+
+        All ranks take part; what one sends to another, the other expects, in the same shape and dtype.
+
+        Args:
+            sends: by group rank, what it gets: contiguous, and not to be written before the result was waited for.
+            receives: by group rank, where what it sends goes: contiguous.
+            tag: as in ``all_gather``.
+            what: name of the collective that these messages are part of, for accounting and messages.
+        """
+        self._count(what, {peer: tensor.nbytes for peer, tensor in sends.items()})
+        landings, sources = dict(receives), dict(sends)
+        if self._through_host:
+            landings = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
+            sources = {peer: tensor.cpu() for peer, tensor in sends.items()}
+
+        def arrived() -> None:
+            for peer, landing in landings.items():
+                _copy(receives[peer], landing)
+            sources.clear()  # until here they must not be freed
+
+        works = self._post(landings.items(), sources.items(), tag)
+        nbytes = sum(tensor.nbytes for tensor in receives.values())
+        return Pending(self._name(what, tag), works, arrived, self._watchdog, nbytes)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Give every rank the values that group rank ``root`` has. The tensor is contiguous."""
