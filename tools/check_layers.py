@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__", "engine", "build", "report", "export", "observing", "zero", "checkpointing"),
     ("saving",),
     ("agree", "batches", "training_data", "pretrained"),
-    ("shard", "tensor", "activation", "precision", "optim", "checkpoint", "data", "architectures"),
+    ("shard", "tensor", "context", "activation", "precision", "optim", "checkpoint", "data", "architectures"),
     ("dist", "observe", "config"),
     ("model",),
 )

@@ -1,0 +1,141 @@
+"""Cutting a batch of sequences over the ranks, and the mean loss of what is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeromesh.context.order import keep
+from zeromesh.dist.collectives import Group
+
+IGNORE_LABEL = -100
+"""A label that counts neither in the loss nor in its mean."""
+
+TOKENS = ("input_ids", "tokens", "inputs_embeds")
+LABELS = ("labels", "shift_labels")
+POSITIONS = ("position_ids", "positions")
+"""Names of what has the sequence as its second dim."""
+
+
+def split(
+    batch: Mapping[str, Any], group: Group, positions: str = "position_ids", shift: bool = True
+) -> dict[str, Any]:
+    """This rank's part of a batch that all ranks of the context axis have.
+
+    Labels become those of the next tokens before anything is cut, as the next token of a rank's last one is elsewhere.
+    Positions are added. A mask of ones, or of padding that comes last and has no labels, is left out: with causal
+    attention no other token sees it.
+
+    Args:
+        batch: what the model is called with, by name.
+        group: the ranks along the context axis.
+        positions: the name of the model's argument for positions.
+        shift: whether a token's label is the token itself, as transformers' models take it; otherwise it is the next.
+
+    Raises:
+        ValueError: a sequence that cannot be cut, or something in the batch that is not known to be cut.
+    """
+    given = {name: value for name, value in batch.items() if value is not None}
+    first = next((given[name] for name in TOKENS if name in given), None)
+    if first is None:
+        raise ValueError(f"the batch has {', '.join(given) or 'nothing'}, but none of {', '.join(TOKENS)} to be cut")
+    size, length = first.shape[:2]
+    labels = _next_labels(given.pop("labels", None), given.pop("shift_labels", None), shift)
+    _require_causal_mask(given.pop("attention_mask", None), labels, (size, length))
+    _require_one_document(given.pop("documents", None))
+    where = next((given.pop(name) for name in POSITIONS if name in given), None)
+    if where is None:
+        where = torch.arange(length, device=first.device).expand(size, length)
+    _require_consecutive(where)
+    given[positions] = where
+    if labels is not None:
+        given["labels"] = labels
+    known = {*TOKENS, *LABELS, positions}
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.ndim and name not in known:
+            raise ValueError(
+                f"the batch has a tensor {name} of shape {tuple(value.shape)}, and it is not known how a sequence in "
+                f"it is cut over context-parallel ranks; known are {', '.join((*TOKENS, *LABELS, *POSITIONS))}, and "
+                "attention_mask: leave it out, or set mesh.context to 1"
+            )
+        if name in known and value.shape[1] != length:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, but its sequences should have {length} tokens")
+    return {name: keep(value, group.rank, group.size, 1) if name in known else value for name, value in given.items()}
+
+
+def _next_labels(labels: Tensor | None, shifted: Tensor | None, shift: bool) -> Tensor | None:
+    if shifted is not None or labels is None:
+        return shifted
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_LABEL) if shift else labels
+
+
+def _require_causal_mask(mask: Tensor | None, labels: Tensor | None, shape: tuple[int, int]) -> None:
+    """Raise ValueError if the mask hides something from a token that counts."""
+    if mask is None:
+        return
+    reason = ""
+    if mask.shape != shape:
+        reason = f"it has shape {tuple(mask.shape)} and not {shape}"
+    elif bool((mask[:, 1:] > mask[:, :-1]).any()):
+        reason = "it hides tokens that come before others: pad at the end"
+    elif labels is not None and bool((labels.ne(IGNORE_LABEL) & mask.eq(0)).any()):
+        reason = f"hidden tokens have labels: give them the label {IGNORE_LABEL}"
+    if reason:
+        raise ValueError(
+            "context-parallel attention is causal without a mask, which leaves out padding only where no token that "
+            f"counts would see it; of this attention_mask, {reason}"
+        )
+
+
+def _require_one_document(documents: Tensor | None) -> None:
+    if documents is not None and bool((documents != documents[:, :1]).any()):
+        raise ValueError(
+            "a row has several documents that must not see each other, which context-parallel attention cannot hide: "
+            "give one document per row, let documents see each other, or set mesh.context to 1"
+        )
+
+
+def _require_consecutive(positions: Tensor) -> None:
+    if positions.ndim != 2 or bool((positions.diff() != 1).any()):
+        raise ValueError(
+            f"positions of shape {tuple(positions.shape)} do not count up by one along dim 1; where they start anew, "
+            "they stand for packed documents, which context-parallel attention cannot hide from each other: leave "
+            "them out, give one document per row, or set mesh.context to 1"
+        )
+
+
+def mean_loss(loss: Tensor, labels: Tensor, group: Group, tag: int) -> Tensor:
+    """The mean over the tokens of the whole sequences, equal on all ranks.
+
+    Each rank has the gradient of its own tokens' part of it times the number of ranks, so that the mean of gradients
+    over the ranks is the mean's gradient, however many labels count on each.
+
+    Args:
+        loss: the mean over this rank's tokens that have a label; whatever it is where none has.
+        labels: of this rank's tokens.
+        group: the ranks along the context axis.
+        tag: distinguishes collectives that are under way at the same time.
+    """
+    if group.size == 1:
+        return loss
+    mean: Tensor = _Mean.apply(loss, labels.ne(IGNORE_LABEL).sum(), group, tag)  # type: ignore[no-untyped-call]
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, count: Tensor, group: Group, tag: int) -> Tensor:
+        total = torch.where(count > 0, loss.detach().double() * count, 0.0)  # the mean of nothing is no number
+        sums = torch.stack([total, count.to(total)])
+        group.all_reduce(sums, tag)
+        ctx.save_for_backward(count * group.size / sums[1])
+        return (sums[0] / sums[1]).to(loss.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (share,) = ctx.saved_tensors
+        return (gradient * share).to(gradient.dtype), None, None, None

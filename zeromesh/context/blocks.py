@@ -1,0 +1,208 @@
+"""Attention of some queries to some keys, with what is needed to combine it with other keys: the log-sum-exp.
+
+torch's public function does not return it, but the operators behind it do, and their backwards take it. Given the
+result and the log-sum-exp over all keys, such a backward yields what one block of keys gives to the gradients (Dao,
+"FlashAttention-2", 2023; Liu et al., "Ring Attention", 2023). Where no operator is there for a device and dtype, the
+same is computed by plain products, with all scores of the block in memory.
+
+Shapes are (batch, heads, sequence, width); keys and values may have fewer heads, each of which serves several of the
+queries' in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_WIDTH_UNIT = 8
+"""CUDA's operators take heads whose width is a multiple of it."""
+_LSE_UNIT = 32
+"""The memory-efficient operator writes the log-sum-exp into rows of a multiple of it."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some queries and keys.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        causal: query i sees the keys 0 to i only, of as many; otherwise all keys.
+        scale: of the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float
+
+
+class Kernel(Protocol):
+    """How a block is computed."""
+
+    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+        """The result, and the log-sum-exp of each query's scores, (batch, heads, sequence), in at least fp32."""
+
+    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the block gives to the gradients of q, k and v.
+
+        Args:
+            block: as in the forward.
+            gradient: of ``out``.
+            out: the result over all keys, also those of other blocks.
+            lse: its log-sum-exp.
+        """
+
+
+class _Cpu:
+    """torch's flash attention for the CPU: all floating dtypes, and fewer key heads."""
+
+    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            block.q, block.k, block.v, 0.0, block.causal, scale=block.scale
+        )
+        return out, lse
+
+    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, block.q, block.k, block.v, out, lse, 0.0, block.causal, scale=block.scale
+        )
+        return dq, dk, dv
+
+
+class _Flash:
+    """FlashAttention of CUDA: 16 bits, and fewer key heads."""
+
+    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            block.q, block.k, block.v, 0.0, block.causal, scale=block.scale
+        )
+        return out, lse
+
+    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = block.q, block.k, block.v
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state: nothing is dropped out
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal, unused,
+            unused[:0], scale=block.scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class _Efficient:
+    """The memory-efficient attention of CUDA: fp32, too, and older devices. It takes as many key heads as queries'."""
+
+    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+        k, v = (_repeat(x, block.q) for x in (block.k, block.v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            block.q, k, v, None, True, 0.0, block.causal, scale=block.scale
+        )
+        return out, lse[:, :, : block.q.shape[2]]
+
+    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = (_repeat(x, block.q) for x in (block.k, block.v))
+        padded = F.pad(lse, (0, -lse.shape[-1] % _LSE_UNIT), value=torch.inf).contiguous()
+        unused = torch.zeros((), dtype=torch.int64, device=k.device)
+        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            gradient, block.q, k, v, None, out, padded, unused, unused, 0.0, [True, True, True, False], block.causal,
+            scale=block.scale,
+        )  # fmt: skip
+        return dq, _sum_repeated(dk, block.k), _sum_repeated(dv, block.v)
+
+
+class _Products:
+    """Plain products, in at least fp32, on every device."""
+
+    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+        _, _, v, scores = self._scores(block)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse.unsqueeze(-1)).exp() @ v
+        return out.flatten(1, 2).to(block.q.dtype), lse.flatten(1, 2)
+
+    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, scores = self._scores(block)
+        dout, y = (_grouped(x, block.k).to(q.dtype) for x in (gradient, out))
+        weights = (scores - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
+        dscores = weights * (dout @ v.mT - (dout * y).sum(-1, keepdim=True)) * block.scale
+        dq, dk, dv = dscores @ k, dscores.mT @ q, weights.mT @ dout
+        return dq.flatten(1, 2).to(block.q.dtype), dk.sum(2).to(block.k.dtype), dv.sum(2).to(block.v.dtype)
+
+    def _scores(self, block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and scores with heads as (key heads, queries' heads for each)."""
+        wide = torch.promote_types(block.q.dtype, torch.float32)
+        q = _grouped(block.q, block.k).to(wide)
+        k, v = (x.unsqueeze(2).to(wide) for x in (block.k, block.v))
+        scores = q @ k.mT * block.scale
+        if block.causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        return q, k, v, scores
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    parts: Tensor = x.unflatten(1, (k.shape[1], -1))
+    return parts
+
+
+def _repeat(x: Tensor, q: Tensor) -> Tensor:
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _sum_repeated(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient if gradient.shape == x.shape else _grouped(gradient, x).sum(2)
+
+
+CPU, FLASH, EFFICIENT, PRODUCTS = _Cpu(), _Flash(), _Efficient(), _Products()
+
+
+def choose(block: Block) -> Kernel:
+    """The fastest kernel there is for a block of one width."""
+    q, k, v = block.q, block.k, block.v
+    if q.device.type == "cpu":
+        return CPU
+    if q.device.type == "cuda":
+        from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+
+        if can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, block.causal, k.shape[1] != q.shape[1])):
+            return FLASH
+        k, v = _repeat(k, q), _repeat(v, q)
+        if can_use_efficient_attention(SDPAParams(q, k, v, None, 0.0, block.causal, False)):
+            return EFFICIENT
+    return PRODUCTS
+
+
+def attend(block: Block) -> tuple[Tensor, Tensor]:
+    """See ``Kernel.attend``."""
+    _, padded = _of_one_width(block)
+    with torch.autocast(block.q.device.type, enabled=False):  # it would narrow the plain products
+        out, lse = choose(padded).attend(padded)
+    return out[..., : block.v.shape[-1]], lse
+
+
+def gradients(block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``Kernel.gradients``."""
+    width, padded = _of_one_width(block)
+    with torch.autocast(block.q.device.type, enabled=False):
+        dq, dk, dv = choose(padded).gradients(padded, _pad(gradient, width), _pad(out, width), lse)
+    return dq[..., : block.q.shape[-1]], dk[..., : block.q.shape[-1]], dv[..., : block.v.shape[-1]]
+
+
+def _of_one_width(block: Block) -> tuple[int, Block]:
+    """The block with zeros added to its heads, which change nothing, so that an operator takes it."""
+    width = max(block.q.shape[-1], block.v.shape[-1])
+    if block.q.device.type != "cpu":
+        width = -(-width // _WIDTH_UNIT) * _WIDTH_UNIT
+    return width, replace(block, q=_pad(block.q, width), k=_pad(block.k, width), v=_pad(block.v, width))
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    """With a last dim of this width, and its elements next to each other in memory."""
+    if x.shape[-1] != width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,43 @@
+"""Which part of a sequence each rank holds.
+
+The sequence is cut into twice as many chunks as there are ranks, and rank i of c holds chunks i and 2c-1-i (zigzag).
+Under a causal mask a chunk sees those before it, so a rank with one early and one late chunk has as much to compute as
+any other (Brandon et al., "Striped Attention", 2023, balance the ring by another order; this one keeps blocks whole).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
+    """The two chunks of a rank, in their order."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def require_length(length: int, ranks: int) -> None:
+    """Raise ValueError if a sequence of this many tokens cannot be cut."""
+    count = 2 * ranks
+    whole, rest = divmod(length, count)
+    if rest or not whole:
+        works = [n for n in (whole * count, (whole + 1) * count) if n]
+        raise ValueError(
+            f"a sequence has {length} tokens, which cannot be cut into 2 x {ranks} context-parallel ranks = {count} "
+            f"equal chunks ({length} = {whole} x {count} + {rest}); the nearest lengths that work are "
+            f"{' and '.join(map(str, works))}: pad it, or change data's sequence length or mesh.context"
+        )
+
+
+def keep(x: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
+    """A rank's part of a dim that is the sequence."""
+    if ranks == 1:
+        return x
+    require_length(x.shape[dim], ranks)
+    parts = x.chunk(2 * ranks, dim)
+    return torch.cat([parts[chunk] for chunk in chunks_of(rank, ranks)], dim)
+
+
+def gathered_order(ranks: int) -> list[int]:
+    """The chunks of all ranks, rank by rank: entry p is the place in the sequence of the chunk that lies at p."""
+    return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]
