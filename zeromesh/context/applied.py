@@ -1,0 +1,113 @@
+"""What every kind of model needs to run with its sequences spread over ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.context import batch
+from zeromesh.context.attention import attend
+from zeromesh.dist.collectives import Group
+
+
+class Unsupported(ValueError):
+    """A model, or what it is called with, that cannot run with its sequences spread over ranks."""
+
+
+def refuse(what: str, reason: str, remedy: str = "set mesh.context to 1") -> Unsupported:
+    """The error for a model, or a part of it: to be raised."""
+    return Unsupported(f"{what} cannot run under context parallelism: {reason}; {remedy}")
+
+
+class Applied:
+    """Context parallelism of one model.
+
+    Attributes:
+        active: whether the model's sequences are spread at present.
+        attentions: calls of attention since the forward began.
+        losses: calls of the model's loss function since then.
+
+    Args:
+        strategy: one of ``STRATEGIES``.
+        group: the ranks along the context axis.
+        tag: distinguishes what is under way at the same time; this one, and the next two, are used.
+    """
+
+    def __init__(self, strategy: str, group: Group, tag: int) -> None:
+        self.strategy, self.group, self.tag = strategy, group, tag
+        self.active = True
+        self.attentions = self.losses = 0
+        # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
+        self._uncompiled = torch.compiler.disable(self._attend)
+        group.purposes |= {
+            tag: f"{strategy} attention",
+            tag + 1: "gradients of keys and values",
+            tag + 2: "the mean loss",
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
+        """A copy of a model is spread over the same ranks."""
+        return self
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it, the model computes as without context parallelism: each rank all that it is given."""
+        before, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Causal attention of this rank's part of the sequence."""
+        out: Tensor = self._uncompiled(q, k, v, scale)
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        self.attentions += 1
+        return attend(self.strategy, q, k, v, self.group, self.tag, scale)
+
+    def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """See ``batch.mean_loss``."""
+        self.losses += 1
+        return batch.mean_loss(loss, labels, self.group, self.tag + 2)
+
+    def require_attention(self, name: str) -> None:
+        """Raise Unsupported if the model's forward has ended without a call of attention that was seen."""
+        if not self.attentions:
+            raise refuse(name, "its forward ended without a call of the attention that is replaced")
+
+
+def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Have ``run(forward, *args, **kwargs)`` called in place of the module's forward, also where that is called itself.
+
+    Some wrappers of models do so, and hooks would not run.
+    """
+    forward = module.forward
+    module.forward = functools.wraps(forward)(functools.partial(run, forward))
+
+
+def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    """Of the forward of a class of modules."""
+    return inspect.signature(kind.forward).parameters
+
+
+def named_arguments(kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the forward of a class of modules, all by name."""
+    if not args:
+        return dict(kwargs)
+    bound = inspect.signature(kind.forward).bind_partial(None, *args, **kwargs)
+    signature = bound.signature.parameters
+    named = dict(list(bound.arguments.items())[1:])
+    for name in list(named):
+        if signature[name].kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name)
+        elif signature[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            raise refuse(kind.__name__, f"its forward takes any number of arguments as *{name}")
+    return named

@@ -1,0 +1,49 @@
+"""Have a model run with its sequences spread over the ranks of the context axis."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from zeromesh.context import huggingface, plain
+from zeromesh.context.applied import Applied
+from zeromesh.context.attention import STRATEGIES
+from zeromesh.dist.collectives import Group
+
+TAG = 8
+"""It, and the next two, are used by nothing else."""
+
+
+def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> Applied:
+    """Change a model in place: called as before, with whole sequences, each rank computes its part of them.
+
+    Given labels, its loss is the mean over the whole sequences, equal on all ranks; the mean of gradients over the
+    ranks is the loss's gradient. All else that it returns is of this rank's tokens, in the order of ``order.py``.
+
+    Modules are to be checkpointed after this, not before, so that what is computed again is what was computed.
+
+    Args:
+        model: a causal decoder of transformers with the attention sdpa, or one inside of other modules; or a torch
+            module that calls ``F.scaled_dot_product_attention(is_causal=True)``, takes the positions of its tokens, and
+            whose labels, if it takes any, are those of the next tokens.
+        strategy: one of ``STRATEGIES``.
+        group: the ranks along the context axis; with one, nothing is done.
+        tag: distinguishes what is under way at the same time; this one, and the next two, are used.
+
+    Raises:
+        Unsupported: the model cannot run so; it says why. What is seen only in a forward is refused there.
+        ValueError: an unknown strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join(STRATEGIES)}")
+    applied = Applied(strategy, group, tag)
+    if group.size == 1:
+        return applied
+    utils = sys.modules.get("transformers.modeling_utils")  # a model of it cannot be there without
+    models = [one for one in model.modules() if utils is not None and isinstance(one, utils.PreTrainedModel)]
+    if models:
+        huggingface.install(models[0], applied)
+    else:
+        plain.install(model, applied)
+    return applied

@@ -1,0 +1,204 @@
+"""Context parallelism of causal decoders of transformers.
+
+They call attention through a table by the name in their configuration, and so do they make masks: each model gets a
+name of its own there. Their loss function gets labels that are shifted already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeromesh.context import batch
+from zeromesh.context.applied import Applied, named_arguments, parameters_of, refuse, replace_forward
+from zeromesh.context.attention import require_heads
+from zeromesh.context.plain import require_no_mixing, require_plain
+
+_numbers = itertools.count()
+
+_FROM_LONGEST = ("dynamic", "longrope")
+"""Rotary positions whose frequencies depend on the longest position that a rank has."""
+
+_EXTRAS = {
+    "sliding_window": "its attention sees a sliding window of {value} tokens",
+    "softcap": "its attention caps scores at {value}",
+    "s_aux": "its attention has sinks",
+    "position_bias": "its attention adds a bias to scores",
+}
+"""Arguments of attention that it may have beside the usual ones, and what they mean."""
+
+
+def install(model: Any, applied: Applied) -> None:
+    """Have a model of transformers run with its sequences spread over ranks.
+
+    Raises:
+        Unsupported: it cannot.
+        ValueError: the ranks do not divide its heads where the strategy needs it.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    require(model)
+    heads = getattr(model.config, "num_attention_heads", None)
+    if applied.strategy == "ulysses" and heads is not None:
+        require_heads(heads, applied.group.size)
+    name = f"zeromesh_context_{next(_numbers)}"
+    parts = _Parts(model, applied, ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionInterface.register(name, parts.attention)
+    AttentionMaskInterface.register(name, parts.mask)
+    for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        weakref.finalize(model, table._global_mapping.pop, name, None)
+    model.set_attn_implementation(name)
+    if "labels" in parameters_of(type(model)):
+        model.loss_function = _Loss(model.loss_function, applied)
+    replace_forward(model, parts.run)
+
+
+def require(model: Any) -> None:
+    """Raise Unsupported if a model is not a causal decoder whose attention can be replaced."""
+    config, name = model.config, type(model).__name__
+    parameters = parameters_of(type(model))
+    if config.is_encoder_decoder:
+        raise refuse(name, "it is an encoder with a decoder, and only causal decoders can be spread")
+    if model._is_stateful:
+        raise refuse(name, "its state-space or recurrent layers read a sequence from its begin")
+    if getattr(config, "alibi", False):
+        raise refuse(name, "it adds biases to its attention's scores (ALiBi)")
+    _require_modules(model)
+    if not model._supports_attention_backend:
+        raise refuse(
+            name, "it computes attention itself (with ALiBi, say) and not by transformers' table of attention functions"
+        )
+    if config._attn_implementation != "sdpa":
+        raise refuse(
+            name,
+            f"its attention is {config._attn_implementation!r}, and only 'sdpa' is replaced",
+            "build it with attn_implementation='sdpa', where it has that, or set mesh.context to 1",
+        )
+    for option in ("attention_dropout", "attn_pdrop", "layerdrop"):
+        if isinstance(value := getattr(config, option, 0.0), int | float) and value > 0:
+            raise refuse(name, f"{option} is {value:g}, which ranks would have to draw alike", f"set {option} to 0")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *(one for one in rope.values() if isinstance(one, dict))):
+        if settings.get("rope_type") in _FROM_LONGEST:
+            raise refuse(
+                name,
+                f"the frequencies of its rotary positions ({settings['rope_type']}) follow the longest position that a "
+                "rank has",
+                "take another rope_type, or set mesh.context to 1",
+            )
+    if "position_ids" not in parameters:
+        raise refuse(name, "its forward takes no position_ids")
+    if "labels" in parameters and "shift_labels" not in inspect.signature(model.loss_function).parameters:
+        loss = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+        raise refuse(name, f"its loss, {loss}, takes no shift_labels, so it is not the one of next tokens")
+
+
+def _require_modules(model: Any) -> None:
+    config = model.config
+    require_no_mixing(model)
+    kinds = getattr(config, "layer_types", None) or []
+    for number, kind in enumerate(kinds):
+        if kind != "full_attention":
+            raise refuse(f"layer {number} of {type(model).__name__}", f"it is of the kind {kind}, not full_attention")
+    if not getattr(config, "is_causal", True):
+        raise refuse(type(model).__name__, "its attention is not causal")
+    window_of_all = None if kinds else getattr(config, "sliding_window", None)
+    for path, module in model.named_modules():
+        if not hasattr(module, "is_causal"):  # it is no attention
+            continue
+        what = f"{path} ({type(module).__name__})"
+        if not module.is_causal:
+            raise refuse(what, "its attention is not causal")
+        if isinstance(window := getattr(module, "sliding_window", window_of_all), int):
+            raise refuse(
+                what,
+                f"its attention sees a sliding window of {window} tokens",
+                "set sliding_window to None, if it may see all, or set mesh.context to 1",
+            )
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            raise refuse(what, f"its attention caps scores at {module.attn_logit_softcapping}")
+        if getattr(module, "sinks", None) is not None:
+            raise refuse(what, "its attention has sinks")
+
+
+class _Parts:
+    """What a model calls in place of its own: its forward, its attention and the making of its mask."""
+
+    def __init__(self, model: nn.Module, applied: Applied, attention: Any, mask: Any) -> None:
+        self._kind, self._applied, self._sdpa, self._sdpa_mask = type(model), applied, attention, mask
+        self._model = weakref.ref(model)  # the tables that hold this must not keep the model
+
+    def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        applied = self._applied
+        if not applied.active:
+            return forward(*args, **kwargs)
+        named, name = named_arguments(self._kind, args, kwargs), self._kind.__name__
+        if named.get("past_key_values") is not None:
+            raise refuse(name, "it is called with a cache, as in generation", "generate within paused()")
+        if named.get("num_items_in_batch") is not None:
+            raise refuse(
+                name, "num_items_in_batch counts labels, and the ranks count theirs themselves", "leave it out"
+            )
+        part = batch.split(named, applied.group)
+        if "use_cache" in parameters_of(self._kind):
+            part["use_cache"] = False
+        applied.attentions = applied.losses = 0
+        output = forward(**part)
+        applied.require_attention(name)
+        if "labels" in part and not applied.losses:
+            raise refuse(name, "it computes its loss without its loss_function")
+        return output
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extras: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """As transformers calls it."""
+        if not self._applied.active:
+            found: tuple[Tensor, None] = self._sdpa(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+                **extras,
+            )  # fmt: skip
+            return found
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is not None or not causal or dropout > 0 or query.shape[2] != key.shape[2]:
+            require_plain(self._name(module), query, key, attention_mask, dropout, causal)
+        for extra, meaning in _EXTRAS.items():
+            if (given := extras.get(extra)) is not None:
+                raise refuse(self._name(module), meaning.format(value=given))
+        return self._applied.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+
+    def _name(self, module: nn.Module) -> str:
+        model = self._model()
+        paths = [] if model is None else [path for path, one in model.named_modules() if one is module]
+        return f"{paths[0] if paths else 'a module'} ({type(module).__name__})"
+
+    def mask(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers calls it: no mask, as attention is causal. It would take jumps of positions for documents."""
+        if not self._applied.active:
+            return self._sdpa_mask(*args, **kwargs)
+        name = self._kind.__name__
+        if kwargs.get("local_size") is not None:
+            raise refuse(name, f"its attention sees a window or a chunk of {kwargs['local_size']} tokens")
+        if kwargs.get("allow_is_bidirectional_skip") or kwargs.get("use_vmap"):
+            raise refuse(name, "its attention has a mask of its own, where only causal attention can be spread")
+        return None
+
+
+class _Loss:
+    """A model's loss function, given labels of the next tokens of this rank's part of the sequence."""
+
+    def __init__(self, loss: Any, applied: Applied) -> None:
+        self._loss, self._applied = loss, applied
+
+    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._applied.active:
+            own: Tensor = self._loss(logits, labels, *args, **kwargs)
+            return own
+        return self._applied.mean_loss(self._loss(logits, labels, *args, shift_labels=labels, **kwargs), labels)

@@ -1,0 +1,141 @@
+"""Context parallelism of a torch module that calls torch's attention itself.
+
+Its calls of ``scaled_dot_product_attention`` are replaced while any of its modules runs: not only the whole, as a
+checkpointed module runs again on its own in the backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zeromesh.context import batch
+from zeromesh.context.applied import Applied, named_arguments, parameters_of, refuse, replace_forward
+
+_MIXING: dict[type[nn.Module], str] = {
+    nn.MultiheadAttention: "torch's own layer calls an attention that cannot be replaced",
+    nn.RNNBase: "a recurrent layer reads the sequence from its begin",
+}
+"""Layers of torch that mix positions in their own way."""
+
+
+def install(model: nn.Module, applied: Applied) -> None:
+    """Have the model run with its sequences spread over ranks.
+
+    Raises:
+        Unsupported: it cannot.
+    """
+    name = type(model).__name__
+    parameters = parameters_of(type(model))
+    positions = next((one for one in batch.POSITIONS if one in parameters), None)
+    if positions is None:
+        raise refuse(
+            name,
+            f"its forward takes no {' or '.join(batch.POSITIONS)}, so it cannot know at which positions of the "
+            "sequence a rank's tokens are",
+            "add such an argument, int64 of shape (batch, sequence), or set mesh.context to 1",
+        )
+    require_no_mixing(model)
+    for path, module in model.named_modules():
+        if not type(module).__module__.startswith("torch.nn"):
+            replace_forward(module, _Interception(path or name, applied).run)
+    replace_forward(model, _Root(type(model), positions, applied).run)
+
+
+def require_no_mixing(model: nn.Module) -> None:
+    """Raise Unsupported if a layer is known to mix positions otherwise than by attention."""
+    for path, module in model.named_modules():
+        for kind, reason in _MIXING.items():
+            if isinstance(module, kind):
+                raise refuse(f"{path} ({type(module).__name__})", reason)
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(module.kernel_size) > 1:
+            raise refuse(f"{path} ({type(module).__name__})", "a convolution reads tokens that other ranks have")
+
+
+class _Root:
+    """Cuts what the model is called with, and takes the mean of its losses."""
+
+    def __init__(self, kind: type[nn.Module], positions: str, applied: Applied) -> None:
+        self._kind, self._positions, self._applied = kind, positions, applied
+
+    def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        applied = self._applied
+        if not applied.active:
+            return forward(*args, **kwargs)
+        applied.attentions = 0
+        named = named_arguments(self._kind, args, kwargs)
+        part = batch.split(named, applied.group, self._positions, shift=False)
+        output = forward(**part)
+        applied.require_attention(self._kind.__name__)
+        if "labels" not in part:
+            return output
+        if not isinstance(output, Tensor) or output.numel() != 1:
+            raise refuse(
+                self._kind.__name__,
+                "given labels, it returns something else than its mean loss, a scalar",
+                "call it without labels, and give your loss of its output, and this rank's labels, to mean_loss",
+            )
+        return applied.mean_loss(output, part["labels"])
+
+
+_inside = threading.local()
+
+
+class _Interception(TorchFunctionMode):
+    """Replaces the attention that one module calls."""
+
+    def __init__(self, name: str, applied: Applied) -> None:
+        super().__init__()
+        self._name, self._applied = name, applied
+
+    def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = getattr(_inside, "module", None)
+        if not self._applied.active:
+            return forward(*args, **kwargs)
+        _inside.module = self
+        try:
+            if outer is not None and outer._applied is self._applied:
+                return forward(*args, **kwargs)  # what replaces it is there already
+            with self:
+                return forward(*args, **kwargs)
+        finally:
+            _inside.module = outer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            raise refuse(_inside.module._name, "F.multi_head_attention_forward cannot be replaced")
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _inside.module._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        require_plain(self._name, query, key, attn_mask, dropout_p, is_causal)
+        return self._applied.attend(query, key, value, scale)
+
+
+def require_plain(
+    name: str, query: Tensor, key: Tensor, mask: torch.Tensor | None, dropout: float, is_causal: bool
+) -> None:
+    """Raise Unsupported if a call of attention is more than causal attention of a sequence to itself."""
+    reason = ""
+    if mask is not None:
+        reason = f"its attention has a mask, of shape {tuple(mask.shape)}, where only is_causal=True can be spread"
+    elif not is_causal:
+        reason = "its attention is not causal"
+    elif dropout > 0:
+        reason = f"its attention has dropout {dropout:g}, which ranks would have to draw alike: set it to 0"
+    elif query.ndim != 4 or query.shape[2] != key.shape[2]:
+        reason = (
+            f"its queries have shape {tuple(query.shape)} and its keys {tuple(key.shape)}, where both should be "
+            "(batch, heads, sequence, width) with one sequence, and no cache"
+        )
+    if reason:
+        raise refuse(name, reason)
