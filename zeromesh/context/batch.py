@@ -48,10 +48,9 @@ def split(
     _require_causal_mask(given.pop("attention_mask", None), labels, (size, length))
     _require_one_document(given.pop("documents", None))
     where = next((given.pop(name) for name in POSITIONS if name in given), None)
-    if where is None:
-        where = torch.arange(length, device=first.device).expand(size, length)
-    _require_consecutive(where)
-    given[positions] = where
+    if where is not None:
+        _require_consecutive(where)
+    given[positions] = torch.arange(length, device=first.device).expand(size, length) if where is None else where
     if labels is not None:
         given["labels"] = labels
     known = {*TOKENS, *LABELS, positions}
