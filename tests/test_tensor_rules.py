@@ -426,10 +426,31 @@ def test_there_are_four_all_reduces_for_each_layer() -> None:
     for found in run_ranks(traffic, ranks, False, timeout=LIMIT):
         total = sum(row["bytes"] for kind, row in found.items() if kind.endswith("/tensor"))
         blocks = 4 * layers * 2 * once
-        # One for the embedding, one for the gradient of what the head reads; logits, or what tells their loss.
-        ends = 2 * 2 * once
-        logits = 4 * 8 * 96 * 4 * (ranks - 1) // ranks
-        assert total == blocks + ends + logits, found
+        # One for the embedding, one for the gradient of what the head reads; and three numbers for each token's loss.
+        ends, loss = 2 * 2 * once, 3 * 4 * 8 * 4
+        assert total == blocks + ends + loss, found
+
+
+def test_sequence_parallelism_sends_as_many_bytes() -> None:
+    activation, ranks, layers = 4 * 8 * 32 * 4, 2, 3
+    once = activation * (ranks - 1) // ranks
+    for found in run_ranks(traffic, ranks, True, timeout=LIMIT):
+        total = sum(row["bytes"] for kind, row in found.items() if kind.endswith("/tensor"))
+        # Where the sequence is spread its gradient is gathered, and after the last block the activation is.
+        assert total == 4 * layers * 2 * once + 2 * 2 * once + 2 * once + 3 * 4 * 8 * 4, found
+
+
+def late_logits() -> None:
+    engine = zeromesh.initialize(model=llama(torch.float32), config=config(2))[0]
+    output = engine(input_ids=batch(0), labels=batch(0))
+    engine.backward(output.loss)
+    engine.step()
+    output.logits.argmax(-1)
+
+
+def test_logits_that_are_asked_for_after_the_update_are_refused() -> None:
+    with pytest.raises(RankFailure, match="was changed after its logits were made, as by step"):
+        run_ranks(late_logits, 2, timeout=LIMIT)
 
 
 def refuses(settings: dict[str, Any], ranks: int, match: str, **options: Any) -> None:

@@ -20,6 +20,7 @@ from zeromesh.observe.spans import span
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.saving import load, save, whole
 from zeromesh.shard.sharded import Agreement, Sharded
+from zeromesh.tensor.logits import expire
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
@@ -256,6 +257,7 @@ class Engine:
         finally:  # if it raises, some masters may have changed, and other ranks may have done it all
             with span("publish"):
                 self.sharded.updated()
+            expire()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._print()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet, ref
 
@@ -120,15 +121,24 @@ def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
                 calls.add(call)
                 hook = _output_hook(call, listener, calls)
                 for tensor in new:
-                    tensor.register_hook(hook)
-                    if tensor.grad_fn is not None:
-                        tensor.grad_fn.metadata[CALL] = call  # type: ignore[index]
+                    # What is computed later, if at all, is an output when it is there.
+                    getattr(tensor, "when_computed", partial(_at_once, tensor))(partial(_listen_to, hook, call))
         listener.forward_ends(unit, call)
 
     return [
         unit.module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
         unit.module.register_forward_hook(Hook(after), with_kwargs=True, always_call=True),
     ]
+
+
+def _at_once(tensor: torch.Tensor, listener: Callable[[torch.Tensor], None]) -> None:
+    listener(tensor)
+
+
+def _listen_to(hook: Any, call: Call, output: torch.Tensor) -> None:
+    output.register_hook(hook)
+    if output.grad_fn is not None:
+        output.grad_fn.metadata[CALL] = call  # type: ignore[index]
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:

@@ -22,6 +22,8 @@ from zeromesh.dist.collectives import Group
 from zeromesh.model.split import Held
 from zeromesh.tensor.heads import take_part
 from zeromesh.tensor.linear import Columns, Layer, enter, leave, multiply
+from zeromesh.tensor.logits import Logits
+from zeromesh.tensor.loss import Vocabulary
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import Member, Resolved, is_transposed
 from zeromesh.tensor.sequence import Stack
@@ -204,6 +206,11 @@ def _linear(
         split = resolved.held_of(module, "weight").split
         size = None if style.after is None or split is None else split.size
         forward: Any = _eager(_by_columns, entrance=entrance, index=index, place=place, tag=tag + 2, size=size)
+    elif style.after == "logits":
+        split = resolved.held_of(module, "weight").split
+        assert split is not None
+        vocabulary = Vocabulary(split.intervals[place.group.rank][0][0], split.size, place.group)
+        forward = _eager(_by_vocabulary, vocabulary=vocabulary, tag=tag)
     elif style.cut == "inputs":
         held = resolved.held_of(module, "weight") if style.before == "split" else None
         forward = _eager(_by_rows, place=place, tag=tag, held=held, spread=place.spreads(member.name))
@@ -232,6 +239,10 @@ def _by_columns(
     x, layer = entrance.admit(x, index, module.training)
     y = multiply(x, _columns(module)) if layer is None else layer(x)
     return y if size is None else move(y, "join", place.group, tag, -1)[..., :size]
+
+
+def _by_vocabulary(module: Any, x: Tensor, vocabulary: Vocabulary, tag: int) -> Tensor:
+    return Logits(x, module.weight, module.bias, vocabulary, tag)
 
 
 def _by_rows(module: Any, x: Tensor, place: Place, tag: int, held: Held | None, spread: bool) -> Tensor:

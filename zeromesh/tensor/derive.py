@@ -207,7 +207,7 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
     for name, m in outside.items():
         fits = kind_of(m) == "linear" and _outputs(m) == size and (m is head or head is None)
         if fits or (kind_of(m) == "linear" and id(m.weight) in weights):
-            plan[name] = Rule("colwise_gather_output")
+            plan[name] = Rule("vocabulary")
     return plan
 
 

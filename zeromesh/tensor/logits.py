@@ -12,8 +12,8 @@ they are asked for; ``F.cross_entropy(logits.materialise(), labels)`` has them.
 - The loss of 16-bit logits is in fp32.
 - Logits refer to the head's parameter itself, not to a view of it, and read it when they are computed, by torch
   functions that ask the parameter's class: an engine that has parameters elsewhere sees that they are needed, after the
-  head's forward. Parameters changed in place since then are an error, as the values would be other ones. An update that
-  does not count in ``Tensor._version`` is not noticed.
+  head's forward. Parameters changed in place since then are an error, as the values would be other ones; of an update
+  that does not count in ``Tensor._version``, ``expire`` tells.
 - The outputs of the head that backward reaches are the loss, or the values; ``when_computed`` tells of them.
 """
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,15 @@ from zeromesh.tensor.operators import move
 
 Computed = tuple[Tensor, Sequence[Tensor | None]]
 """Values, and the tensors that they were made of."""
+
+
+_HEADS: WeakSet[_Head] = WeakSet()
+
+
+def expire() -> None:
+    """All parameters have been updated: what has not been computed of logits cannot be any more."""
+    for head in _HEADS:
+        head.expired = True
 
 
 @dataclass(eq=False)
@@ -53,9 +62,11 @@ class _Head:
     versions: tuple[int, ...] = ()
     listeners: list[Callable[[Tensor], None]] = field(default_factory=list)
     family: WeakValueDictionary[int, Logits] = field(default_factory=WeakValueDictionary)
+    expired: bool = False
 
     def __post_init__(self) -> None:
         self.versions = self._versions()
+        _HEADS.add(self)
 
     def _versions(self) -> tuple[int, ...]:
         operands = (self.hidden, self.weight, self.bias)
@@ -64,10 +75,10 @@ class _Head:
     @contextmanager
     def opened(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """This rank's weight and bias, under the autocast of the call."""
-        if self._versions() != self.versions:
+        if self.expired or self._versions() != self.versions:
             raise RuntimeError(
-                "the head's input, weight or bias was changed in place after its logits were made; they are computed "
-                "when they are needed, and would be other ones now: compute what you need of them before the change, "
+                "the head's input, weight or bias was changed after its logits were made, as by step(); they are "
+                "computed when they are needed, and would be other ones now: compute what you need before the change, "
                 "or call materialise() on them"
             )
         bias, rows, start = self.bias, self.weight.shape[0], self.vocabulary.start

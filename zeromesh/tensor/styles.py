@@ -1,6 +1,6 @@
 """The ways in which a module can be split over the tensor axis: one table.
 
-The names are those of transformers' ``base_model_tp_plan``, and mean the same.
+The names are those of transformers' ``base_model_tp_plan``, and mean the same; ``vocabulary``, of a head, is ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Style:
             dim), ``mask`` (of ids, each rank looks up its own), ``copy`` (as enter, of an expert's input and weights),
             ``share`` (divided by the number of ranks).
         after: with the output: ``leave`` (summed, then the bias is added), ``join`` (gathered along the last dim),
-            ``sum``, ``sum_rotary`` (of the part for rotary embeddings, the gradient is summed).
+            ``sum``, ``sum_rotary`` (of the part for rotary embeddings, the gradient is summed), ``logits`` (a loss is
+            computed without gathering them, see ``logits.py``).
         partial: whether ranks have shares of the gradients of its parameters, which are not cut.
         kinds: what it may be given to.
     """
@@ -48,6 +49,7 @@ STYLES: Mapping[str, Style] = {
     "rowwise_split_input": Style("inputs", padded=True, before="split", after="leave"),
     "embedding_rowwise": Style("rows", padded=True, before="mask", after="sum", kinds=("embedding",)),
     "embedding_colwise": Style("width", after="join", kinds=("embedding",)),
+    "vocabulary": Style("outputs", padded=True, after="logits"),
     "replicated_with_grad_allreduce": Style(partial=True, kinds=ANY),
     "mla_kv_a_proj": Style(after="sum_rotary"),
     "moe_tp_experts": Style(before="copy", after="sum", kinds=("module",)),
