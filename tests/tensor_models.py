@@ -73,16 +73,19 @@ class Case:
     checkpointing: bool = False
     clip: bool = False
     accumulation: int = 1
+    context: int = 1
+    strategy: str = "ring"
 
     def __str__(self) -> str:
         marks = [mark for mark in ("sequence", "checkpointing", "clip") if getattr(self, mark)]
+        marks += [f"context {self.context}-{self.strategy}"] if self.context > 1 else []
         return f"{self.name}-tensor {self.tensor}-data {self.data}-row {self.row}-{self.accumulation} steps" + "".join(
             f"-{mark}" for mark in marks
         )
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.data * self.context
 
     @property
     def config(self) -> dict[str, Any]:
@@ -92,7 +95,8 @@ class Case:
             "gradient_clipping": CLIP if self.clip else 0.0,
             "optimizer": {"type": "AdamW", "params": OPTIMIZER},
             "zero_optimization": {"stage": self.row},
-            "mesh": {"tensor": self.tensor, "data": self.data},
+            "mesh": {"tensor": self.tensor, "data": self.data, "context": self.context},
+            "context_parallel": {"strategy": self.strategy},
             "tensor_parallel": {"sequence": self.sequence},
         }
 

@@ -218,7 +218,7 @@ def other_samples() -> None:
     engine.step()
 
 
-def test_ranks_that_split_one_model_and_are_given_other_samples_are_told() -> None:
+def test_ranks_that_share_a_batch_and_are_given_other_samples_are_told() -> None:
     with pytest.raises(RankFailure, match="have different losses: .* give them the same samples"):
         run_ranks(other_samples, 2, timeout=LIMIT)
 

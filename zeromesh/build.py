@@ -150,6 +150,8 @@ def initialize(
     share(world, "prepare its optimizer, schedule, data and monitors", failure)
     assert prepared is not None
     owned, built, scheduler, loader, monitor, plan = prepared
+    failure = attempt(lambda: spread_sequences(model, resolved, mesh, loss_fn))[1]
+    share(world, "spread its sequences over ranks", failure)
     require_agreement(world, "the tensor-parallel plan", "" if plan is None else describe_plan(plan[0]))
     require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
     sharded = None
@@ -311,6 +313,25 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
         _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(found | given), whole)
     resolved = resolve(model, given, found, group.rank, group.size)
     return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
+
+
+def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> None:
+    """Change the model so that each rank along the context axis computes its part of the sequences.
+
+    Raises:
+        ValueError: the model cannot be spread; it is as it was then.
+    """
+    group = mesh.group("context")
+    if group.size == 1:
+        return
+    if loss_fn is not None:
+        raise ValueError(
+            "loss_fn would be given the labels of whole sequences, and logits of this rank's part; leave it out, and "
+            "have the model return its loss"
+        )
+    from zeromesh.context.apply import apply as spread
+
+    spread(model, settings.context_parallel.strategy, group)
 
 
 def _check(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:

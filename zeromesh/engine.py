@@ -283,21 +283,19 @@ class Engine:
         return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses))]
 
     def _require_same_losses(self, agreement: Agreement) -> None:
-        """Ranks that split one model compute one loss; all ranks see whether they do.
+        """Ranks that split one model, or one sequence, compute one loss; all ranks see whether they do.
 
         Raises:
             RuntimeError: they do not.
         """
-        if self.mesh.sizes["tensor"] == 1:
-            return
         losses = agreement.notes[:, 1].tolist()
-        for ranks in self.mesh.lines("tensor"):
+        for ranks in (*self.mesh.lines("tensor"), *self.mesh.lines("context")):
             low, high = (pick(losses[rank] for rank in ranks) for pick in (min, max))
             if high - low > SAME_LOSS * max(abs(low), abs(high)):
                 self.sharded.forget_gradients()
                 listed = ", ".join(f"{losses[rank]:.6g} on rank {rank}" for rank in ranks)
                 raise RuntimeError(
-                    f"ranks that split one model have different losses: {listed}; give them the same samples "
+                    f"ranks that share one batch have different losses: {listed}; give them the same samples "
                     "(share engine.data_rank of engine.data_size), and the same random state: let seeds depend on "
                     "engine.data_rank, and not on the rank"
                 )
@@ -419,7 +417,7 @@ class Engine:
     @property
     def gradient_factor(self) -> float:
         """What the gradients' sum, as it is kept, is multiplied by to give the mean over the ranks."""
-        return self.sharded.reducer.predivide / (self.mesh.data_size * self.loss_scale)
+        return self.sharded.reducer.predivide / (self.mesh.gradients * self.loss_scale)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""

@@ -81,6 +81,10 @@ def check(settings: Settings) -> Job:
     if settings.optimizer is None:
         raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
     sizes = _mesh(job)
+    if sizes["context"] > 1:
+        raise ValueError(
+            "zeromesh train does not spread sequences over ranks yet; set mesh.context to 1, or use zeromesh.initialize"
+        )
     resolved = _resolved(job)
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()

@@ -73,7 +73,8 @@ class Loop:
         engine, world = self.engine, self.engine.mesh.group("world")
         micro_batches = [next(batches) for _ in range(self.share.micro_batches)]
         counts = torch.tensor([sum(int((batch.labels != NO_LABEL).sum()) for batch in micro_batches)])
-        labels = max(1, int(world.exchange(counts).sum()))
+        # Ranks that share a batch count the same labels.
+        labels = max(1, int(world.exchange(counts).sum()) * engine.data_size // world.size)
         # The engine takes the mean over ranks and micro-batches.
         factor = engine.data_size * self.share.micro_batches / labels
         for batch in micro_batches:

@@ -147,6 +147,15 @@ class TensorParallel(Section):
     replace_with_kernel_inject: bool = Field(False, description="Replace layers by inference kernels.")
 
 
+class ContextParallel(Section):
+    """How ranks share one sequence."""
+
+    strategy: Literal["ring", "ulysses"] = Field(
+        "ring",
+        description="ring: keys and values go around the ranks; ulysses: each rank has all tokens for some heads.",
+    )
+
+
 class Pipeline(Section):
     """The model cut into stages."""
 

@@ -23,6 +23,7 @@ from zeromesh.config.parts import (
     Bf16,
     Checkpoint,
     Communication,
+    ContextParallel,
     DataTypes,
     Fp16,
     MeshSizes,
@@ -145,7 +146,10 @@ class Settings(Section):
     run: Run | None = Field(None, description="Length and output of zeromesh train.")
     pipeline: Pipeline | None = Field(None, description="The model cut into stages.")
     tensor_parallel: TensorParallel = Field(TensorParallel(), description="Layers split over ranks.")
-    sequence_parallel_size: PositiveInt = Field(1, description="Ranks that share one sequence.")
+    context_parallel: ContextParallel = Field(ContextParallel(), description="How ranks share one sequence.")
+    sequence_parallel_size: PositiveInt = Field(
+        1, description="Ranks that share one sequence, as mesh.context; 1 means that."
+    )
     expert_parallel: ExpertParallel | None = Field(None, description="Experts spread over ranks.")
     use_data_before_expert_parallelism: bool = Field(False, description="Order of the data and expert axes.")
     seq_parallel_communication_data_type: Dtype = Field(
@@ -209,21 +213,15 @@ class Settings(Section):
         Raises:
             ConfigError: the sizes do not fit the number of ranks.
         """
-        return solve_mesh(self.mesh.model_dump() | {"tensor": self._tensor_size()}, self._shard_group, world_size)
-
-    def _tensor_size(self) -> int:
-        """``mesh.tensor``, or what DeepSpeed's keys say."""
-        ours, theirs = self.mesh.tensor, self.tensor_parallel
-        given = {
-            "mesh.tensor": ours,
+        theirs = self.tensor_parallel
+        tensor = {
+            "mesh.tensor": self.mesh.tensor,
             "tensor_parallel.autotp_size": max(1, theirs.autotp_size),
             "tensor_parallel.tensor_parallel.tp_size": theirs.tensor_parallel.tp_size,
         }
-        sizes = {key: size for key, size in given.items() if size > 1}
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{key} = {size}" for key, size in sizes.items())
-            raise ConfigError([f"{listed}; they mean the same, keep one of them"])
-        return max(given.values())
+        context = {"mesh.context": self.mesh.context, "sequence_parallel_size": self.sequence_parallel_size}
+        sizes = {"tensor": _only(tensor), "context": _only(context)}
+        return solve_mesh(self.mesh.model_dump() | sizes, self._shard_group, world_size)
 
     @property
     def across_nodes(self) -> tuple[str | None, str | None]:
@@ -411,3 +409,12 @@ def _shard_group_problems(settings: Settings) -> list[str]:
     if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
         return ["zero_optimization.mics_shard_size and zero_hpz_partition_size say the same thing; keep one of them"]
     return []
+
+
+def _only(given: Mapping[str, int]) -> int:
+    """The one size above 1 that several keys give, or 1."""
+    sizes = {key: size for key, size in given.items() if size > 1}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{key} = {size}" for key, size in sizes.items())
+        raise ConfigError([f"{listed}; they mean the same, keep one of them"])
+    return max(given.values())

@@ -17,6 +17,7 @@ OURS: tuple[str, ...] = (
     "activation_checkpointing.enabled",
     "activation_checkpointing.targets",
     "bf16.auto_cast",
+    "context_parallel",
     "tensor_parallel.plan",
     "tensor_parallel.sequence",
     "profile",
@@ -61,7 +62,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "sparse_gradients": "gradients travel dense",
     "zero_force_ds_cpu_optimizer": "there is no separate optimizer for the host",
     "checkpoint.tag_validation": "tags are not compared between ranks",
-    "seq_parallel_communication_data_type": "there is no sequence parallelism in this version",
+    "seq_parallel_communication_data_type": "communication_data_type says how gradients travel",
     "disable_allgather": "what is gathered follows from the placement of the states",
     "dump_state": "the resolved configuration is part of every run",
     "disable_python_gc": "Python's garbage collector is left alone",
@@ -163,10 +164,8 @@ _OFFLOADING = "offloading to the host or to NVMe"
 
 NOT_YET: dict[str, NotYet] = {
     "mesh.pipeline": NotYet((1,), "pipeline parallelism"),
-    "mesh.context": NotYet((1,), "context parallelism"),
     "mesh.expert": NotYet((1,), "expert parallelism"),
     "pipeline": NotYet(({}, None), "pipeline parallelism"),
-    "sequence_parallel_size": NotYet((1,), "sequence parallelism"),
     "expert_parallel.enabled": NotYet(_OFF, "expert parallelism"),
     "zero_optimization.offload_optimizer.device": NotYet(("none",), _OFFLOADING),
     "zero_optimization.offload_param.device": NotYet(("none",), _OFFLOADING),

@@ -96,13 +96,24 @@ class Mesh:
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
         groups = {axis: self._make_group(axis, None) for axis in AXES}
         groups["world"] = self._make_group("world", dist.group.WORLD)
-        if not axes:
-            return groups
         if len(axes) == 1:
-            return groups | {axes[0]: self._make_group(axes[0], dist.group.WORLD)}
-        members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes), self._order)
-        made = zip(axes, members, strict=True)
-        return groups | {axis: self._make_group(axis, member) for axis, member in made}
+            groups |= {axes[0]: self._make_group(axes[0], dist.group.WORLD)}
+        elif axes:
+            members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes), self._order)
+            groups |= {axis: self._make_group(axis, member) for axis, member in zip(axes, members, strict=True)}
+        groups["shard"] = groups["data"] if self.sizes["context"] == 1 else groups["context"]
+        if self.sizes["data"] > 1 and self.sizes["context"] > 1:
+            groups["shard"] = self._make_group("data+context", self._joined_group(("data", "context")))
+        return groups
+
+    def _joined_group(self, joined: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """This rank's group along several axes together."""
+        rest = [axis for axis in AXES if axis not in joined]
+        ranks = torch.tensor(self._order, device="cpu").view([self.sizes[axis] for axis in AXES])
+        order = ranks.permute([AXES.index(axis) for axis in (*rest, *joined)]).flatten().tolist()
+        sizes = [self.sizes[axis] for axis in rest if self.sizes[axis] > 1]
+        shape = (*sizes, prod(self.sizes[axis] for axis in joined))
+        return dist.group.WORLD if len(shape) == 1 else _groups_of(self.device.type, shape, tuple(order))[-1]
 
     @property
     def _order(self) -> _Shape:
@@ -148,8 +159,8 @@ class Mesh:
 
     @property
     def shard(self) -> Group:
-        """The ranks over which states are sharded."""
-        return self._groups["data"]
+        """The ranks over which states are sharded: those along data and context, which compute different gradients."""
+        return self._groups["shard"]
 
     @property
     def replicate(self) -> Group:
@@ -164,7 +175,12 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which share of the global batch this rank feeds."""
-        return self.replicate.rank * self.sizes["data"] + self.shard.rank
+        return self.replicate.rank * self.sizes["data"] + self.group("data").rank
+
+    @property
+    def gradients(self) -> int:
+        """How many ranks' gradients are averaged: those of different samples, or parts of a sequence."""
+        return self.data_size * self.sizes["context"]
 
 
 def _groups_of(device_type: str, shape: _Shape, order: _Shape) -> list[dist.ProcessGroup]:

@@ -212,7 +212,7 @@ class Reducer:
     def _predivide(self) -> float:
         """Dividing by a power of two is exact, but not among fp16's smallest numbers."""
         dtypes = {dtype for g in self.gradients for dtype in (g.slot_dtype, self.policy.wire_dtype(g.layout))}
-        ranks = self._mesh.data_size
+        ranks = self._mesh.gradients
         return float(ranks) if ranks & (ranks - 1) == 0 and torch.float16 not in dtypes else 1.0
 
     def _choose_dtype(self, gradient: Gradient) -> None:
