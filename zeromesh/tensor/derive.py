@@ -19,7 +19,7 @@ from zeromesh.tensor.plan import Rule, is_transposed, kind_of, parse, pattern_of
 
 _OUTPUT = re.compile(
     r"^(o|wo|w2|o_proj|out_proj|c_proj|dense|out_lin|out|proj|proj_out|attn_out|dense_4h_to_h|down_proj|fc2|fc_out|"
-    r"fc_proj|lin2|ffn_output|linear2|linear_2|ff2|output|output_linear|c_out|proj_2|layer_2|conv_shortcut|dense_2|fc_2)$"
+    r"fc_proj|lin2|ffn_output|linear2|linear_2|ff2|output|output_linear|c_out|proj_2|layer_2|dense_2|fc_2|down)$"
 )
 """Names of layers that are split by rows."""
 
@@ -32,6 +32,9 @@ _PAIRS = (
 _INTERLEAVED = re.compile(r"^(Bloom|GPTNeoX|Falcon|Persimmon|Fuyu|GPTNeoXJapanese)")
 """Classes of attention in whose fused weight the parts of a head, or of a group of heads, lie together."""
 
+
+KNOWN = ("transformers.", "zeromesh.")
+"""Begins of the names of Python modules whose classes of attention and MLPs compute what their layers' names say."""
 
 _GATHERING = ("colwise_gather_output", "rowwise_split_input")
 
@@ -49,6 +52,8 @@ def derive(model: nn.Module) -> tuple[dict[str, Rule], list[str]]:
     config = getattr(model, "config", None)
     for name, module in modules.items():
         region = {pattern_of(path): rule for path, rule in _regions(name, module, modules, config)}
+        if not type(module).__module__.startswith(KNOWN):
+            region = _one_by_one(region)
         known = {pattern: own[pattern] for pattern in region if pattern in own}
         # Of fused layers whose parts nobody told, the published plan gathers what they give.
         gathers = all(rule.style in _GATHERING for rule in known.values())
@@ -60,16 +65,26 @@ def derive(model: nn.Module) -> tuple[dict[str, Rule], list[str]]:
             plan.setdefault(pattern, rule)
     plan |= own | _vocabulary(model, modules)
     for name, module in modules.items():
-        if (
-            not _in_block(name)
-            and _is_large(module)
-            and type(modules[name.rpartition(".")[0]]) is not nn.MultiheadAttention
-        ):
+        around = modules[name.rpartition(".")[0]]
+        known = _in_block(name) and type(around).__module__.startswith(KNOWN)
+        if _is_large(module) and not known and not _reads_weights(around):
             plan.setdefault(pattern_of(name), Rule("colwise_gather_output"))
+            if _in_block(name):
+                notes.append(
+                    f"{pattern_of(name)} ({type(module).__name__}) is split by itself, and what it gives is gathered, as "
+                    f"nothing is known of {type(around).__name__}; a plan may say better"
+                )
     for name, module in modules.items():
         if kind_of(module) == "linear" and pattern_of(name) not in plan and _in_block(name):
             notes.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
     return plan, list(dict.fromkeys(notes))
+
+
+def _one_by_one(region: Mapping[str, Rule]) -> dict[str, Rule]:
+    """A region of a module whose forward nobody knows: each of its layers is split by itself, which is right always."""
+    styles = {"colwise": "colwise_gather_output", "packed_colwise": "colwise_gather_output"}
+    styles |= {"rowwise": "rowwise_split_input"} | dict(zip(_GATHERING, _GATHERING, strict=True))
+    return {pattern: Rule(styles[rule.style]) for pattern, rule in region.items() if rule.style in styles}
 
 
 def _published(model: nn.Module) -> dict[str, Rule]:
@@ -82,6 +97,8 @@ def _published(model: nn.Module) -> dict[str, Rule]:
 
 def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Any) -> Iterator[tuple[str, Rule]]:
     """Rules for the layers of an attention or an MLP whose columns are children of the module."""
+    if _reads_weights(module):
+        return
     path = f"{name}." if name else ""
     layers = {child: m for child, m in module.named_children() if kind_of(_base(m)) == "linear"}
     outputs = [child for child in layers if _OUTPUT.match(child)]
@@ -184,6 +201,12 @@ def _outputs(layer: nn.Module) -> int:
 def _in_block(name: str) -> bool:
     """Whether it is in one of several alike."""
     return any(part.isdigit() for part in name.split("."))
+
+
+def _reads_weights(module: nn.Module) -> bool:
+    """Whether it is a module of torch, such as its attention, that reads the weights of layers without calling them."""
+    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    return type(module).__module__.startswith("torch.") and not isinstance(module, containers)
 
 
 def _is_large(module: nn.Module) -> bool:

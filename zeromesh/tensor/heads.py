@@ -11,6 +11,7 @@ QUERIES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_he
 KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads", "num_k_heads", "num_kv")
 WIDTHS = (
     "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head", "attn_head_size", "dim_head",
+    "width",
 )  # fmt: skip
 TOTALS = ("all_head_size", "embed_dim", "inner_dim", "hidden_size", "split_size", "dim", "attn_dim", "q_size")
 """The width of all heads together."""
