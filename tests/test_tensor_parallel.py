@@ -29,7 +29,14 @@ def make(values: dict[str, Any]) -> Case:
     return Case(**{key: value for key, value in values.items() if key != "mesh"}, tensor=tensor, data=data)
 
 
-CASES = [make(values) for values in pairwise(FACTORS, seed=1)]
+PAIRS = [make(values) for values in pairwise(FACTORS, seed=1)]
+
+
+def two_of_each(factors: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every pair of the other factors, and every name twice."""
+    names = factors["name"]
+    rest = pairwise({key: values for key, values in factors.items() if key != "name"}, seed=1)
+    return [{"name": names[number % len(names)], **rest[number * 5 % len(rest)]} for number in range(2 * len(names))]
 
 
 def check(case: Case, runs: list[Run]) -> None:
@@ -66,10 +73,16 @@ def check_part(case: Case, name: str, whole: tuple[int, ...], part: tuple[int, .
     assert new in (-(-old // ranks), max(8, -(-old // ranks)) if copies else -1), f"{case}: {name} has {new} of {old}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [make(values) for values in two_of_each(FACTORS)], ids=str)
 def test_a_split_model_trains_as_one_process_does(case: Case) -> None:
     runs = run_ranks(train_cases, case.ranks, [case], timeout=LIMIT)
     check(case, [of_rank[0] for of_rank in runs])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_every_pair_of_settings_and_models_trains_as_one_process_does(case: Case) -> None:
+    test_a_split_model_trains_as_one_process_does(case)
 
 
 DECODERS = ("llama", "qwen3", "mistral", "gpt_neox", "starcoder2")
@@ -91,7 +104,7 @@ def make_spread(values: dict[str, Any]) -> Case:
     return Case(**rest, tensor=tensor, data=data, context=context)
 
 
-@pytest.mark.parametrize("case", [make_spread(values) for values in pairwise(SPREAD, seed=1)], ids=str)
+@pytest.mark.parametrize("case", [make_spread(values) for values in two_of_each(SPREAD)], ids=str)
 def test_sequences_spread_over_ranks_train_as_in_one_process(case: Case) -> None:
     runs = run_ranks(train_cases, case.ranks, [case], timeout=LIMIT)
     check(case, [of_rank[0] for of_rank in runs])

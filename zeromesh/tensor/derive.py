@@ -71,7 +71,7 @@ def derive(model: nn.Module) -> tuple[dict[str, Rule], list[str]]:
             plan.setdefault(pattern_of(name), Rule("colwise_gather_output"))
             if _in_block(name):
                 notes.append(
-                    f"{pattern_of(name)} ({type(module).__name__}) is split by itself, and what it gives is gathered, as "
+                    f"{pattern_of(name)} ({type(module).__name__}) is split by itself, with what it gives gathered, as "
                     f"nothing is known of {type(around).__name__}; a plan may say better"
                 )
     for name, module in modules.items():
