@@ -237,8 +237,9 @@ def other_samples() -> str:
 
 
 def test_ranks_that_share_a_batch_and_are_given_other_samples_are_told() -> None:
-    with pytest.raises(RankFailure, match="have different losses: .* give them the same samples"):
-        run_ranks(other_samples, 2, timeout=LIMIT)
+    for message in run_ranks(other_samples, 2, timeout=LIMIT):
+        assert "have different losses: " in message
+        assert "give them the same samples" in message
 
 
 # 15: initial weights.
@@ -605,7 +606,7 @@ def start(settings: dict[str, Any], options: dict[str, Any]) -> str:
     [
         (3, {}, {}, r"layers\.0\.self_attn\.o_proj \(rowwise\): 4 heads of width 8 cannot be split over 3 ranks: "
                     r"4 / 3 = 1\.333; tensor sizes near it that work are 2 and 4"),
-        (4, {}, {"num_attention_heads": 8, "num_key_value_heads": 3, "hidden_size": 64},
+        (4, {}, {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96},
          r"k_proj \(colwise\): 24 = 3 blocks of 8 entries cannot be split over 4 ranks: 3 / 4 = 0.75"),
         (2, {}, {"intermediate_size": 63}, r"mlp\.down_proj \(rowwise\): a width of 63 cannot be split over 2 ranks"),
         (2, {"model.layers.*.mlp.upproj": "colwise"}, {}, r"'model\.layers\.\*\.mlp\.upproj' matches no module"),

@@ -33,6 +33,8 @@ _INTERLEAVED = re.compile(r"^(Bloom|GPTNeoX|Falcon|Persimmon|Fuyu|GPTNeoXJapanes
 """Classes of attention in whose fused weight the parts of a head, or of a group of heads, lie together."""
 
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
 KNOWN = ("transformers.", "zeromesh.")
 """Begins of the names of Python modules whose classes of attention and MLPs compute what their layers' names say."""
 
@@ -65,9 +67,9 @@ def derive(model: nn.Module) -> tuple[dict[str, Rule], list[str]]:
             plan.setdefault(pattern, rule)
     plan |= own | _vocabulary(model, modules)
     for name, module in modules.items():
-        around = modules[name.rpartition(".")[0]]
-        known = _in_block(name) and type(around).__module__.startswith(KNOWN)
-        if _is_large(module) and not known and not _reads_weights(around):
+        around = _around(name, modules)
+        trusted = _in_block(name) and type(around).__module__.startswith(KNOWN)
+        if _is_large(module) and not trusted and not _reads_weights(around):
             plan.setdefault(pattern_of(name), Rule("colwise_gather_output"))
             if _in_block(name):
                 notes.append(
@@ -203,10 +205,21 @@ def _in_block(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
 
 
+def _around(name: str, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """The module that calls a layer: the nearest one that is no container, and no adapter."""
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        module = modules[path]
+        inside = isinstance(module, CONTAINERS) or type(module).__module__.startswith("peft.")
+        if not inside:
+            return module
+    return modules[""]
+
+
 def _reads_weights(module: nn.Module) -> bool:
     """Whether it is a module of torch, such as its attention, that reads the weights of layers without calling them."""
-    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    return type(module).__module__.startswith("torch.") and not isinstance(module, containers)
+    return type(module).__module__.startswith("torch.") and not isinstance(module, CONTAINERS)
 
 
 def _is_large(module: nn.Module) -> bool:
