@@ -547,6 +547,33 @@ def test_a_rank_that_leaves_early_is_noticed_by_who_waits_for_it(tmp_path: Path)
     assert "waits for rank 1, which has ended" in said
 
 
+def test_who_ends_all_is_read_first() -> None:
+    reads, writes = os.pipe()
+    try:
+        os.write(writes, b"why")
+        reader = threading.Timer(0.1, os.read, (reads, 100))
+        reader.start()
+        mpi.await_readers([writes])
+        os.set_blocking(reads, False)
+        with pytest.raises(BlockingIOError):
+            os.read(reads, 100)
+        reader.join()
+    finally:
+        os.close(reads)
+        os.close(writes)
+
+
+def test_nobody_waits_for_ever_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    monkeypatch.setattr(mpi, "READERS", 0.05)
+    os.write(writes, b"why")
+    mpi.await_readers([writes])
+    assert os.read(reads, 100) == b"why"
+    os.close(reads)
+    os.close(writes)
+    mpi.await_readers([writes])
+
+
 def test_who_waits_for_anybody_notices_that_all_others_have_ended(tmp_path: Path) -> None:
     status, said = run_script(
         tmp_path,

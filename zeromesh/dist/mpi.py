@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import os
 import socket
+import stat
 import sys
+import termios
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
     from zeromesh.dist.mpi_group import Group
 
 REMEDY = "pip install 'zeromesh[mpi]'"
+
+READERS = 1.0
+"""Seconds that a rank which ends all others gives mpiexec to read what it said."""
 
 _timeout: timedelta = c10d.default_pg_timeout
 _store: Any = None
@@ -173,6 +181,17 @@ def _start() -> Any:
     return mpi
 
 
+def await_readers(streams: Sequence[int] = (1, 2)) -> None:
+    """Let mpiexec read what this process wrote to these file descriptors: an abort throws away what is in the pipes."""
+    end = time.monotonic() + READERS
+    for stream in streams:
+        with contextlib.suppress(OSError):  # it is closed
+            while stat.S_ISFIFO(os.fstat(stream).st_mode) and time.monotonic() < end:
+                if not any(fcntl.ioctl(stream, termios.FIONREAD, bytes(4))):
+                    break
+                time.sleep(0.01)
+
+
 def _leave(ours: bool) -> None:
     """As the process ends: end the others after an exception, else tell them, and end MPI."""
     from zeromesh.dist.mpi_work import runtime
@@ -185,6 +204,7 @@ def _leave(ours: bool) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if failed:
+        await_readers()
         mpi.COMM_WORLD.Abort(1)
     if not runtime.leave():
         print(
@@ -192,6 +212,7 @@ def _leave(ours: bool) -> None:
             file=sys.stderr,
             flush=True,
         )
+        await_readers()
         mpi.COMM_WORLD.Abort(1)
     if ours:
         mpi.Finalize()
