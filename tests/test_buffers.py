@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import RankFailure, run_ranks
 
 WIDTH = 6
 
@@ -192,6 +192,20 @@ def registered_late() -> float:
     train(engine)
     train(engine)
     return float(engine.module.late)
+
+
+def start_with_buffers_in_another_order(persistent: bool) -> None:
+    model = Holder(None)
+    for name in ("one", "two") if dist.get_rank() == 0 else ("two", "one"):
+        model.register_buffer(name, torch.ones(len(name) + (name == "one")), persistent=persistent)
+    start(model).destroy()
+
+
+def test_buffers_that_are_no_state_may_be_in_another_order_on_each_rank() -> None:
+    """As rotary embeddings by type of layer, which transformers registers in the order of a set of strings."""
+    run_ranks(start_with_buffers_in_another_order, 2, False)
+    with pytest.raises(RankFailure, match=r"two: buffer torch.float32"):
+        run_ranks(start_with_buffers_in_another_order, 2, True)
 
 
 def test_a_buffer_that_is_registered_late_stays_each_ranks_own() -> None:

@@ -55,9 +55,20 @@ def together(world: Group, what: str, action: Callable[[], object]) -> None:
 
 
 def describe(model: nn.Module) -> str:
-    """One line per parameter and buffer: name, dtype, shape, trainable."""
+    """One line per parameter and buffer: name, dtype, shape, trainable.
+
+    Buffers that are no state are sorted: models of transformers register some in the order of a set of strings, which
+    is another one in every process.
+    """
     lines = [f"{n}: {p.dtype} {tuple(p.shape)} trainable={p.requires_grad}" for n, p in model.named_parameters()]
-    lines += [f"{n}: buffer {b.dtype} {tuple(b.shape)}" for n, b in model.named_buffers()]
+    modules = list(model.named_modules())
+    for own, order in ((True, list), (False, sorted)):
+        lines += order(
+            f"{path}.{n}".removeprefix(".") + f": buffer {b.dtype} {tuple(b.shape)}"
+            for path, module in modules
+            for n, b in module._buffers.items()
+            if b is not None and (n not in module._non_persistent_buffers_set) == own
+        )
     return "\n".join(lines)
 
 
