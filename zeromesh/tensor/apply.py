@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zeromesh.dist.collectives import Group
 from zeromesh.model.split import Held
+from zeromesh.tensor.guard import Guard, summed
 from zeromesh.tensor.heads import take_part
 from zeromesh.tensor.linear import Columns, Layer, enter, leave, multiply
 from zeromesh.tensor.logits import Logits
@@ -32,6 +33,8 @@ from zeromesh.tensor.streams import Streams, drops
 FIRST_TAG = 16
 """Of the tensor axis; lower ones are for whole parameters and for gradients."""
 
+BIAS_TAG = 15
+"""Of what is added to the scores of attention."""
 
 BIASES = ("alibi", "position_bias")
 """What arguments of attention are called that are added to its scores, and have something for each head."""
@@ -74,6 +77,8 @@ def apply(
     done: set[int] = set()
     tag = FIRST_TAG
     for member in resolved.members:
+        if member.style.before == "divide":
+            _divide(member, group)
         if member.parameter is not None or id(member.module) in done:
             continue
         done.add(id(member.module))
@@ -164,13 +169,17 @@ def _cut_arguments(
     samples (Press et al., "Train Short, Test Long", 2022).
     """
 
+    def part(value: Tensor) -> Tensor:
+        own = value.chunk(group.size, 1)[group.rank]
+        return move(value, "split", group, BIAS_TAG, 1) if value.requires_grad else own
+
     def cut(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if value.ndim == 4 and value.shape[1] == queries:
-            return value.chunk(group.size, 1)[group.rank]
+            return part(value)
         if name in BIASES and value.ndim == 3 and value.shape[0] % queries == 0:
-            return value.unflatten(0, (-1, queries)).chunk(group.size, 1)[group.rank].flatten(0, 1)
+            return part(value.unflatten(0, (-1, queries))).flatten(0, 1)
         return value
 
     named = zip(names, args, strict=False)
@@ -213,7 +222,9 @@ def _linear(
         forward = _eager(_by_vocabulary, vocabulary=vocabulary, tag=tag)
     elif style.cut == "inputs":
         held = resolved.held_of(module, "weight") if style.before == "split" else None
-        forward = _eager(_by_rows, place=place, tag=tag, held=held, spread=place.spreads(member.name))
+        guard = None if style.before == "split" else Guard(member, resolved, modules[""])
+        spread = place.spreads(member.name)
+        forward = _eager(_by_rows, place=place, tag=tag, held=held, spread=spread, guard=guard)
     else:
         width = _rotary_width(modules[member.container], modules[""])
         module.register_forward_hook(_eager(_sum_rotary, place=place, tag=tag, width=width))
@@ -245,8 +256,17 @@ def _by_vocabulary(module: Any, x: Tensor, vocabulary: Vocabulary, tag: int) -> 
     return Logits(x, module.weight, module.bias, vocabulary, tag)
 
 
-def _by_rows(module: Any, x: Tensor, place: Place, tag: int, held: Held | None, spread: bool) -> Tensor:
+def _by_rows(
+    module: Any, x: Tensor, place: Place, tag: int, held: Held | None, spread: bool, guard: Guard | None
+) -> Tensor:
+    if guard is not None:
+        guard.check(x)
     if held is not None and held.split is not None:
+        if x.shape[-1] != held.split.size:
+            raise ValueError(
+                f"a layer of the style rowwise_split_input reads {held.split.size} entries, but was given "
+                f"{x.shape[-1]}; what comes before it must be whole, as of the style colwise_gather_output"
+            )
         missing = held.split.length * place.group.size - x.shape[-1]
         x = torch.nn.functional.pad(x, (0, missing)) if missing else x
         x = move(x, "split", place.group, tag + 1, -1)
@@ -347,7 +367,7 @@ def _rotary_width(attention: nn.Module, model: nn.Module) -> int:
 
 def _sum_rotary(module: nn.Module, args: Any, output: Tensor, place: Place, tag: int, width: int) -> Tensor:
     latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
-    return torch.cat([latent, move(rotary, "copy", place.group, tag)], dim=-1)
+    return summed(torch.cat([latent, move(rotary, "copy", place.group, tag)], dim=-1))
 
 
 def _hooks(member: Member, resolved: Resolved, place: Place, tag: int) -> None:
@@ -359,7 +379,7 @@ def _hooks(member: Member, resolved: Resolved, place: Place, tag: int) -> None:
         module.register_forward_hook(lookup.after)
         return
     if style.before == "copy":
-        module.register_forward_pre_hook(_eager(_copy_inputs, group=group, tag=tag))
+        module.register_forward_pre_hook(_eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
     elif style.before == "share":
         module.register_forward_pre_hook(lambda _, args: (args[0] / group.size, *args[1:]))
     if style.after == "sum":
@@ -368,12 +388,29 @@ def _hooks(member: Member, resolved: Resolved, place: Place, tag: int) -> None:
         module.register_forward_hook(lambda _, args, output: move(output, "join", group, tag + 2, -1))
 
 
-def _copy_inputs(module: nn.Module, args: tuple[Any, ...], group: Group, tag: int) -> tuple[Any, ...]:
+def _divide(member: Member, group: Group) -> None:
+    """A parameter that each rank adds to a part of a sum: while the module around works, it is divided by the ranks."""
+    name = str(member.parameter)
+
+    def before(module: nn.Module, args: Any) -> None:
+        vars(module)[name] = module._parameters[name] / group.size  # type: ignore[operator]
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        vars(module).pop(name, None)
+
+    member.module.register_forward_pre_hook(before)
+    member.module.register_forward_hook(after, always_call=True)
+
+
+def _copy_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], group: Group, tag: int) -> Any:
     """What experts read, and the weights of their results: each rank has a share of the gradients."""
-    return tuple(
-        move(arg, "copy", group, tag + number % 2) if isinstance(arg, Tensor) and arg.requires_grad else arg
-        for number, arg in enumerate(args)
-    )
+
+    def copy(number: int, value: Any) -> Any:
+        shared = isinstance(value, Tensor) and value.requires_grad
+        return move(value, "copy", group, tag + number % 2) if shared else value
+
+    copied = [copy(number, value) for number, value in enumerate((*args, *kwargs.values()))]
+    return tuple(copied[: len(args)]), dict(zip(kwargs, copied[len(args) :], strict=True))
 
 
 class _Lookup:

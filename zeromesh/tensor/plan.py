@@ -264,7 +264,8 @@ def _held(member: Member, rank: int, ranks: int, heads: Heads | None) -> dict[st
     if member.parameter is not None:
         own = {member.parameter: own[member.parameter]}
     if style.cut is None:
-        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()} if style.partial else {}
+        whole = own.items() if member.parameter is not None else module.named_parameters()
+        shapes = {name: tuple(p.shape) for name, p in whole} if style.partial else {}
         return {name: Held(shape, None, rank, ranks, True) for name, shape in shapes.items()}
     held = {}
     for name, parameter in own.items():
@@ -294,7 +295,7 @@ def _split(member: Member, dim: int, size: int, ranks: int, heads: Heads | None)
         raise ValueError(f"the sections {sections} make {sum(sections)} entries, and there are {size}")
     if style.padded and not rule.sections and not rule.block and size % ranks:
         return Split.padded(dim, size, ranks)
-    block = rule.block or (1 if style.padded or heads is None else _block(sections, heads))
+    block = rule.block or (1 if style.padded or heads is None else _block(sections, heads, member.name))
     if style.cut == "inputs" and any(section // block % ranks for section in sections):
         count = sections[0] // block
         near = sorted({n for n in range(1, count + 1) if count % n == 0}, key=lambda n: (abs(n - ranks), n))[:2]
@@ -306,16 +307,25 @@ def _split(member: Member, dim: int, size: int, ranks: int, heads: Heads | None)
     return Split.even(dim, sections, ranks, block)
 
 
-def _block(sections: Sequence[int], heads: Heads) -> int:
+def _block(sections: Sequence[int], heads: Heads, name: str) -> int:
     """Entries of a head; of a fused weight whose heads lie one after the other, those of a group of them."""
-    total = (heads.queries + 2 * heads.keys) * heads.width
-    if list(sections) == [total]:
-        return total // heads.keys
+    queries, keys = heads.queries * heads.width, heads.keys * heads.width
+    if list(sections) == [queries + 2 * keys] and not _OF_QUERIES.match(name.rpartition(".")[2]):
+        return sections[0] // heads.keys
+    if all(section in (queries, keys) for section in sections):
+        return heads.width
+    # Heads of another width: of keys or values, or of queries with gates.
+    count = heads.keys if OF_KEYS.match(name.rpartition(".")[2]) else heads.queries
+    if len(sections) == 1 and sections[0] % count == 0:
+        return sections[0] // count
     if all(section % heads.width == 0 for section in sections):
         return heads.width
-    if all(section % heads.queries == 0 for section in sections):
-        return prod(sections[:1]) // heads.queries
-    return 1
+    return prod(sections[:1]) // heads.queries if all(section % heads.queries == 0 for section in sections) else 1
+
+
+_OF_QUERIES = re.compile(r"^(q|query|to_q|q_b)(_proj|_lin|_linear)?$")
+OF_KEYS = re.compile(r"^(k|v|key|value|to_k|to_v)(_proj|_lin|_linear)?$")
+"""Names of layers that make heads of queries, and of keys or of values."""
 
 
 def _way(held: Held) -> str:

@@ -1,6 +1,7 @@
 """The ways in which a module can be split over the tensor axis: one table.
 
-The names are those of transformers' ``base_model_tp_plan``, and mean the same; ``vocabulary``, of a head, is ours.
+The names are those of transformers' ``base_model_tp_plan``, and mean the same; ``vocabulary``, of a head, is ours, and
+so is ``moe_shared_bias``, for what experts add after the layer that is split by rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Style:
         padded: whether any size will do, the last rank having less.
         before: with the input: ``enter`` (its gradient is summed), ``split`` (each rank takes its part of the last
             dim), ``mask`` (of ids, each rank looks up its own), ``copy`` (as enter, of an expert's input and weights),
-            ``share`` (divided by the number of ranks).
+            ``share`` (divided by the number of ranks), ``divide`` (so is the parameter).
         after: with the output: ``leave`` (summed, then the bias is added), ``join`` (gathered along the last dim),
             ``sum``, ``sum_rotary`` (of the part for rotary embeddings, the gradient is summed), ``logits`` (a loss is
             computed without gathering them, see ``logits.py``).
@@ -54,7 +55,8 @@ STYLES: Mapping[str, Style] = {
     "mla_kv_a_proj": Style(after="sum_rotary"),
     "moe_tp_experts": Style(before="copy", after="sum", kinds=("module",)),
     "moe_identity_expert": Style(before="share", kinds=("module",)),
-    "all_reduce": Style(after="sum", kinds=("linear", "module")),
+    "moe_shared_bias": Style(before="divide", partial=True, kinds=("parameter",)),
+    "all_reduce": Style(before="copy", after="sum", kinds=("module",)),
     "local_params": Style(kinds=ANY),
     "replicate": Style(kinds=ANY),
 }

@@ -1,0 +1,172 @@
+"""Plans that would be silently wrong are refused in the first pass; those that are not, are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeromesh
+from harness import RankFailure, run_ranks
+
+WIDTH, HEADS, LENGTH = 32, 4, 8
+
+
+class Between(nn.Module):
+    """Two linear layers, and something in between that depends on ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.second = nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        match self.kind:
+            case "norm":
+                y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+            case "layer norm":
+                y = nn.functional.layer_norm(y, y.shape[-1:])
+            case "softmax":
+                y = y.softmax(-1)
+            case "variance":
+                y = y / y.std(-1, keepdim=True)
+            case "parameter":
+                y = y * self.scale
+            case "gate":
+                y = y * self.gate(x)
+            case "heads":
+                y = y.unflatten(-1, (-1, 8))
+                y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).flatten(-2)
+        return self.second(y)
+
+
+class Model(nn.Module):
+    """Two blocks of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Between(kind) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Scores(nn.Module):
+    """Attention whose scores have three dims; its output layer is in a module beside, as BERT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2).flatten(0, 1)
+            for layer in (self.query, self.key, self.value)
+        )
+        y = (q @ k.transpose(1, 2)).softmax(-1) @ v
+        return y.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2)
+
+
+class Output(nn.Module):
+    """The layer that is split by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(x)
+
+
+class Attention(nn.Module):
+    """Both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self = Scores()
+        self.output = Output()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.self(x))
+
+
+class Bert(nn.Module):
+    """A block, whose attention is called as BERT's, so that its plan is found."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x).square().mean()
+
+
+def train(kind: str, plan: dict[str, str], ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    config: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    if ranks > 1:
+        config |= {"mesh": {"tensor": ranks}, "tensor_parallel": {"plan": plan}}
+    model = Bert(kind) if kind == "scores" else Model(kind)
+    engine = zeromesh.initialize(model=model.double(), config=config)[0]
+    losses = []
+    for step in range(3):
+        x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
+        return losses, {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+SPLIT = {"blocks.*.first": "colwise", "blocks.*.second": "rowwise"}
+SHARED = {**SPLIT, "blocks.*.scale": "replicated_with_grad_allreduce"}
+APART = {"blocks.*.first": "colwise_gather_output", "blocks.*.second": "rowwise_split_input"}
+
+WRONG = {
+    "norm": "MeanBackward1 before it works on the 32 entries",
+    "layer norm": "NativeLayerNormBackward0 before it",
+    "softmax": "SoftmaxBackward0 before it",
+    "variance": "StdBackward0 before it|VarBackward0 before it",
+    "parameter": r"blocks\.0\.scale is used before it, whole.*replicated_with_grad_allreduce",
+    "gate": r"is used before it, whole.*colwise_gather_output and rowwise_split_input",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_needs_all_of_the_split_dim_is_refused(kind: str) -> None:
+    with pytest.raises(RankFailure, match=rf"(?s)blocks\.0\.second is split by rows, but.*({WRONG[kind]})"):
+        run_ranks(train, 2, kind, SPLIT, 2)
+
+
+RIGHT = [("nothing", SPLIT), ("heads", SPLIT), ("parameter", SHARED), *((kind, APART) for kind in WRONG)]
+
+
+@pytest.mark.parametrize(("kind", "plan"), RIGHT)
+def test_what_is_right_is_not_refused_and_equal(kind: str, plan: dict[str, str]) -> None:
+    ((losses, state),) = run_ranks(train, 1, kind, plan, 1)
+    for found, parts in run_ranks(train, 2, kind, plan, 2):
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert all(torch.allclose(parts[name], value, rtol=0, atol=1e-12) for name, value in state.items())
+
+
+def test_scores_over_as_many_keys_as_a_rank_has_entries_are_not_refused() -> None:
+    ((losses, state),) = run_ranks(train, 1, "scores", {}, 1)
+    for found, parts in run_ranks(train, 4, "scores", {}, 4):
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert all(torch.allclose(parts[name], value, rtol=0, atol=1e-12) for name, value in state.items())
+
+
+def test_columns_that_are_not_gathered_before_a_layer_that_splits_its_input_are_refused() -> None:
+    plan = {"blocks.*.first": "colwise", "blocks.*.second": "rowwise_split_input"}
+    with pytest.raises(RankFailure, match="rowwise_split_input reads 64 entries, but was given 32"):
+        run_ranks(train, 2, "nothing", plan, 2)
