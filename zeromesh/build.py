@@ -307,7 +307,7 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
     if group.size == 1:
         return None
     given = parse(settings.tensor_parallel.plan or {})
-    found, notes = derive(model)
+    found, notes = derive(model, group.size)
     if mesh.rank == 0:
         whole = "".join(f"\n  {note}" for note in notes)
         _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(found | given), whole)

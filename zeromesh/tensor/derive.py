@@ -9,23 +9,25 @@ neither way stays whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from zeromesh.tensor.heads import Heads, heads_of
-from zeromesh.tensor.plan import Rule, is_transposed, kind_of, parse, pattern_of
+from zeromesh.tensor.plan import OF_KEYS, Rule, is_transposed, kind_of, parse, pattern_of
 
 _OUTPUT = re.compile(
     r"^(o|wo|w2|o_proj|out_proj|c_proj|dense|out_lin|out|proj|proj_out|attn_out|dense_4h_to_h|down_proj|fc2|fc_out|"
-    r"fc_proj|lin2|ffn_output|linear2|linear_2|ff2|output|output_linear|c_out|proj_2|layer_2|dense_2|fc_2|down)$"
+    r"fc_proj|lin2|Wo|attention_out|ffn_output|linear2|linear_2|ff2|output|output_linear|c_out|proj_2|layer_2|"
+    r"conv_shortcut|dense_2|fc_2|down)$"
 )
 """Names of layers that are split by rows."""
 
 _PAIRS = (
     (re.compile(r"(^|\.)attention\.(self|attention|attn)$"), "output.dense"),
     (re.compile(r"(^|\.)intermediate$"), "output.dense"),
+    (re.compile(r"(^|\.)w_in$"), "w_out"),
 )
 """Where the layer split by rows is in a module beside: modules with the columns, and its name from their parent."""
 
@@ -38,66 +40,161 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 KNOWN = ("transformers.", "zeromesh.")
 """Begins of the names of Python modules whose classes of attention and MLPs compute what their layers' names say."""
 
-_GATHERING = ("colwise_gather_output", "rowwise_split_input")
+_ALL_HEADS = re.compile(r"^(CodeGen|TrOCR)Attention")
+"""Classes of attention whose forward counts on all heads: in fused weights cut for eight TPUs, or in shapes."""
+
+LOCAL = ("colwise", "packed_colwise", "rowwise")
+"""Styles of layers between which activations are split."""
+
+GATHERING = ("colwise_gather_output", "rowwise_split_input")
 
 
-def derive(model: nn.Module) -> tuple[dict[str, Rule], list[str]]:
+def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]]:
     """A plan for a model, and what of its large layers it leaves whole, with the reason.
 
     A model of transformers that has a plan of its own is split by it; what that leaves out is found as for others, and
-    fused layers that it splits one by one are split together where their parts are known.
+    fused layers that it splits one by one are split together where their parts are known. Attention with fewer heads
+    than ``ranks``, as in the first stages of pyramids, is split layer by layer.
     """
-    own = _published(model)
+    modules = dict(model.named_modules())
+    own = published(model)
     plan: dict[str, Rule] = {}
     notes: list[str] = []
-    modules = dict(model.named_modules())
     config = getattr(model, "config", None)
     for name, module in modules.items():
-        region = {pattern_of(path): rule for path, rule in _regions(name, module, modules, config)}
+        region = dict(_regions(name, module, modules, config, ranks))
         if not type(module).__module__.startswith(KNOWN):
             region = _one_by_one(region)
-        known = {pattern: own[pattern] for pattern in region if pattern in own}
+        known = {path: own[path] for path in region if path in own}
         # Of fused layers whose parts nobody told, the published plan gathers what they give.
-        gathers = all(rule.style in _GATHERING for rule in known.values())
+        gathers = all(rule.style in GATHERING for rule in known.values())
         if known and gathers and any(rule.sections for rule in region.values()):
-            own = {pattern: rule for pattern, rule in own.items() if pattern not in region}
+            own = {path: rule for path, rule in own.items() if path not in region}
         elif known:
+            own = own if gathers else _completed(name, module, own, region)
             continue
-        for pattern, rule in region.items():
-            plan.setdefault(pattern, rule)
+        plan |= {path: rule for path, rule in region.items() if path not in plan}
+        if not any(f"{name}.{key}" in own for key, _ in module.named_parameters(recurse=False)):
+            plan |= dict(_experts(name, module))
     plan |= own | _vocabulary(model, modules)
     for name, module in modules.items():
         around = _around(name, modules)
         trusted = _in_block(name) and type(around).__module__.startswith(KNOWN)
-        if _is_large(module) and not trusted and not _reads_weights(around):
-            plan.setdefault(pattern_of(name), Rule("colwise_gather_output"))
+        if name not in plan and _is_large(module) and not trusted and not _reads_weights(around):
+            plan[name] = Rule("colwise_gather_output")
             if _in_block(name):
                 notes.append(
                     f"{pattern_of(name)} ({type(module).__name__}) is split by itself, with what it gives gathered, as "
                     f"nothing is known of {type(around).__name__}; a plan may say better"
                 )
     for name, module in modules.items():
-        if kind_of(module) == "linear" and pattern_of(name) not in plan and _in_block(name):
+        if kind_of(module) == "linear" and name not in plan and _in_block(name):
             notes.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
-    return plan, list(dict.fromkeys(notes))
+    return _patterns(plan, _names(model)), list(dict.fromkeys(notes))
 
 
 def _one_by_one(region: Mapping[str, Rule]) -> dict[str, Rule]:
     """A region of a module whose forward nobody knows: each of its layers is split by itself, which is right always."""
     styles = {"colwise": "colwise_gather_output", "packed_colwise": "colwise_gather_output"}
-    styles |= {"rowwise": "rowwise_split_input"} | dict(zip(_GATHERING, _GATHERING, strict=True))
-    return {pattern: Rule(styles[rule.style]) for pattern, rule in region.items() if rule.style in styles}
+    styles |= {"rowwise": "rowwise_split_input"} | dict(zip(GATHERING, GATHERING, strict=True))
+    return {path: Rule(styles[rule.style]) for path, rule in region.items() if rule.style in styles}
 
 
-def _published(model: nn.Module) -> dict[str, Rule]:
-    """The plan that a model of transformers has; without its embedding and head, which are found for all models."""
-    given = getattr(model, "_tp_plan", None) or {}
-    patterns = {pattern_of(name) for name, _ in model.named_modules()}
-    patterns |= {pattern_of(name) for name, _ in model.named_parameters()}
-    return {pattern: rule for pattern, rule in parse(given).items() if pattern in patterns}
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in (*model.named_modules(), *model.named_parameters())]
 
 
-def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Any) -> Iterator[tuple[str, Rule]]:
+def _patterns(plan: Mapping[str, Rule], names: Iterable[str]) -> dict[str, Rule]:
+    """One rule for all modules that are called alike, unless they are different ones, as in blocks of several kinds.
+
+    The last part of a name stays: the layers of one ``nn.Sequential`` are not alike.
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        container, dot, child = name.rpartition(".")
+        alike.setdefault(f"{pattern_of(container)}{dot}{child}", []).append(name)
+    found: dict[str, Rule] = {}
+    for pattern, members in alike.items():
+        rules = {name: plan[name] for name in members if name in plan}
+        one = len(rules) == len(members) and len(set(rules.values())) == 1
+        found |= {pattern: rules[members[0]]} if one else rules
+    return found
+
+
+def published(model: nn.Module) -> dict[str, Rule]:
+    """By name, what the plan of a model of transformers has for its modules.
+
+    Some plans say of the fused weights of experts that they are cut as one, which their forward then misreads.
+    """
+    given = parse(getattr(model, "_tp_plan", None) or {})
+    found: dict[str, Rule] = {}
+    for name in _names(model):
+        rule = given.get(pattern_of(name)) or given.get(name)
+        if rule is None:
+            continue
+        if name.endswith("gate_up_proj") and rule == Rule("colwise"):
+            experts = model.get_submodule(name.rpartition(".")[0])
+            parts = experts.get_parameter("gate_up_proj").ndim == 3 and getattr(experts, "is_concatenated", True)
+            rule = Rule("packed_colwise") if parts else rule
+        found[name] = rule
+    return found
+
+
+SHARED = Rule("replicated_with_grad_allreduce")
+
+
+def _completed(name: str, module: nn.Module, own: Mapping[str, Rule], region: Mapping[str, Rule]) -> dict[str, Rule]:
+    """A published plan with what it leaves out of one attention or MLP.
+
+    Where there are parameters that may be used on all of the split dim, each layer is split by itself.
+    """
+    rules = {child: own[f"{name}.{child}"] for child, _ in module.named_children() if f"{name}.{child}" in own}
+    widths, rows = set(), 0
+    for child, layer in module.named_children():
+        if kind_of(_base(layer)) == "linear" and child in rules and rules[child].style in LOCAL:
+            by_rows = rules[child].style == "rowwise"
+            rows += by_rows
+            widths.add(_inputs(layer) if by_rows else _outputs(layer))
+    left = {child: m for child, m in module.named_children() if child not in rules}
+    odd = rows > 1 or any(f"{name}.{key}" not in own for key, _ in module.named_parameters(recurse=False))
+    if not odd and not any(widths & {*p.shape} for m in left.values() for p in m.parameters()):
+        return {**own, **{f"{name}.{child}": SHARED for child, m in left.items() if _is_activation(m)}}
+    kept = {path: rule for path, rule in own.items() if path.rpartition(".")[0] != name}
+    for child, layer in module.named_children():
+        rule = region.get(f"{name}.{child}")
+        if rule is not None and kind_of(_base(layer)) == "linear":
+            kept[f"{name}.{child}"] = Rule(GATHERING["rowwise" in rule.style])
+    return kept
+
+
+def _is_activation(module: nn.Module) -> bool:
+    """Whether it has parameters that are used on each entry alike."""
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    return bool(sizes) and set(sizes) == {1} and "activation" in type(module).__module__
+
+
+def _experts(name: str, module: nn.Module) -> Iterator[tuple[str, Rule]]:
+    """Rules for the stacked weights of experts, laid out as transformers' ``use_experts_implementation`` says."""
+    shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
+    up = next((key for key in ("gate_up_proj", "up_proj") if key in shapes), None)
+    known = {key for key in (up, "down_proj", f"{up}_bias", "down_proj_bias")}
+    if not hasattr(module, "is_transposed") or up is None or "down_proj" not in shapes or shapes.keys() - known:
+        return
+    transposed, fused = module.is_transposed, up == "gate_up_proj"
+    packed = "packed_" if fused and getattr(module, "is_concatenated", True) else ""
+    last, other = ("rowwise", "colwise") if transposed else ("colwise", "rowwise")
+    yield f"{name}.{up}", Rule(packed + last, block=2 if fused and not packed else 1)
+    yield f"{name}.down_proj", Rule(other)
+    if f"{up}_bias" in shapes:
+        yield f"{name}.{up}_bias", Rule(f"{packed}rowwise", block=2 if fused and not packed else 1)
+    if "down_proj_bias" in shapes:
+        yield f"{name}.down_proj_bias", Rule("moe_shared_bias")
+    yield name, Rule("moe_tp_experts")
+
+
+def _regions(
+    name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Any, ranks: int
+) -> Iterator[tuple[str, Rule]]:
     """Rules for the layers of an attention or an MLP whose columns are children of the module."""
     if _reads_weights(module):
         return
@@ -109,16 +206,60 @@ def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], con
         parent = name.rpartition(".")[0]
         if pattern.search(name) and f"{parent}.{beside}" in modules:
             row, outputs = f"{parent}.{beside}", []
+    if (
+        isinstance(module, nn.Sequential)
+        and len(layers) == 2
+        and all(_is_elementwise(m) for m in module if m not in layers.values())
+    ):
+        outputs = list(layers)[-1:]
     if row is None and len(outputs) == 1:
         row = path + outputs[0]
     columns = {child: m for child, m in layers.items() if path + child != row}
     if row is None or not columns or not name:
         return
     width, heads = _inputs(modules[row]), heads_of(module, config)
-    if heads is not None and heads.queries * heads.width == width:
-        yield from _attention(path, module, columns, row, heads)
+    if heads is not None and "kv_b_proj" in columns:
+        yield from _latent(path, module, columns, row, heads)
+    elif _ALL_HEADS.match(type(module).__name__):
+        yield from _each(path, columns, row)
+    elif heads is not None and heads.queries * heads.width == width:
+        few = heads.queries < ranks
+        yield from _each(path, columns, row) if few else _attention(path, module, columns, row, heads)
     elif heads is None:
         yield from _mlp(path, module, columns, row, modules[row])
+
+
+def _is_elementwise(module: nn.Module) -> bool:
+    """Whether it surely looks at each entry by itself: dropout, or an activation."""
+    kind = type(module)
+    apart = kind.__name__ in ("Softmax", "LogSoftmax", "Softmin", "GLU", "Softmax2d", "MultiheadAttention")
+    return kind.__module__.endswith(("modules.dropout", "activation", "activations")) and not apart
+
+
+def _latent(
+    path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads
+) -> Iterator[tuple[str, Rule]]:
+    """Attention whose keys and values are made of a narrow activation (DeepSeek-AI, "DeepSeek-V2", 2024)."""
+    latent, rotary = _inputs(columns["kv_b_proj"]), getattr(module, "qk_rope_head_dim", 0)
+    rules: dict[str, Rule] = {}
+    first = set()
+    for child, layer in columns.items():
+        size = _outputs(layer)
+        if child.startswith("kv_a") and size == latent + rotary:
+            rules[path + child] = Rule("mla_kv_a_proj")
+        elif child in ("q_proj", "q_b_proj", "kv_b_proj", "g_proj") and size % heads.queries == 0:
+            rules[path + child] = Rule("colwise", block=size // heads.queries)
+        elif child == "q_a_proj":
+            first.add(child)
+    known = {*columns, *first, row.removeprefix(path), "q_a_layernorm", "kv_a_layernorm"}
+    others = [child for child, m in module.named_children() if child not in known and any(True for _ in m.parameters())]
+    whole = len(rules) + len(first) == len(columns) and any(rule.style == "mla_kv_a_proj" for rule in rules.values())
+    if others or not whole or next(module.parameters(recurse=False), None) is not None:
+        yield from _each(path, columns, row)
+        return
+    yield from rules.items()
+    width = _inputs(module.get_submodule(row.removeprefix(path)))
+    yield row, Rule("rowwise", block=width // heads.queries)
 
 
 def _attention(
@@ -126,10 +267,13 @@ def _attention(
 ) -> Iterator[tuple[str, Rule]]:
     q, k = heads.queries * heads.width, heads.keys * heads.width
     rules: dict[str, Rule] = {}
+    apart = any(OF_KEYS.match(child) for child in columns)
     for child, layer in columns.items():
         size = _outputs(layer)
         if size in (q, k):
             rules[path + child] = Rule("colwise", block=heads.width)
+        elif apart:  # queries with gates may be as many as a fused weight has
+            continue
         elif size == q + 2 * k and _INTERLEAVED.match(type(module).__name__) and not _is_multi_query(module):
             rules[path + child] = Rule("colwise", block=size // heads.keys)
         elif size == q + 2 * k:
@@ -167,9 +311,14 @@ def _mlp(
     if not same or not (fused or set(sizes) == {width}):
         return
     # What lies between them may look at all of the width.
-    if any(isinstance(m, _CONVOLUTIONS) for m in module.modules()) or list(module.parameters(recurse=False)):
+    others = {child: m for child, m in module.named_children() if child not in columns and m is not last}
+    wide = {dim for m in others.values() for p in m.parameters() for dim in p.shape} & {width, *sizes}
+    if wide or any(isinstance(m, _CONVOLUTIONS) for m in module.modules()) or list(module.parameters(recurse=False)):
         yield from _each(path, columns, row)
         return
+    for child, m in others.items():
+        if _is_activation(m):
+            yield path + child, SHARED
     for child in columns:
         yield path + child, Rule("packed_colwise", (width, width)) if fused else Rule("colwise")
     yield row, Rule("rowwise")
@@ -239,6 +388,10 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
         return {}
     weights, size = {id(m.weight) for m in known}, max(m.num_embeddings for m in known)
     plan = {name: Rule("embedding_rowwise") for name, m in tables.items() if id(m.weight) in weights}
+    # What an embedding does with the rows, a norm for instance, each rank does with its own.
+    plan |= {
+        f"{name}.{child}": SHARED for name in plan for child, m in tables[name].named_children() if [*m.parameters()]
+    }
     head = _ask(model, "get_output_embeddings")
     for name, m in outside.items():
         fits = kind_of(m) == "linear" and _outputs(m) == size and (m is head or head is None)
