@@ -89,11 +89,13 @@ class Guard:
         return {split.length for split in splits if split}
 
     def _require_shared(self, variable: Tensor) -> None:
-        """A parameter that is used inside is split, or its gradient is summed."""
+        """A parameter that is used inside is split, or its gradient is summed; of other tensors nothing is known."""
         held = self._resolved.of_parameter.get(id(variable))
-        if held is None or not (held.partial or held.split):
-            names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-            self._refuse(f"{names.get(id(variable), 'a tensor from outside')} is used before it, whole", shares=True)
+        if held is not None and (held.partial or held.split):
+            return
+        name = next((name for name, parameter in self._model.named_parameters() if parameter is variable), None)
+        if name is not None:
+            self._refuse(f"{name} is used before it, whole", shares=True)
 
     def _refuse(self, what: str, shares: bool = False) -> None:
         name, container = self._member.name, self._member.container
