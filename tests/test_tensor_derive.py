@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from zeromesh.tensor.derive import derive
+from zeromesh.tensor.derive import KNOWN, derive
 from zeromesh.tensor.plan import Rule, parse, resolve
 
 WIDTH, HEADS, KEYS, HEAD = 32, 4, 2, 16
@@ -31,6 +31,12 @@ class Model(nn.Module):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes of this file are taken to compute what their layers' names say."""
+    monkeypatch.setattr("zeromesh.tensor.derive.KNOWN", (*KNOWN, __name__))
 
 
 def attention(**more: Any) -> Layers:
@@ -101,6 +107,6 @@ def test_gated_queries_of_a_plan_are_cut_by_heads() -> None:
     """They are as many as queries, keys and values together."""
     model = Model(attention(q_proj=(WIDTH, 2 * QUERIES)))
     plan = parse({**{f"blocks.*.{name}": "colwise" for name in APART}, "blocks.*.o_proj": "rowwise"})
-    split = resolve(model, plan, 0, 4).held["blocks.0.q_proj.weight"].split
+    split = resolve(model, plan, {}, 0, 4).held["blocks.0.q_proj.weight"].split
     assert split is not None
     assert split.intervals == tuple(((start, start + 2 * HEAD),) for start in range(0, 2 * QUERIES, 2 * HEAD))

@@ -63,7 +63,7 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]
     config = getattr(model, "config", None)
     for name, module in modules.items():
         region = dict(_regions(name, module, modules, config, ranks))
-        if not type(module).__module__.startswith(KNOWN):
+        if not type(module).__module__.startswith(KNOWN) and type(module) is not nn.Sequential:
             region = _one_by_one(region)
         known = {path: own[path] for path in region if path in own}
         # Of fused layers whose parts nobody told, the published plan gathers what they give.
