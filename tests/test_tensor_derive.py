@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from zeromesh.tensor import apply
 from zeromesh.tensor.derive import KNOWN, derive
 from zeromesh.tensor.plan import Rule, parse, resolve
 
@@ -110,3 +113,19 @@ def test_gated_queries_of_a_plan_are_cut_by_heads() -> None:
     split = resolve(model, plan, {}, 0, 4).held["blocks.0.q_proj.weight"].split
     assert split is not None
     assert split.intervals == tuple(((start, start + 2 * HEAD),) for start in range(0, 2 * QUERIES, 2 * HEAD))
+
+
+def test_of_what_attention_is_given_only_masks_and_biases_are_cut_by_heads_and_nothing_is_lost() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Any, attention_mask: Any, *more: Any, **others: Any) -> None: ...
+
+    def cut(*given: torch.Tensor, **named: torch.Tensor) -> Any:
+        return apply._cut_arguments(module, given, named, apply._arguments(module), HEADS, group)
+
+    module, group = Attention(), SimpleNamespace(rank=1, size=2)
+    mask, images = torch.randn(2, HEADS, 3, 3), torch.randn(2, HEADS, 5, 5)
+    args, kwargs = cut(images, mask, images, mask, position_bias=mask, images=images)
+    assert [list(one.shape[:2]) for one in args] == [[2, HEADS], [2, HEADS // 2], [2, HEADS], [2, HEADS]]
+    assert torch.equal(args[1], mask[:, HEADS // 2 :]) and torch.equal(kwargs["position_bias"], args[1])
+    assert kwargs["images"] is images
+    assert cut()[0] == () and len(cut(images)[0]) == 1

@@ -8,6 +8,7 @@ tensor share one entry, so the gradient of that activation is summed once.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,9 @@ BIAS_TAG = 15
 
 BIASES = ("alibi", "position_bias")
 """What arguments of attention are called that are added to its scores, and have something for each head."""
+
+OF_SCORES = re.compile("mask|bias|alibi|relative_pos")
+"""In what arguments of attention are called that may have something for each head."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,9 @@ class Entrance:
 
 
 def _arguments(module: nn.Module) -> list[str]:
-    """Names of what an attention is called with, in order."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+    """Names of what an attention is called with, in order, as far as they are told apart."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _cut_arguments(
@@ -176,13 +181,13 @@ def _cut_arguments(
     def cut(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if value.ndim == 4 and value.shape[1] == queries:
+        if value.ndim == 4 and value.shape[1] == queries and OF_SCORES.search(name):
             return part(value)
         if name in BIASES and value.ndim == 3 and value.shape[0] % queries == 0:
             return part(value.unflatten(0, (-1, queries))).flatten(0, 1)
         return value
 
-    named = zip(names, args, strict=False)
+    named = zip([*names, *[""] * len(args)], args, strict=False)
     return tuple(cut(*pair) for pair in named), {name: cut(name, value) for name, value in kwargs.items()}
 
 
