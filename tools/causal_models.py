@@ -292,7 +292,12 @@ def plain(name: str) -> Result:
 
 
 def _plain(name: str, dtype: torch.dtype) -> Result:
-    model = build(name, dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks have: what LAPACK gives for an orthogonal start depends on it
+    try:
+        model = build(name, dtype)
+    finally:
+        torch.set_num_threads(threads)
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     losses = []
     for batch in batches():

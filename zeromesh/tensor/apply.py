@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zeromesh.dist.collectives import Group
 from zeromesh.model.split import Held
+from zeromesh.tensor.attention import Attention
 from zeromesh.tensor.guard import Guard, summed
 from zeromesh.tensor.heads import take_part
 from zeromesh.tensor.linear import Columns, Layer, enter, leave, multiply
@@ -89,8 +90,12 @@ def apply(
         tag += 4
         if member.kind == "linear" and (member.style.cut or member.style.after == "sum_rotary"):
             _linear(member, resolved, modules, entrances, place, tag)
+        elif member.rule.style == "heads":
+            _attention(member, modules, place, tag)
+            tag += Attention.TAGS
         else:
             _hooks(member, resolved, place, tag)
+    _require_slow_paths(resolved, modules)
     for number, stack in enumerate(stacks):
         _spread(modules, stack, place, tag + 4 * (number + 1))
     for name, heads in resolved.heads.items():
@@ -237,6 +242,27 @@ def _linear(
     module.forward = MethodType(_Forward(forward), module)
 
 
+def _attention(member: Member, modules: dict[str, nn.Module], place: Place, tag: int) -> None:
+    """Torch's own."""
+    decoder, _, name = member.name.rpartition(".")
+    memory = isinstance(modules[decoder], nn.TransformerDecoderLayer) and name == "multihead_attn"
+    attention = Attention(place.group, place.streams, tag, place.spreads(member.name), memory)
+    member.module.forward = MethodType(_Forward(_eager(attention)), member.module)
+
+
+def _require_slow_paths(resolved: Resolved, modules: dict[str, nn.Module]) -> None:
+    """Torch's encoders read the weights of their layers themselves, where no gradients are computed; not of these."""
+    for member in resolved.members:
+        path = member.name
+        while path:
+            path = path.rpartition(".")[0]
+            around: Any = modules[path]
+            if isinstance(around, nn.TransformerEncoderLayer):
+                around.activation_relu_or_gelu = 0
+            elif isinstance(around, nn.TransformerEncoder):
+                around.use_nested_tensor = False
+
+
 class _Forward:
     """A forward that is bound to a module, so that a copy of the module has its own."""
 
@@ -244,9 +270,8 @@ class _Forward:
         self._function = function
         self.__name__ = "forward"
 
-    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = self._function(module, x)
-        return result
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._function(module, *args, **kwargs)
 
 
 def _by_columns(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.functional import gelu, relu
 
 from zeromesh.tensor.heads import Heads, heads_of
 from zeromesh.tensor.plan import OF_KEYS, Rule, is_transposed, kind_of, parse, pattern_of
@@ -63,7 +64,9 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]
     config = getattr(model, "config", None)
     for name, module in modules.items():
         region = dict(_regions(name, module, modules, config, ranks))
-        if not type(module).__module__.startswith(KNOWN) and type(module) is not nn.Sequential:
+        if torch_layers := _torch_layers(name, module, ranks):
+            region = torch_layers
+        elif not type(module).__module__.startswith(KNOWN) and type(module).forward is not nn.Sequential.forward:
             region = _one_by_one(region)
         known = {path: own[path] for path in region if path in own}
         # Of fused layers whose parts nobody told, the published plan gathers what they give.
@@ -88,9 +91,24 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]
                     f"nothing is known of {type(around).__name__}; a plan may say better"
                 )
     for name, module in modules.items():
-        if kind_of(module) == "linear" and name not in plan and _in_block(name):
+        around = modules[name.rpartition(".")[0]]
+        inside = kind_of(around) == "attention" and name.rpartition(".")[0] in plan
+        if kind_of(module) == "linear" and name not in plan and _in_block(name) and not inside:
             notes.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
     return _patterns(plan, _names(model)), list(dict.fromkeys(notes))
+
+
+def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, Rule]:
+    """Rules for torch's own attention, and for the MLPs of its transformers."""
+    if kind_of(module) == "attention":
+        few = module.num_heads < ranks  # type: ignore[operator]
+        return {} if few or name.endswith("base_layer") else {name: Rule("heads")}
+    if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return {}
+    activation = module.activation
+    known = activation in (relu, gelu) or (isinstance(activation, nn.Module) and _is_elementwise(activation))
+    styles = LOCAL[::2] if known else GATHERING
+    return {f"{name}.linear{n}": Rule(style) for n, style in zip((1, 2), styles, strict=True)}
 
 
 def _one_by_one(region: Mapping[str, Rule]) -> dict[str, Rule]:

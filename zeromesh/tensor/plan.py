@@ -102,7 +102,7 @@ class Member:
         name: in the model.
         module: itself, or the one that has the parameter.
         parameter: its name in the module; None where the rule is for the module.
-        kind: linear, embedding, parameter or module.
+        kind: linear, embedding, attention, parameter or module.
         container: name of the module whose columns read the same activation.
     """
 
@@ -152,9 +152,11 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """linear, embedding or module."""
+    """linear, embedding, attention or module."""
     if isinstance(module, nn.Linear) or is_transposed(module):
         return "linear"
+    if type(module).forward is nn.MultiheadAttention.forward:
+        return "attention"
     return "embedding" if isinstance(module, nn.Embedding) else "module"
 
 
@@ -203,6 +205,12 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
                     f"is for {' and '.join(_KINDS[kind] for kind in member.style.kinds)}"
                 )
                 continue
+            if member.kind == "linear" and member.style.cut and kind_of(modules[member.container]) == "attention":
+                problems.append(
+                    f"{name} is not called by {member.container}, which reads its weight; give {member.container} the "
+                    "style heads"
+                )
+                continue
             try:
                 heads = heads_of(modules[member.container], config) if member.container else None
                 held = _held(member, rank, ranks, heads)
@@ -233,6 +241,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
 
 _KINDS = {
     "linear": "linear layers", "embedding": "embeddings", "parameter": "single parameters", "module": "other modules",
+    "attention": "torch.nn.MultiheadAttention",
 }  # fmt: skip
 
 _ADAPTED = {"base_layer": None, "lora_A": "inputs", "lora_B": "outputs"}
@@ -263,6 +272,8 @@ def _held(member: Member, rank: int, ranks: int, heads: Heads | None) -> dict[st
     own = dict(module.named_parameters(recurse=False))
     if member.parameter is not None:
         own = {member.parameter: own[member.parameter]}
+    if member.kind == "attention" and member.rule.style == "heads":
+        return _held_of_attention(module, rank, ranks)
     if style.cut is None:
         whole = own.items() if member.parameter is not None else module.named_parameters()
         shapes = {name: tuple(p.shape) for name, p in whole} if style.partial else {}
@@ -274,6 +285,20 @@ def _held(member: Member, rank: int, ranks: int, heads: Heads | None) -> dict[st
             continue
         split = _split(member, dim, parameter.shape[dim], ranks, heads)
         held[name] = Held(tuple(parameter.shape), split, rank, ranks)
+    return held
+
+
+def _held_of_attention(module: Any, rank: int, ranks: int) -> dict[str, Held]:
+    """Of ``nn.MultiheadAttention``; what is added to the sum of all heads stays whole."""
+    width = module.embed_dim
+    held = {}
+    for name, parameter in module.named_parameters():
+        if name == "out_proj.bias":
+            continue
+        dim = {"out_proj.weight": 1, "bias_k": 2, "bias_v": 2}.get(name, 0)
+        sections = [width] * (parameter.shape[dim] // width)
+        _require_parts(sections, module.head_dim, ranks)
+        held[name] = Held(tuple(parameter.shape), Split.even(dim, sections, ranks, module.head_dim), rank, ranks)
     return held
 
 
@@ -296,7 +321,14 @@ def _split(member: Member, dim: int, size: int, ranks: int, heads: Heads | None)
     if style.padded and not rule.sections and not rule.block and size % ranks:
         return Split.padded(dim, size, ranks)
     block = rule.block or (1 if style.padded or heads is None else _block(sections, heads, member.name))
-    if style.cut == "inputs" and any(section // block % ranks for section in sections):
+    if style.cut == "inputs":
+        _require_parts(sections, block, ranks)
+    return Split.even(dim, sections, ranks, block)
+
+
+def _require_parts(sections: Sequence[int], block: int, ranks: int) -> None:
+    """Raise ValueError unless ``ranks`` divide the blocks of each section."""
+    if any(section // block % ranks for section in sections):
         count = sections[0] // block
         near = sorted({n for n in range(1, count + 1) if count % n == 0}, key=lambda n: (abs(n - ranks), n))[:2]
         what = f"{count} heads of width {block}" if block > 1 else f"a width of {sections[0]}"
@@ -304,7 +336,6 @@ def _split(member: Member, dim: int, size: int, ranks: int, heads: Heads | None)
             f"{what} cannot be split over {ranks} ranks: {count} / {ranks} = {count / ranks:.4g}; tensor sizes near it "
             f"that work are {' and '.join(map(str, sorted(near)))}"
         )
-    return Split.even(dim, sections, ranks, block)
 
 
 def _block(sections: Sequence[int], heads: Heads, name: str) -> int:

@@ -1,7 +1,7 @@
 """The ways in which a module can be split over the tensor axis: one table.
 
-The names are those of transformers' ``base_model_tp_plan``, and mean the same; ``vocabulary``, of a head, is ours, and
-so is ``moe_shared_bias``, for what experts add after the layer that is split by rows.
+The names are those of transformers' ``base_model_tp_plan``, and mean the same; ours are ``vocabulary``, of a head,
+``heads``, of torch's own attention, and ``moe_shared_bias``, for what experts add after the layer split by rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Style:
 
 
 LINEAR = ("linear", "parameter")
-ANY = ("linear", "embedding", "parameter", "module")
+ANY = ("linear", "embedding", "attention", "parameter", "module")
 
 STYLES: Mapping[str, Style] = {
     "colwise": Style("outputs", before="enter", kinds=("linear", "embedding", "parameter")),
@@ -50,6 +50,7 @@ STYLES: Mapping[str, Style] = {
     "rowwise_split_input": Style("inputs", padded=True, before="split", after="leave"),
     "embedding_rowwise": Style("rows", padded=True, before="mask", after="sum", kinds=("embedding",)),
     "embedding_colwise": Style("width", after="join", kinds=("embedding",)),
+    "heads": Style(before="enter", after="leave", kinds=("attention",)),
     "vocabulary": Style("outputs", padded=True, after="logits"),
     "replicated_with_grad_allreduce": Style(partial=True, kinds=ANY),
     "mla_kv_a_proj": Style(after="sum_rotary"),
