@@ -126,6 +126,8 @@ def test_of_what_attention_is_given_only_masks_and_biases_are_cut_by_heads_and_n
     mask, images = torch.randn(2, HEADS, 3, 3), torch.randn(2, HEADS, 5, 5)
     args, kwargs = cut(images, mask, images, mask, position_bias=mask, images=images)
     assert [list(one.shape[:2]) for one in args] == [[2, HEADS], [2, HEADS // 2], [2, HEADS], [2, HEADS]]
-    assert torch.equal(args[1], mask[:, HEADS // 2 :]) and torch.equal(kwargs["position_bias"], args[1])
+    assert torch.equal(args[1], mask[:, HEADS // 2 :])
+    assert torch.equal(kwargs["position_bias"], args[1])
     assert kwargs["images"] is images
-    assert cut()[0] == () and len(cut(images)[0]) == 1
+    assert cut()[0] == ()
+    assert len(cut(images)[0]) == 1

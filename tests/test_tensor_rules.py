@@ -542,39 +542,6 @@ def test_the_built_in_decoders_are_split(architecture: str, sequence: bool) -> N
         assert {name.split(".")[-2] for name in split} >= {"query", "key", "output", "up", "down", "embedding"}
 
 
-# Traffic.
-
-
-def traffic(sequence: bool) -> dict[str, Any]:
-    model = llama(torch.float32, num_hidden_layers=3)
-    engine = zeromesh.initialize(model=model, config=config(2, tensor_parallel={"sequence": sequence}))[0]
-    step(engine, batch(0))
-    engine.traffic_report(reset=True)
-    loss = engine(input_ids=batch(1), labels=batch(1)).loss
-    engine.backward(loss)
-    return engine.traffic_report()
-
-
-def test_there_are_four_all_reduces_for_each_layer() -> None:
-    activation, ranks, layers = 4 * 8 * 32 * 4, 2, 3
-    once = activation * (ranks - 1) // ranks  # of an all-gather, or a reduce-scatter
-    for found in run_ranks(traffic, ranks, False, timeout=LIMIT):
-        total = sum(row["bytes"] for kind, row in found.items() if kind.endswith("/tensor"))
-        blocks = 4 * layers * 2 * once
-        # One for the embedding, one for the gradient of what the head reads; and three numbers for each token's loss.
-        ends, loss = 2 * 2 * once, 3 * 4 * 8 * 4
-        assert total == blocks + ends + loss, found
-
-
-def test_sequence_parallelism_sends_as_many_bytes() -> None:
-    activation, ranks, layers = 4 * 8 * 32 * 4, 2, 3
-    once = activation * (ranks - 1) // ranks
-    for found in run_ranks(traffic, ranks, True, timeout=LIMIT):
-        total = sum(row["bytes"] for kind, row in found.items() if kind.endswith("/tensor"))
-        # Where the sequence is spread its gradient is gathered, and after the last block the activation is.
-        assert total == 4 * layers * 2 * once + 2 * 2 * once + 2 * once + 3 * 4 * 8 * 4, found
-
-
 def late_logits() -> str:
     engine = zeromesh.initialize(model=llama(torch.float32), config=config(2))[0]
     output = engine(input_ids=batch(0), labels=batch(0))
