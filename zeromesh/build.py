@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from zeromesh.config.settings import Resolved, Settings
+    from zeromesh.context.applied import Applied
     from zeromesh.model.piece import PieceExchange
     from zeromesh.observe.monitors import Monitor
     from zeromesh.training_data import Loader
@@ -150,7 +151,7 @@ def initialize(
     share(world, "prepare its optimizer, schedule, data and monitors", failure)
     assert prepared is not None
     owned, built, scheduler, loader, monitor, plan = prepared
-    failure = attempt(lambda: spread_sequences(model, resolved, mesh, loss_fn))[1]
+    spread, failure = attempt(lambda: spread_sequences(model, resolved, mesh, loss_fn))
     share(world, "spread its sequences over ranks", failure)
     require_agreement(world, "the tensor-parallel plan", "" if plan is None else describe_plan(plan[0]))
     require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
@@ -180,6 +181,7 @@ def initialize(
         raise
     _checkpoint_activations(model, resolved)
     engine = Engine(sharded, resolved, built, scheduler, loss_fn, loader, make_observer(model, resolved, mesh, monitor))
+    engine.context_parallel = spread
     zero.register(engine)
     if mesh.rank == 0:
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
@@ -315,15 +317,15 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
     return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
 
 
-def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> None:
-    """Change the model so that each rank along the context axis computes its part of the sequences.
+def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> Applied | None:
+    """Change the model so that each rank along the context axis computes its part of the sequences; None: there is one.
 
     Raises:
         ValueError: the model cannot be spread; it is as it was then.
     """
     group = mesh.group("context")
     if group.size == 1:
-        return
+        return None
     if loss_fn is not None:
         raise ValueError(
             "loss_fn would be given the labels of whole sequences, and logits of this rank's part; leave it out, and "
@@ -331,7 +333,7 @@ def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: 
         )
     from zeromesh.context.apply import apply as spread
 
-    spread(model, settings.context_parallel.strategy, group)
+    return spread(model, settings.context_parallel.strategy, group)
 
 
 def _check(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None:

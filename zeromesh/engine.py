@@ -24,6 +24,7 @@ from zeromesh.tensor.logits import expire
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
+    from zeromesh.context.applied import Applied
     from zeromesh.training_data import Loader, Position
 
 _log = logging.getLogger("zeromesh")
@@ -46,6 +47,7 @@ class Engine:
         data_position: how far it was at the last update; what has been handed out since is not counted.
         config: the resolved settings.
         sharded: the model's states.
+        context_parallel: how its sequences are spread over ranks; None where they are not.
         global_steps: updates so far, skipped ones included.
         global_samples: that all ranks have consumed in them.
         micro_steps: micro-batches so far.
@@ -72,6 +74,7 @@ class Engine:
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
+        self.context_parallel: Applied | None = None
         self._loss_fn = loss_fn
         self._accumulation = config.gradient_accumulation_steps
         self._boundary: bool | None = None

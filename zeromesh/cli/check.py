@@ -82,9 +82,7 @@ def check(settings: Settings) -> Job:
         raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
     sizes = _mesh(job)
     if sizes["context"] > 1:
-        raise ValueError(
-            "zeromesh train does not spread sequences over ranks yet; set mesh.context to 1, or use zeromesh.initialize"
-        )
+        _check_sequences(job, sizes["context"])
     resolved = _resolved(job)
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()
@@ -104,6 +102,11 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     """
     length = job.language.sequence_length
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
+    if prepared.document_attention and _mesh(job)["context"] > 1:
+        raise ValueError(
+            "mesh.context > 1: attention over several ranks cannot hide the documents of a sample from each other; set "
+            'data.document_attention to false, data.packing to "pad", or mesh.context to 1'
+        )
     vocabulary = job.language.vocabulary or prepared.vocabulary
     if prepared.tokenizer is None and job.run.sample.prompts:
         raise ValueError(
@@ -134,6 +137,18 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
             f"than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
         )
     return prepared
+
+
+def _check_sequences(job: Job, ranks: int) -> None:
+    """Refuse sequences that cannot be spread over the ranks of the context axis."""
+    length = job.language.sequence_length
+    count = 2 * ranks
+    if length % count:
+        near = [n for n in (length - length % count, length - length % count + count) if n]
+        raise ValueError(
+            f"{job.language.section}.sequence_length = {length} cannot be cut into 2 x {ranks} (mesh.context) "
+            f"= {count} equal chunks; the nearest lengths that work are {' and '.join(map(str, near))}"
+        )
 
 
 def _larger(job: Job) -> str:

@@ -61,7 +61,7 @@ def close(loop: Loop, prepared: Prepared, span: Span, console: Console) -> None:
     steps = [record for record in records if record["kind"] == "train"]
     report = Report(
         architecture=job.language.name,
-        parameters=sum(parameter.numel() for parameter in engine.module.parameters()),
+        parameters=engine.sharded.count(),
         ranks=engine.mesh.world_size,
         zero_stage=job.settings.zero_optimization.stage,
         steps=span.reached.step,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from zeromesh.cli.model import LanguageModel
+from zeromesh.context.order import keep
 from zeromesh.data.loader import Batch, evaluation_batches
 from zeromesh.data.prepared import Prepared
 from zeromesh.data.samples import NO_LABEL
@@ -69,9 +70,19 @@ class HeldOut:
 
 
 def nats(language: LanguageModel, engine: Engine, batch: Batch) -> torch.Tensor:
-    """What the labels of a micro-batch cost together: a scalar, in at least fp32."""
+    """What the labels of a micro-batch cost together: a scalar, in at least fp32.
+
+    Ranks that share the micro-batch's sequences get the same, of which each has the gradient of its own tokens.
+    """
     batch = batch.to(engine.device)
     logits = language.logits(engine, batch)
     # A sum over the vocabulary in 16 bits would lose most of its digits.
     wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, batch.labels.flatten(), ignore_index=NO_LABEL, reduction="sum")
+    spread = engine.context_parallel
+    if spread is None:
+        return F.cross_entropy(wide, batch.labels.flatten(), ignore_index=NO_LABEL, reduction="sum")
+    count = int((batch.labels != NO_LABEL).sum())
+    if not count:
+        return wide.sum() * 0
+    own = keep(batch.labels, spread.group.rank, spread.group.size, 1)
+    return spread.mean_loss(F.cross_entropy(wide, own.flatten(), ignore_index=NO_LABEL), own) * count

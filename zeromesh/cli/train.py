@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 from rich.console import Console
-from torch import nn
 
 import zeromesh
 from zeromesh.agree import attempt, share, world_group
@@ -127,7 +126,7 @@ def _train(job: Job, prepared: Prepared, began: float) -> None:
         console = make_console(quiet=engine.mesh.rank != 0)
         console.print(_settings_lines(engine.config))
         console.print(
-            f"{job.language.name}, {_parameters_text(engine.module)}, "
+            f"{job.language.name}, {_parameters_text(engine)}, "
             f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
         )
         vocabulary = job.language.vocabulary or prepared.vocabulary
@@ -182,9 +181,8 @@ def _engine(job: Job) -> tuple[Engine, float]:
     return engine, cost
 
 
-def _parameters_text(model: nn.Module) -> str:
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    every = sum(parameter.numel() for parameter in model.parameters())
+def _parameters_text(engine: Engine) -> str:
+    trained, every = engine.sharded.count(trained=True), engine.sharded.count()
     part = f", {scaled_text(trained)} of them trained" if trained < every else ""
     return f"{scaled_text(every)} parameters{part}"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -157,6 +158,11 @@ class Sharded:
                 f"parameter {name} came into the model after initialize, and would not be trained; change the model "
                 "before initialize, or freeze the parameter"
             )
+
+    def count(self, trained: bool = False) -> int:
+        """Elements of all parameters, or of those that are trained, that all ranks together hold."""
+        layouts = [flat.layout for flat in self.flats if flat.layout.trainable or not trained]
+        return sum(prod(segment.held.whole) for layout in layouts for segment in layout.segments)
 
     @property
     def is_split(self) -> bool:

@@ -1,0 +1,118 @@
+"""``zeromesh train`` on meshes with more axes than data: its log and its weights are those of one process."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from harness import run_ranks
+from zeromesh.cli.main import app
+from zeromesh.cli.train import train
+from zeromesh.observe.metrics import read_metrics
+
+STEPS = 4
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor": (2, {"mesh": {"tensor": 2}}),
+    "sequence and data": (
+        4, {"mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True}, "train_micro_batch_size_per_gpu": 2},
+    ),
+    "ring": (2, {"mesh": {"context": 2}}),
+    "ulysses and data, sharded": (
+        4,
+        {
+            "mesh": {"context": 2}, "context_parallel": {"strategy": "ulysses"}, "zero_optimization": {"stage": 3},
+            "train_micro_batch_size_per_gpu": 2,
+        },
+    ),
+    "ring and tensor": (4, {"mesh": {"context": 2, "tensor": 2}}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(10):
+        lines = [f"def function_{n}(value):\n    return value + {n * number}\n" for n in range(20)]
+        (folder / f"{number}.py").write_text("\n".join(lines))
+    return folder
+
+
+def config(corpus: Path, folder: Path, **changes: Any) -> Path:
+    settings: dict[str, Any] = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}},
+        "gradient_clipping": 0.5,
+        "model": {"architecture": "llama", "hidden_size": 16, "layers": 2, "heads": 2, "sequence_length": 32},
+        "data": {"train": str(corpus), "suffixes": [".py"], "validation_fraction": 0.3, "vocabulary_size": 270},
+        "run": {"steps": STEPS, "output": str(folder / "run"), "log_every": 1, "save_every": 2},
+        **changes,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """What of the metrics does not depend on the clock."""
+    kept = ("step", "samples", "tokens", "loss", "learning_rate", "gradient_norm", "bits_per_byte")
+    return [{key: record[key] for key in kept if key in record} for record in read_metrics(run / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    result = CliRunner().invoke(app, ["train", str(config(corpus, folder))])
+    assert result.exit_code == 0, result.output
+    return folder / "run"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_on_a_mesh_is_the_run_of_one_process(name: str, corpus: Path, alone: Path, tmp_path: Path) -> None:
+    ranks, changes = CASES[name]
+    run_ranks(train, ranks, config(corpus, tmp_path, **changes), [], resume=False, timeout=120)
+    run = tmp_path / "run"
+    for found, expected in zip(numbers(run), numbers(alone), strict=True):
+        assert found == pytest.approx(expected, rel=1e-3), (found, expected)
+    found, expected = (load_file(one / "model" / "model.safetensors") for one in (run, alone))
+    assert found.keys() == expected.keys()
+    for key, want in expected.items():
+        assert float((found[key] - want).abs().max()) < 1e-3, key
+    reports = [json.loads((one / "report.json").read_text()) for one in (run, alone)]
+    for key in ("parameters", "tokens"):
+        assert reports[0][key] == reports[1][key], key
+
+
+def test_a_run_goes_on_under_another_mesh(corpus: Path, alone: Path, tmp_path: Path) -> None:
+    run_ranks(train, 2, config(corpus, tmp_path, mesh={"context": 2}), ["run.steps=2"], resume=False, timeout=120)
+    run_ranks(train, 2, config(corpus, tmp_path, mesh={"tensor": 2}), [], resume=True, timeout=120)
+    steps = [one for one in numbers(tmp_path / "run") if "samples" in one]
+    for found, expected in zip(steps, [one for one in numbers(alone) if "samples" in one], strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mesh": {"context": 3}},
+            r"model.sequence_length = 32 cannot be cut into 2 x 3 \(mesh.context\) = 6 equal chunks; .* 30 and 36",
+        ),
+        ({"mesh": {"context": 2}, "data": {"document_attention": True}}, "cannot hide the documents of a sample"),
+    ],
+)
+def test_samples_that_cannot_be_spread_are_refused(
+    changes: dict[str, Any], message: str, corpus: Path, tmp_path: Path
+) -> None:
+    data = {"train": str(corpus), "suffixes": [".py"], "vocabulary_size": 270} | changes.pop("data", {})
+    run = {"steps": 1, "output": str(tmp_path / "run"), "ranks": changes["mesh"]["context"]}
+    result = CliRunner().invoke(app, ["train", str(config(corpus, tmp_path, run=run, data=data, **changes))])
+    assert result.exit_code != 0
+    assert re.search(message, " ".join(result.output.split())), result.output
