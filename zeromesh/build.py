@@ -37,8 +37,8 @@ from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.find import check_compiled, check_parameters, find_units
 from zeromesh.shard.materialise import materialiser, replace
 from zeromesh.shard.sharded import Sharded, Slots
-from zeromesh.tensor.apply import apply
-from zeromesh.tensor.derive import derive
+from zeromesh.tensor.apply import apply, chunk_losses
+from zeromesh.tensor.derive import derive, heads_over_vocabulary
 from zeromesh.tensor.plan import Resolved as SplitPlan
 from zeromesh.tensor.plan import as_json, describe_plan, parse, resolve
 from zeromesh.tensor.sequence import Stack, find_stacks
@@ -134,6 +134,8 @@ def initialize(
     def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor, Split | None]:
         """What can be made, or tried, while the model is as it was."""
         plan = split_plan(model, resolved, mesh)
+        if resolved.chunked_loss:
+            heads_over_vocabulary(model)
         loader = _loader(training_data, collate_fn, resolved, mesh)
         monitor = open_monitors(resolved, mesh)
         owned = list(_parameters_and_groups(model, model_parameters))
@@ -165,8 +167,10 @@ def initialize(
         _place_buffers(model, mesh.device, resolved.precision.compute)
         sharded = shard(model, mesh, resolved, values, None if plan is None else plan[0].held)
         if plan is not None:
-            apply(model, plan[0], mesh.group("tensor"), mesh.device, plan[1])
+            apply(model, plan[0], mesh.group("tensor"), mesh.device, plan[1], sharded.events.using)
             share_random_state(mesh.group("tensor"))
+        elif resolved.chunked_loss:
+            chunk_losses(model, heads_over_vocabulary(model), sharded.events.using)
         share(world, "read its part of the weights", values.failure)
         if built is not None:
             _adopt(built, sharded, resolved)

@@ -97,6 +97,11 @@ class Settings(Section):
         "number of data-parallel ranks where that is exact, else 1 (DeepSpeed's default is 1).",
     )
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="What gradients are reduced to.")
+    chunked_loss: bool = Field(
+        False,
+        description="Losses of a head over the vocabulary are computed a part of the tokens at a time, without all of "
+        "the logits. Where mesh.tensor splits the head they always are.",
+    )
     communication_data_type: Dtype | None = Field(
         None, description="Dtype of gradients on the wire. Null: the dtype of the parameters."
     )

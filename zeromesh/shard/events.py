@@ -8,7 +8,7 @@ that arrived would be wrong, as a parameter may get none on one rank. What is le
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakSet
 
 import torch
@@ -148,6 +148,11 @@ class Events:
         finally:
             self.end(forward=False)
             self._residency.leave(self._root)
+
+    def using(self) -> AbstractContextManager[None]:
+        """A context for what may need parameters after the forward, as the loss of logits that are not made in it."""
+        there = self.inside or self._computing_backward() or not any(unit.sharded for unit in self._units)
+        return nullcontext() if there else self.computing()
 
     @property
     def inside(self) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -25,7 +26,7 @@ from zeromesh.tensor.attention import Attention
 from zeromesh.tensor.guard import Guard, summed
 from zeromesh.tensor.heads import take_part
 from zeromesh.tensor.linear import Columns, Layer, enter, leave, multiply
-from zeromesh.tensor.logits import Logits
+from zeromesh.tensor.logits import Logits, Using
 from zeromesh.tensor.loss import Vocabulary
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import Member, Resolved, is_transposed
@@ -53,11 +54,13 @@ class Place:
         group: the ranks along the tensor axis.
         streams: of random numbers.
         stacks: lists of blocks in which the sequence is spread over the ranks.
+        using: gives a context in which parameters are in memory, also after the forward.
     """
 
     group: Group
     streams: Streams
     stacks: tuple[Stack, ...]
+    using: Using
 
     def spreads(self, name: str) -> bool:
         """Whether a module reads, or gives, a part of the sequence."""
@@ -65,8 +68,9 @@ class Place:
 
 
 def apply(
-    model: nn.Module, resolved: Resolved, group: Group, device: torch.device, stacks: Sequence[Stack] = ()
-) -> None:
+    model: nn.Module, resolved: Resolved, group: Group, device: torch.device, stacks: Sequence[Stack] = (),
+    using: Using = nullcontext,
+) -> None:  # fmt: skip
     """Make the modules of a plan work on what this rank holds of their parameters; these have been cut already.
 
     Args:
@@ -75,8 +79,9 @@ def apply(
         group: the ranks along the tensor axis.
         device: that activations are on.
         stacks: lists of blocks in which the sequence is spread over the ranks.
+        using: gives a context in which parameters are in memory, also after the forward.
     """
-    place = Place(group, Streams(device, group.rank), tuple(stacks))
+    place = Place(group, Streams(device, group.rank), tuple(stacks), using)
     modules = dict(model.named_modules(remove_duplicate=False))
     entrances: dict[str, Entrance] = {}
     done: set[int] = set()
@@ -229,7 +234,7 @@ def _linear(
         split = resolved.held_of(module, "weight").split
         assert split is not None
         vocabulary = Vocabulary(split.intervals[place.group.rank][0][0], split.size, place.group)
-        forward = _eager(_by_vocabulary, vocabulary=vocabulary, tag=tag)
+        forward = _eager(_by_vocabulary, vocabulary=vocabulary, tag=tag, using=place.using)
     elif style.cut == "inputs":
         held = resolved.held_of(module, "weight") if style.before == "split" else None
         guard = None if style.before == "split" else Guard(member, resolved, modules[""])
@@ -282,8 +287,17 @@ def _by_columns(
     return y if size is None else move(y, "join", place.group, tag, -1)[..., :size]
 
 
-def _by_vocabulary(module: Any, x: Tensor, vocabulary: Vocabulary, tag: int) -> Tensor:
-    return Logits(x, module.weight, module.bias, vocabulary, tag)
+def _by_vocabulary(module: Any, x: Tensor, vocabulary: Vocabulary, tag: int, using: Using) -> Tensor:
+    return Logits(x, module.weight, module.bias, vocabulary, tag, using)
+
+
+def chunk_losses(model: nn.Module, heads: Iterable[str], using: Using) -> None:
+    """Have losses of what these layers give computed a part of the tokens at a time; each rank has all of them."""
+    for name in heads:
+        module: Any = model.get_submodule(name)
+        size = int(module.weight.shape[1 if is_transposed(module) else 0])
+        forward = _eager(_by_vocabulary, vocabulary=Vocabulary(0, size), tag=0, using=using)
+        module.forward = MethodType(_Forward(forward), module)
 
 
 def _by_rows(

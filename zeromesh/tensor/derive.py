@@ -418,6 +418,22 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
     return plan
 
 
+def heads_over_vocabulary(model: nn.Module) -> list[str]:
+    """Names of the linear layers over the entries of the embedding of tokens.
+
+    Raises:
+        ValueError: there are none.
+    """
+    rules = _vocabulary(model, dict(model.named_modules()))
+    heads = [name for name, rule in rules.items() if rule.style == "vocabulary"]
+    if not heads:
+        raise ValueError(
+            f"chunked_loss is true, but {type(model).__name__} has no linear layer over the entries of an embedding; "
+            "leave it out"
+        )
+    return heads
+
+
 def _ask(model: nn.Module, question: str) -> nn.Module | None:
     """What a model of transformers says; None of others, or where it does not know."""
     try:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -35,6 +35,8 @@ from torch.utils._pytree import tree_map_only
 
 from zeromesh.tensor.loss import REDUCTIONS, Vocabulary, linear_cross_entropy
 from zeromesh.tensor.operators import move
+
+Using = Callable[[], AbstractContextManager[Any]]
 
 Computed = tuple[Tensor, Sequence[Tensor | None]]
 """Values, and the tensors that they were made of."""
@@ -59,6 +61,7 @@ class _Head:
     vocabulary: Vocabulary
     tag: int
     autocast: torch.dtype | None
+    using: Using
     versions: tuple[int, ...] = ()
     listeners: list[Callable[[Tensor], None]] = field(default_factory=list)
     family: WeakValueDictionary[int, Logits] = field(default_factory=WeakValueDictionary)
@@ -81,8 +84,9 @@ class _Head:
                 "computed when they are needed, and would be other ones now: compute what you need before the change, "
                 "or call materialise() on them"
             )
-        bias, rows, start = self.bias, self.weight.shape[0], self.vocabulary.start
-        with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        cast = torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        with self.using(), cast:
+            bias, rows, start = self.bias, self.weight.shape[0], self.vocabulary.start
             if bias is not None and bias.shape[0] != rows:
                 if self.vocabulary.group is not None:
                     bias = move(bias, "copy", self.vocabulary.group, self.tag + 2)
@@ -135,6 +139,7 @@ class Logits(Tensor):
         bias: shape ``(rows,)``, or that of the whole vocabulary, the same on all ranks.
         vocabulary: which entries ``weight`` has; None: all.
         tag: of the messages; this one and the next two are used.
+        using: gives a context in which the weight and the bias are in memory.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -153,6 +158,7 @@ class Logits(Tensor):
         bias: Tensor | None = None,
         vocabulary: Vocabulary | None = None,
         tag: int = 0,
+        using: Using = nullcontext,
     ) -> Logits:
         vocabulary = vocabulary or Vocabulary(0, weight.shape[0])
         biases = {weight.shape[0], vocabulary.size}
@@ -168,7 +174,7 @@ class Logits(Tensor):
         autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
         like = torch.empty(*hidden.shape[:-1], vocabulary.size, dtype=dtype, device="meta")
-        head = _Head(hidden, weight, bias, vocabulary, tag, dtype if autocast else None)
+        head = _Head(hidden, weight, bias, vocabulary, tag, dtype if autocast else None, using)
         return _make(_Recipe(head, hidden, hidden.ndim - 1, like), head.values, (hidden, weight, bias))
 
     def materialise(self) -> Tensor:
