@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import zeromesh
-from harness import run_command, run_ranks
+from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
 from zeromesh.architectures import published
 from zeromesh.architectures.decoder import Decoder
@@ -35,7 +36,6 @@ from zeromesh.observe.metrics import read_metrics
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LIMIT = 200
 STEPS = 4
-ZEROMESH = (sys.executable, "-m", "zeromesh.cli.main")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,7 +50,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A local model with a tokenizer that has a chat template."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     script = str(EXAMPLES / "tiny_model.py")
-    run(sys.executable, script, folder, "--hidden-size", "32", "--layers", "2")
+    with patch.object(sys, "argv", [script, str(folder), "--hidden-size", "32", "--layers", "2"]):
+        runpy.run_path(script, run_name="__main__")
     generation = folder / "generation_config.json"
     generation.write_text(json.dumps(json.loads(generation.read_text()) | {"top_k": 7}))  # config.json has it not
     return folder
@@ -68,11 +69,6 @@ def settings(source: Path, output: Path, **changes: Any) -> dict[str, Any]:
     for section, change in changes.items():
         values[section] = values.get(section, {}) | change if isinstance(change, dict) else change
     return {section: value for section, value in values.items() if value is not None}
-
-
-def run(*command: str | Path) -> None:
-    finished = run_command(command, timeout=LIMIT)
-    assert finished.returncode == 0, finished.stdout
 
 
 def write(folder: Path, values: dict[str, Any]) -> Path:
@@ -95,8 +91,8 @@ def tuned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on two ranks."""
     folder = tmp_path_factory.mktemp("tuned")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
-    path = write(folder, settings(tiny, folder / "run", run={"ranks": 2, "sample": sample}))
-    run(*ZEROMESH, "train", path)
+    path = write(folder, settings(tiny, folder / "run", run={"sample": sample}))
+    run_ranks(train.train, 2, path, [], resume=False, timeout=LIMIT)
     return folder / "run"
 
 
@@ -105,8 +101,8 @@ def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on two ranks that trained adapters."""
     folder = tmp_path_factory.mktemp("adapted")
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # which is the embedding, too
-    path = write(folder, settings(tiny, folder / "run", lora=lora, run={"ranks": 2}, bf16={"enabled": True}))
-    run(*ZEROMESH, "train", path)
+    path = write(folder, settings(tiny, folder / "run", lora=lora, bf16={"enabled": True}))
+    run_ranks(train.train, 2, path, [], resume=False, timeout=LIMIT)
     return folder / "run"
 
 
@@ -185,7 +181,8 @@ def test_a_tuned_run_goes_on_as_if_it_had_not_been_stopped(tiny: Path, tuned: Pa
     (tmp_path / "run" / "checkpoints" / "latest").write_text("global_step2")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
     path = write(tmp_path, settings(tiny, tmp_path / "run", run={"sample": sample}))
-    run(*ZEROMESH, "train", path, "--resume")
+    result = invoke("train", path, "--resume")
+    assert result.exit_code == 0, result.output
     assert losses(tmp_path / "run") == pytest.approx(losses(tuned), rel=1e-4)
     found, expected = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "run", tuned))
     for name, value in expected.items():
