@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 import throttle
 
-
 imported = 0
 """Modules that the collector does not go through any more."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from harness import run_command
 
@@ -25,3 +26,17 @@ def test_import_loads_nothing_heavy_that_torch_has_not_loaded() -> None:
     loaded = set(finished.stdout.split())
     assert "zeromesh" in loaded
     assert not loaded & set(HEAVY)
+
+
+def test_a_launch_that_starts_no_rank_of_its_own_does_without_torch(tmp_path: Path) -> None:
+    """Torch takes seconds to import; the ranks that mpiexec or Slurm start do that themselves."""
+    (tmp_path / "script.py").touch()
+    code = (
+        "import sys; from typer.testing import CliRunner; from zeromesh.cli.main import app; "
+        "result = CliRunner().invoke(app, ['launch', '--slurm', '--nproc', '2', 'script.py']); "
+        "print(result.output, 'torch' in sys.modules)"
+    )
+    finished = run_command([sys.executable, "-c", code], cwd=tmp_path)
+    assert finished.returncode == 0, finished.stdout
+    assert "--ntasks-per-node=2" in finished.stdout
+    assert finished.stdout.splitlines()[-1].endswith("False")

@@ -148,7 +148,7 @@ def launch(
     """Run a script as several ranks, on one node or many."""
     with _errors():
         from zeromesh.cli import launch as starting
-        from zeromesh.dist.launch import RankFailure
+        from zeromesh.dist.failure import RankFailure
 
         what = starting.Program(program, tuple(arguments or ()), module, no_python)
         where = starting.Layout(nproc, nnodes, node_rank, master, max_restarts, timeout)
@@ -187,8 +187,7 @@ def doctor(
 def _errors() -> Iterator[None]:
     """Show the log, and what went wrong in words instead of a traceback; choose the exit code."""
     from zeromesh.cli.screen import shown_log
-    from zeromesh.dist.launch import RankFailure
-    from zeromesh.dist.meeting import StartError
+    from zeromesh.dist.failure import RankFailure, StartError
 
     try:
         with shown_log():

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from zeromesh.dist.environment import Environment, is_launched
+from zeromesh.dist.detect import Environment, is_launched
 
 LONGEST_LINE = 200
 """Characters of a line of the log; the rest is left out."""

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from zeromesh.dist import interface, leaving, peers
 from zeromesh.dist.detect import VARIABLES, Environment, is_launched
+from zeromesh.dist.failure import StartError
 from zeromesh.dist.launchers import MPI, TORCHRUN, names_of
-from zeromesh.dist.meeting import StartError, meet, start_limit
+from zeromesh.dist.meeting import meet, start_limit
 
 __all__ = [
     "VARIABLES", "Environment", "StartError", "backends", "default_backend", "device_for", "device_of_group",

@@ -1,4 +1,4 @@
-"""Which rank failed first, and why."""
+"""What ends a run: ranks that cannot start, and which rank failed first, and why."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ HINTS = {
     signal.SIGSEGV: "native code used memory that it must not; PYTHONFAULTHANDLER=1 shows where",
     signal.SIGBUS: "a file in shared memory could not grow: make /dev/shm larger, or use fewer loader workers",
 }
+
+
+class StartError(RuntimeError):
+    """The ranks could not meet, or do not fit together; the message says why and what to do."""
 
 
 class RankFailure(RuntimeError):

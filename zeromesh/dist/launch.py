@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zeromesh.dist.environment import Environment, is_launched
+from zeromesh.dist.detect import Environment, is_launched
 from zeromesh.dist.failure import RankFailure
 from zeromesh.dist.notebook import definitions_of, is_interactive
 from zeromesh.dist.rank import CALL, PREPARING

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeromesh.dist.detect import Environment
+from zeromesh.dist.failure import StartError
 from zeromesh.dist.launchers import LOOPBACK
 
 START_SECONDS = 300.0
@@ -31,10 +32,6 @@ _TCPStore, _PrefixStore = dist.TCPStore, dist.PrefixStore  # type: ignore[attr-d
 _starts: Counter[tuple[str, int]] = Counter()
 """Starts of a group at each address and port: torchrun's store outlives groups, and one must not read another's
 keys."""
-
-
-class StartError(RuntimeError):
-    """The ranks could not meet, or do not fit together; the message says why and what to do."""
 
 
 def start_limit(given: timedelta | None = None) -> timedelta:

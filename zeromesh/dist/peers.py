@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.dist.detect import Environment
-from zeromesh.dist.meeting import StartError
+from zeromesh.dist.failure import StartError
 
 _WIDTH = 32
 """Bytes of each field. It must stay as it is, with the order of the fields, for versions that differ to be told."""
