@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file
@@ -30,13 +32,19 @@ def losses_of(folder: Path) -> list[list[float]]:
     return [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
 
 
+def run_script(*arguments: str) -> None:
+    with patch.object(sys, "argv", ["elastic.py", *arguments]):
+        runpy.run_path(str(TESTS / "elastic.py"))
+
+
 def test_a_killed_rank_leads_to_the_same_run(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder, options, fault in ((whole, [], "none"), (killed, ["--max-restarts", "2"], "kill")):
-        folder.mkdir()
-        command = [*LAUNCH, "--nproc", "2", *options, TESTS / "elastic.py", folder, "9", fault]
-        finished = run_command(command, timeout=120)
-        assert finished.returncode == 0, finished.stdout
+    whole.mkdir()
+    killed.mkdir()
+    run_ranks(run_script, 2, str(whole), "9", "none")
+    command = [*LAUNCH, "--nproc", "2", "--max-restarts", "2", TESTS / "elastic.py", killed, "9", "kill"]
+    finished = run_command(command, timeout=120)
+    assert finished.returncode == 0, finished.stdout
     assert (killed / "killed").exists()
     assert "rank 1 failed first: killed by SIGKILL" in finished.stdout
     assert "all ranks are started again (1 of 2)" in finished.stdout
