@@ -130,9 +130,11 @@ class Sizes:
     parameters: int = 0
 
 
+@functools.cache
 def sizes(case: Case) -> Sizes:
     found, width = Sizes(), case.width
-    model = Net(case.growth)
+    with torch.device("meta"):
+        model = Net(case.growth)
     blocks = list(model.blocks)
     inside = {parameter for block in blocks for parameter in block.parameters()}
     members = [[p for p in model.parameters() if p not in inside], *(list(block.parameters()) for block in blocks)]
