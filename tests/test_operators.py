@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +56,37 @@ def test_operators_and_their_gradients_do_what_the_table_says(ranks: int) -> Non
             upstream = [value(r, tuple(y.shape), 1) for r in range(ranks)]
             torch.testing.assert_close(gradient, expected(back, upstream, rank, dim))
             torch.testing.assert_close(second, expected(forth, [value(r, SHAPE, 2) for r in range(ranks)], rank, dim))
+
+
+# Name -> whether ranks have one input; what they have after it, and whether they go on with it alike.
+MEANT: dict[str, tuple[bool, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], bool]] = {
+    "copy": (True, lambda xs: xs, False),
+    "sum": (False, lambda xs: [xs[0] + xs[1]] * 2, True),
+    "gather": (False, lambda xs: [torch.cat(xs)] * 2, False),
+    "scatter": (False, lambda xs: (xs[0] + xs[1]).chunk(2), False),
+    "split": (True, lambda xs: xs[0].chunk(2), False),
+    "join": (False, lambda xs: [torch.cat(xs)] * 2, True),
+}
+
+
+def gradient_of(name: str) -> torch.Tensor:
+    alike, _, together = MEANT[name]
+    group = Mesh({"tensor": 2}, torch.device("cpu")).group("tensor")
+    x = value(0 if alike else group.rank, SHAPE).requires_grad_()
+    y = move(x, name, group, 40, 0)
+    (gradient,) = torch.autograd.grad(y, x, value(0 if together else group.rank, tuple(y.shape), 1))
+    return gradient
+
+
+@pytest.mark.parametrize("name", CONJUGATES)
+def test_each_gradient_is_that_of_all_ranks_in_one_process(name: str) -> None:
+    alike, function, together = MEANT[name]
+    xs = [value(rank, SHAPE).requires_grad_() for rank in range(1 if alike else 2)]
+    ys = function(xs * 2 if alike else xs)[: 1 if together else 2]
+    upstream = [value(rank, tuple(y.shape), 1) for rank, y in enumerate(ys)]
+    expected = torch.autograd.grad(ys, xs, upstream)
+    for rank, found in enumerate(run_ranks(gradient_of, 2, name)):
+        torch.testing.assert_close(found, expected[0 if alike else rank])
 
 
 def sums_of_16_bits() -> tuple[torch.Tensor, torch.Tensor, int]:
