@@ -11,8 +11,10 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from test_tensor_rules import LIMIT, assert_close, batch, config, gpt2, llama, whole
+from huggingface_models import MODELS
+from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained, whole
 from zeromesh.dist.mesh import Mesh
+from zeromesh.optim.groups import no_decay_groups
 from zeromesh.tensor.loss import Vocabulary, linear_cross_entropy
 
 # 6: the maximum is that of all ranks.
@@ -241,3 +243,37 @@ def test_heads_of_keys_that_ranks_share_are_repeated_as_often_as_there_are_queri
         for found, parts in run_ranks(grouped, tensor, tensor, timeout=LIMIT):
             assert found == pytest.approx(loss, rel=1e-6)
             assert_close(parts, gradients)
+
+
+# 10, 13: what optimizers are told of parts.
+
+
+def with_groups() -> dict[str, torch.Tensor]:
+    model = llama(num_hidden_layers=1)
+    settings = config(2, 1, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 3.0}})
+    return trained(model, settings, model_parameters=no_decay_groups(model, 5.0))[1]
+
+
+def test_each_group_has_its_own_decay() -> None:
+    model = llama(num_hidden_layers=1)
+    optimizer = torch.optim.AdamW(no_decay_groups(model, 5.0), lr=1e-2, eps=1e-4)
+    for number in range(STEPS):
+        model(input_ids=batch(number), labels=batch(number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in run_ranks(with_groups, 2, timeout=LIMIT):
+        assert_close(state, model.state_dict(), 1e-6)
+
+
+def with_lamb(tensor: int) -> dict[str, torch.Tensor]:
+    """Of a fused weight, ranks have heads of queries that no other has, and heads of keys that others have, too."""
+    torch.manual_seed(0)
+    model = MODELS["phi3"].build().double().train()
+    settings = config(tensor, optimizer={"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.5}})
+    return trained(model, settings)[1]
+
+
+def test_norms_of_whole_parameters_count_what_several_ranks_hold_once() -> None:
+    expected = run_ranks(with_lamb, 1, 1, timeout=LIMIT)[0]
+    for state in run_ranks(with_lamb, 4, 4, timeout=LIMIT):
+        assert_close(state, expected)
