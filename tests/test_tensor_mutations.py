@@ -136,6 +136,38 @@ def test_each_layer_and_step_draws_other_numbers_on_each_rank() -> None:
     assert len({mask.numpy().tobytes() for mask in masks}) == 8
 
 
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.attention(x, x, x)[0]
+        return y.square().mean()
+
+
+def dropped_by_torch() -> torch.Tensor:
+    plan = {"attention": "heads"}
+    engine = zeromesh.initialize(model=Attending().double(), config=config(2, tensor_parallel={"plan": plan}))[0]
+    found, dropout = [], nn.functional.dropout
+
+    def recording(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found.append(y := dropout(x, *args, **kwargs))
+        return y
+
+    with patch.object(nn.functional, "dropout", recording):
+        engine(torch.ones(4, 8, 16, dtype=torch.float64))
+    (weights,) = found
+    return weights == 0
+
+
+def test_attention_of_torch_drops_other_weights_on_each_rank() -> None:
+    one, other = run_ranks(dropped_by_torch, 2, timeout=LIMIT)
+    assert one.shape == other.shape == (4, 2, 8, 8)
+    assert 0.3 < one.double().mean() < 0.7
+    assert not torch.equal(one, other)
+
+
 # 5: the row of padding.
 
 
