@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -59,7 +61,19 @@ def random_number() -> float:
     return torch.rand(()).item()
 
 
+class Circle:
+    """Refers to itself, so that only the garbage collector finds that nobody else does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+left: list[weakref.ref[Circle]] = []
+
+
 def leave_traces() -> None:
+    left.append(weakref.ref(Circle()))
+    sys.modules["left_behind"] = ModuleType("left_behind")  # what imports have made is not collected any more
     dist.new_group()
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
@@ -72,6 +86,7 @@ def traces() -> list[str]:
         "dtype": torch.get_default_dtype() != torch.float32,
         "grad": not torch.is_grad_enabled(),
         "variable": "LEFT_BEHIND" in os.environ,
+        "memory": left[-1]() is not None,
     }
     return [name for name, is_left in found.items() if is_left]
 
