@@ -78,7 +78,7 @@ def make_model(case: Case) -> Decoder:
     model = Decoder(
         ModelShape(
             architecture="llama", vocab_size=case.vocabulary, hidden_size=case.hidden, layers=case.layers,
-            heads=case.hidden // 64, sequence_length=case.sequence, tie_embeddings=False,
+            heads=max(2, case.hidden // 64), sequence_length=case.sequence, tie_embeddings=False,
         )
     )  # fmt: skip
     return model.to(case.dtype).float()
@@ -91,3 +91,8 @@ def make_batch(case: Case, rank: int) -> torch.Tensor:
     """
     generator = torch.Generator().manual_seed(1 + rank)
     return torch.randint(case.vocabulary, (case.batch, case.sequence + 1), generator=generator)
+
+
+def batch_of(case: Case, whole: bool, rank: int, ranks: int) -> torch.Tensor:
+    """What a rank is given: its own tokens, or with ``whole`` those of all ranks."""
+    return torch.cat([make_batch(case, other) for other in (range(ranks) if whole else [rank])])

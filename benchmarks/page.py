@@ -187,6 +187,12 @@ def introduction(result: dict[str, Any]) -> str:
     replaced = """
 - **This processor has no instructions for bf16.** Products and attention of bf16 tensors are computed in fp32 and
   rounded, in all variants, and take as long as those of fp32; see `benchmarks/products.py`."""
+    rows = {name for case in result["cases"].values() for name in case["rows"]}
+    tensor = """
+- **Rows of tensor parallelism** give every rank the samples of all ranks and a part of every layer: the step, the
+  losses and the products' arithmetic per rank are those of the other rows, and so is the floor. torch's is
+  `parallelize_module` with columns, rows, a split embedding and `loss_parallel`, under autocast over fp32 parameters.
+  Megatron-Core is not compared: it is not installed here."""
     return f"""# Step time, {result["date"]}
 
 Commit {result["commit"]}; {result["machine"]}; {result["ranks"]} rank(s) with {result["threads"]} thread(s) each,
@@ -197,16 +203,17 @@ All variants train the same Llama-style decoder from the same weights on the sam
 {result["rounds"]} round(s), each in fresh processes. A round's figure is its median step; shown are median, least and
 most of the rounds. *floor* is forward and backward of all ranks alone: no communication, no update.
 
-- **Losses** are those of rank 0; they differ by the largest relative difference of any step from DDP. In bf16 DDP is
-  autocast over fp32 parameters, as it is used, and sends fp32 gradients; the others compute with bf16 parameters, send
-  bf16 gradients and keep fp32 masters. So that it does not matter that DeepSpeed makes its masters after rounding, all
-  start from weights that bf16 can hold. DeepSpeed 0 in bf16 also takes a step of Adam on gradients of zero at first.
+- **Losses** are means over the ranks; they differ by the largest relative difference of any step from the first row
+  that learns. In bf16 DDP is autocast over fp32 parameters, as it is used, and sends fp32 gradients; the others compute
+  with bf16 parameters, send bf16 gradients and keep fp32 masters. So that it does not matter that DeepSpeed makes its
+  masters after rounding, all start from weights that bf16 can hold. DeepSpeed 0 in bf16 also takes a step of Adam on
+  gradients of zero at first.
 - **Clipping** is the same in all: off, which DeepSpeed must be told, as its default is 1; or to 1 where a case says so.
 - **DeepSpeed**'s buckets are cut to 4 M elements: at its defaults it reserves about 2 GB for any model. It compiles
   operators at first use, before anything is measured.{compiled} The column *first step after* is with them compiled.
 - **MB sent** is the mean over ranks of what TCP sockets sent, as the kernel counts. **Peak MB** is what rank 0
   allocated beyond what there was before the model was built, on a CPU in blocks of 64 KiB and more; in another
-  run.{replaced if result.get("replaced") else ""}
+  run.{tensor if any("tensor parallel" in name for name in rows) else ""}{replaced if result.get("replaced") else ""}
 """
 
 

@@ -31,6 +31,8 @@ def replace() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are replaced
         library.impl("mm", product, "CPU", allow_override=True)
+        into = torch.library.get_kernel("aten::mm.out", "CPU")
+        library.impl("mm.out", partial(_product_into, into), "CPU", with_keyset=True, allow_override=True)
         for name, narrowed in ((ATTENTION, 1), (ATTENTION + "_backward", 3)):
             kernel = torch.library.get_kernel(name, "CPU")
             library.impl(name, partial(_attention, kernel, narrowed), "CPU", with_keyset=True, allow_override=True)
@@ -51,6 +53,14 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         for part, rows in zip(out.split(BLOCK), a.split(BLOCK), strict=True):
             part.copy_(torch.mm(rows.float(), wide, out=wide.new_empty(part.shape)))
     return out
+
+
+def _product_into(kernel: Any, keys: Any, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """The same, where the caller has memory for it."""
+    if a.dtype is not torch.bfloat16:
+        kernel.call_boxed(keys, a, b, out=out)
+        return out
+    return out.copy_(product(a, b))
 
 
 def _attention(kernel: Any, narrowed: int, keys: Any, *args: Any, **options: Any) -> Any:

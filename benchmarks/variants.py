@@ -29,11 +29,13 @@ class Variant:
         family: whose work it is; floor, torch, ZeroMesh or DeepSpeed.
         make: from a case, its model in fp32 and a device to the step, and the engine that has spans, if it has one.
         backend: what it runs on, whatever the others do; None is what they run on.
+        whole: whether every rank is given the samples of all ranks, as it has a part of the model.
     """
 
     family: str
     make: Callable[[Case, Decoder, torch.device], tuple[Step, Any]]
     backend: str | None = None
+    whole: bool = False
 
 
 def floor(case: Case, model: Decoder, device: torch.device) -> tuple[Step, None]:
@@ -58,12 +60,21 @@ def torch_step(case: Case, model: nn.Module, device: torch.device, optimizer: An
             loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         if case.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            clip([group["params"] for group in optimizer.param_groups], case.clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
     return step
+
+
+def clip(groups: list[list[torch.Tensor]], limit: float) -> None:
+    """torch's ``clip_grad_norm_``, which takes parameters of one kind only: here each group is of one."""
+    norms = [nn.utils.get_total_norm([parameter.grad for parameter in group]) for group in groups]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(whole))
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, limit, norm)
 
 
 def ddp(case: Case, model: Decoder, device: torch.device, zero: bool) -> tuple[Step, None]:
@@ -93,6 +104,51 @@ def fsdp2(case: Case, model: Decoder, device: torch.device, reshard: bool, repli
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     return torch_step(case, model, device, optimizer, autocast=False), None
+
+
+def tensor_parallel(case: Case, model: Decoder, device: torch.device) -> tuple[Step, None]:
+    """torch's plan for a transformer: columns and rows, the embedding by rows, and a loss of logits that stay split."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model.to(device)
+    for block in model.blocks:
+        columns = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")
+        plan: Any = {name: ColwiseParallel() for name in columns}
+        plan |= {"attention.output": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+        attention: Any = block.attention
+        attention.heads //= mesh.size()
+        attention.kv_heads //= mesh.size()
+    ends: Any = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, ends)
+    # AdamW cannot take norms, which are plain tensors, in one group with what is split.
+    parts, norms = ([p for p in model.parameters() if isinstance(p, DTensor) is cut] for cut in (True, False))
+    optimizer = torch.optim.AdamW([{"params": parts}, {"params": norms}], fused=True, **ADAMW)
+    step = torch_step(case, model, device, optimizer, autocast=case.bf16)
+
+    def split_loss(tokens: torch.Tensor) -> torch.Tensor:
+        with loss_parallel():
+            loss: Any = step(tokens)
+        return loss.full_tensor()
+
+    return split_loss, None
+
+
+def split(case: Case, model: Decoder, device: torch.device, sequence: bool = False, stage: int = 1) -> tuple[Step, Any]:
+    """Tensor parallelism over all ranks, which share the samples of all."""
+    ranks = dist.get_world_size()
+    further = {
+        "mesh": {"tensor": ranks},
+        "tensor_parallel": {"sequence": sequence},
+        "train_micro_batch_size_per_gpu": case.batch * ranks,
+    }
+    return zeromesh(case, model, device, stage, further)
 
 
 def engine_step(engine: Any) -> Step:
@@ -150,7 +206,11 @@ VARIANTS: dict[str, Variant] = {
     "DDP + ZeroRedundancyOptimizer": Variant("torch", partial(ddp, zero=True)),
     "FSDP2, no reshard (ZeRO-2)": Variant("torch", partial(fsdp2, reshard=False)),
     "FSDP2, reshard (ZeRO-3)": Variant("torch", partial(fsdp2, reshard=True)),
+    "torch tensor parallel": Variant("torch", tensor_parallel, whole=True),
     **{f"ZeroMesh {stage}": Variant("ZeroMesh", partial(zeromesh, stage=stage)) for stage in range(4)},
     **{f"ZeroMesh {stage}, mpi": Variant("ZeroMesh", partial(zeromesh, stage=stage), "mpi") for stage in (0, 3)},
+    "ZeroMesh tensor parallel": Variant("ZeroMesh", split, whole=True),
+    "ZeroMesh tensor parallel, sequence": Variant("ZeroMesh", partial(split, sequence=True), whole=True),
+    "ZeroMesh tensor parallel, mpi": Variant("ZeroMesh", split, "mpi", whole=True),
     **{f"DeepSpeed {stage}": Variant("DeepSpeed", partial(deepspeed, stage=stage)) for stage in range(4)},
 }

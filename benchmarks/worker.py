@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import products
-from cases import CASES, make_batch, make_model
+from cases import CASES, batch_of, make_model
 from heap import Heap, Peak
 from ranks import variables
 from variants import VARIANTS
@@ -55,7 +55,7 @@ class Figures(TypedDict):
         times: seconds of each step after the warm-up.
         cpu: seconds of processor time per step.
         wire: bytes that a step sends, the mean over ranks; None where they do not go over TCP.
-        losses: of every step, those of the warm-up too.
+        losses: of every step, those of the warm-up too; the mean over ranks.
         first: seconds from the start of the processes to the end of the first step.
         peak: bytes of memory at the most; None unless watched.
         spans: a ``Breakdown``; None unless watched.
@@ -126,12 +126,13 @@ def measure(job: Job) -> Figures:
     replaced = case.bf16 and products.needed(device)
     if replaced:
         products.replace()
-    tokens = make_batch(case, environment.rank).to(device)
+    variant = VARIANTS[job["variant"]]
+    tokens = batch_of(case, variant.whole, environment.rank, environment.world_size).to(device)
     times: list[float] = []
     losses: list[torch.Tensor] = []
     timer = None
     with watched(device, job["watch"] == "memory" and environment.rank == 0) as peak:
-        step, engine = VARIANTS[job["variant"]].make(case, make_model(case), device)
+        step, engine = variant.make(case, make_model(case), device)
         if job["watch"] == "spans":
             from zeromesh.observe.breakdown import Timer
 
@@ -156,8 +157,9 @@ def measure(job: Job) -> Figures:
         wire = mean((sent_by_this_process() - sent) / job["steps"], device)
     figures = Figures(
         times=times[case.warmup :], cpu=cpu, wire=wire if backend == "gloo" else None,
-        losses=[loss.item() for loss in losses], first=first, peak=peak.bytes if job["watch"] == "memory" else None,
-        spans=spans, versions=versions(), device=str(device), replaced=replaced,
+        losses=[mean(loss.item(), device) for loss in losses], first=first,
+        peak=peak.bytes if job["watch"] == "memory" else None, spans=spans, versions=versions(), device=str(device),
+        replaced=replaced,
     )  # fmt: skip
     dist.barrier()
     shutdown()

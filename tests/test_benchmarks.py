@@ -16,7 +16,7 @@ from harness import run_command, run_ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from cases import CASES, make_batch, make_model
+from cases import CASES, batch_of, make_model
 from page import case_table, differing, ratios, spans_table, write
 from ranks import RunFailed, run
 from variants import VARIANTS
@@ -28,12 +28,15 @@ OURS = [
 
 
 def losses(name: str, case_name: str, steps: int) -> list[float]:
+    """The means over ranks."""
     case = CASES[case_name]
     step, engine = VARIANTS[name].make(case, make_model(case), torch.device("cpu"))
-    found = [step(make_batch(case, dist.get_rank())).item() for _ in range(steps)]
+    tokens = batch_of(case, VARIANTS[name].whole, dist.get_rank(), dist.get_world_size())
+    found = torch.stack([step(tokens).detach() for _ in range(steps)])
+    dist.all_reduce(found)
     if engine is not None:
         engine.destroy()
-    return found
+    return (found / dist.get_world_size()).tolist()
 
 
 def all_losses(case_name: str, steps: int) -> dict[str, list[float]]:
@@ -82,6 +85,11 @@ for wide, narrow, other in zip(expected, found, usual, strict=True):
     torch.testing.assert_close(narrow.float(), other.float(), rtol=0.05, atol=0.05)
 for index in (0, 3):
     assert torch.equal(found[index], expected[index].bfloat16()), "rounded once"
+a, b = torch.randn(30, 400).bfloat16(), torch.randn(400, 50).bfloat16()
+into = a.new_empty(30, 50)
+assert torch.mm(a, b, out=into) is into
+assert torch.equal(into, a @ b), "also where the caller has memory for it"
+assert torch.equal(into, (a.float() @ b.float()).bfloat16())
 print("equal")
 """
 
@@ -219,10 +227,11 @@ def test_one_command_measures_everything(benchmark: tuple[Path, str]) -> None:
     assert [name for name, row in rows.items() if row["spans"] is not None] == ["ZeroMesh 3"]
 
 
-def test_a_row_runs_on_ranks_of_mpiexec() -> None:
-    job = {"variant": "ZeroMesh 3, mpi", "case": "tiny-fp32", "watch": "time", "backend": "mpi", "steps": 2}
+@pytest.mark.parametrize("name", ["ZeroMesh 3", "ZeroMesh tensor parallel"])
+def test_a_row_runs_on_ranks_of_mpiexec(name: str) -> None:
+    job = {"variant": f"{name}, mpi", "case": "tiny-fp32", "watch": "time", "backend": "mpi", "steps": 2}
     figures = run(Path(sys.executable), 2, job, {}, 100)
-    assert figures["losses"] == run_ranks(losses, 2, "ZeroMesh 3", "tiny-fp32", 3)[0]
+    assert figures["losses"] == pytest.approx(run_ranks(losses, 2, name, "tiny-fp32", 3)[0], rel=1e-6)
     assert figures["wire"] is None  # what goes through memory is not counted
     with pytest.raises(RunFailed, match="KeyError: 'none such'"):
         run(Path(sys.executable), 2, {**job, "case": "none such"}, {}, 100)
