@@ -144,27 +144,31 @@ class _Chunk:
         logits = torch.nn.functional.linear(hidden, weight, bias).to(wide)
         if terms.scale != 1.0:
             logits.mul_(terms.scale)
+        self._slopes = None
         if terms.softcap is not None:
-            logits.div_(terms.softcap).tanh_().mul_(terms.softcap)
+            logits.div_(terms.softcap).tanh_()
+            self._slopes = 1 - logits.square() if terms.graded else None
+            logits.mul_(terms.softcap)
         self._terms, self._hidden, self._weight = terms, hidden, weight
         self._real = max(0, min(weight.shape[0], vocabulary.size - vocabulary.start))
-        self.logits = logits[:, : self._real]
         self._counted = labels != terms.ignore_index
         local = labels - vocabulary.start
         self._here = self._counted & (local >= 0) & (local < self._real)
         self._local = local.where(self._here, 0)
-        self._exponential_sum(wide)
+        self._reduce(logits[:, : self._real])
 
-    def _exponential_sum(self, wide: torch.dtype) -> None:
-        terms, logits = self._terms, self.logits
+    def _reduce(self, logits: Tensor) -> None:
+        """To losses, and to exponentials in the logits' memory, from which gradients are a product away."""
+        terms, wide = self._terms, logits.dtype
         if self._real:
             top = logits.amax(1)
             target = logits.gather(1, self._local[:, None])[:, 0].where(self._here, 0.0)
         else:
             top = torch.full((len(logits),), -torch.inf, dtype=wide, device=logits.device)
             target = torch.zeros_like(top)
-        below = (logits - top[:, None]).exp_().sum(1)
-        numbers = [top, below, target, *([logits.sum(1)] if terms.label_smoothing else [])]
+        more = [logits.sum(1)] if terms.label_smoothing else []
+        self._top, self._exponentials = top, logits.sub_(top[:, None]).exp_()
+        numbers = [top, self._exponentials.sum(1), target, *more]
         group = terms.vocabulary.group
         if group is not None and group.size > 1:
             told = group.exchange(torch.cat(numbers)).to(logits.device).view(group.size, len(numbers), -1)
@@ -187,22 +191,20 @@ class _Chunk:
         Args:
             upstream: of the losses; shape (tokens,), or a scalar.
         """
-        terms, logits = self._terms, self.logits
-        shape = (len(logits), self._weight.shape[0])
-        slopes = None
-        if terms.softcap is not None:
-            slopes = 1 - (logits / terms.softcap).square()
-        gradient = logits.sub_(self.normaliser[:, None]).exp_()
+        terms, smoothing = self._terms, self._terms.label_smoothing
+        shape = (len(self._exponentials), self._weight.shape[0])
+        upstream = torch.where(self._counted, upstream * terms.scale, 0.0)
+        factor = (self._top - self.normaliser).exp() * upstream
         if terms.z_loss:
-            gradient.mul_(1 + 2 * terms.z_loss * self.normaliser[:, None])
-        if terms.label_smoothing:
-            gradient.sub_(terms.label_smoothing / terms.vocabulary.size)
+            factor *= 1 + 2 * terms.z_loss * self.normaliser
+        gradient = self._exponentials.mul_(factor[:, None])
+        if smoothing:
+            gradient.sub_((smoothing / terms.vocabulary.size * upstream)[:, None])
         if self._real:
-            ones = self._here[:, None].to(gradient.dtype)
-            gradient.scatter_add_(1, self._local[:, None], ones * (terms.label_smoothing - 1.0))
-        gradient.mul_(torch.where(self._counted, upstream * terms.scale, 0.0)[:, None])
-        if slopes is not None:
-            gradient.mul_(slopes)
+            ones = self._here.to(gradient.dtype)
+            gradient.scatter_add_(1, self._local[:, None], (ones * (smoothing - 1.0) * upstream)[:, None])
+        if self._slopes is not None:
+            gradient.mul_(self._slopes[:, : self._real])
         if self._real == shape[1]:
             return gradient.to(self._hidden.dtype)
         padded = self._hidden.new_zeros(shape)
@@ -215,30 +217,43 @@ class _Sums:
 
     def __init__(self, needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        self._hidden, self._weight = hidden, weight
+        self._hidden, self._weight, self._needs = hidden, weight, needs
         self.hidden = torch.empty_like(hidden) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.weight: Tensor | None = None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
 
     def add(self, at: slice, gradient: Tensor) -> None:
         if self.hidden is not None:
             torch.mm(gradient, self._weight, out=self.hidden[at])
-        if self.weight is not None:
-            if self.weight.dtype == gradient.dtype:
-                self.weight.addmm_(gradient.t(), self._hidden[at])
-            else:
-                self.weight.add_(gradient.t() @ self._hidden[at])
+        if self._needs[1]:
+            self._add_to_weight(gradient.t(), self._hidden[at])
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
+    def _add_to_weight(self, left: Tensor, right: Tensor) -> None:
+        """In fp32 or wider, but a single chunk's, which needs no sum, as the product gives it."""
+        if self.weight is None:
+            self.weight = left @ right
+            return
+        self.weight = self.weight.to(torch.promote_types(self._weight.dtype, torch.float32))
+        if self.weight.dtype == left.dtype:
+            self.weight.addmm_(left, right)
+        else:
+            self.weight.add_(left @ right)
+
     def found(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """In the operands' dtypes, times a scalar."""
-        dtypes = (self._hidden.dtype, self._weight.dtype, self._weight.dtype)
-        sums = (self.hidden, self.weight, self.bias)
-        return [
-            None if value is None else (value if factor is None else value.mul_(factor)).to(dtype)
-            for value, dtype in zip(sums, dtypes, strict=True)
-        ]
+        if self._needs[1] and self.weight is None:  # there are no tokens
+            self.weight = torch.zeros_like(self._weight)
+        sums = ((self.hidden, self._hidden), (self.weight, self._weight), (self.bias, self._weight))
+        return [None if value is None else _times(value, factor).to(operand.dtype) for value, operand in sums]
+
+
+def _times(value: Tensor, factor: Tensor | None) -> Tensor:
+    """With one dim, a wider factor is not rounded to the value's dtype."""
+    if factor is None:
+        return value
+    return value.mul_(factor) if value.dtype == factor.dtype else value * factor.view(1)
 
 
 def _chunks(
