@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.dist.collectives import NARROW, Group, Pending
+from zeromesh.dist.collectives import Group, Pending
 
 CONJUGATES = {
     "copy": ("nothing", "sum"),
@@ -99,9 +99,10 @@ def scatter(x: Tensor, group: Group, tag: int, dim: int) -> tuple[Tensor, Pendin
     full = x.unflatten(dim, (group.size, length)).movedim(dim, 0).clone(memory_format=torch.contiguous_format)
     part = torch.empty_like(full[0])
     received = full.new_empty(group.receive_elements(part.numel()))
-    wide = part.new_empty(part.numel(), dtype=torch.float32) if part.dtype in NARROW else part.view(-1)
+    dtype = group.sum_dtype(part.dtype)
+    wide = part.view(-1) if dtype == part.dtype else part.new_empty(part.numel(), dtype=dtype)
     summing = group.reduce_scatter(full.view(-1), received, wide, False, tag)
-    if part.dtype not in NARROW:
+    if dtype == part.dtype:
         return part, summing
 
     def round_once() -> None:
