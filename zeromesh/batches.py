@@ -70,6 +70,23 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype)
 
 
+def checksum(value: Any, device: torch.device) -> torch.Tensor:
+    """Of the whole numbers in tensors, in whatever containers, one float64 that depends on their order and shapes."""
+    sums = [torch.zeros((), dtype=torch.float64, device=device)]
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.layout is torch.strided:
+            entries = tensor.detach().reshape(-1).to(torch.float64)
+            weights = torch.arange(1, len(entries) + 1, dtype=torch.float64, device=tensor.device)
+            shape = sum(size * (place + 1) for place, size in enumerate(tensor.shape))
+            # Whole numbers below 2**53 are summed exactly, in any order.
+            sums.append((((entries * weights).sum() + shape) % 2**31 * (len(sums) % 97 + 1)).to(device))
+        return tensor
+
+    map_tensors(value, add)
+    return torch.stack(sums).sum()
+
+
 def map_tensors(
     value: Any, function: Callable[[torch.Tensor], torch.Tensor], around: frozenset[int] = frozenset()
 ) -> Any:

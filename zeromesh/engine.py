@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import isfinite
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zeromesh")
 
-SAME_LOSS = 1e-3
-"""By so much of them the losses of ranks that compute the same may differ."""
+SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3
+"""By so much of them the losses of ranks that compute the same may differ, the latter in runs in 16 bits."""
 
 MOST_SKIPPED = 10
 """So many updates in a row may be skipped for gradients that are not finite, where no loss scale explains them."""
@@ -83,6 +83,9 @@ class Engine:
         self._synced = False
         self._syncs = True
         self._losses: list[torch.Tensor] = []
+        self._inputs: list[torch.Tensor] = []
+        self._sharing = [axis for axis in ("tensor", "context") if self.mesh.sizes[axis] > 1]
+        self._has_compared = False
         self._norm: float | None = None
         self._mean_loss: float | None = None
         self._skipped_in_a_row = 0
@@ -109,6 +112,8 @@ class Engine:
         Floating-point inputs, in containers too, are cast to the dtype of a 16-bit run (``auto_cast: false`` leaves
         them alone). A container with one becomes a copy of its kind; others are passed on as they are.
         """
+        if self._sharing and torch.is_grad_enabled():
+            self._note_inputs((args, kwargs))
         dtype = self.config.precision.compute
         if dtype is not None and self.config.precision.cast_inputs:
             args, kwargs = batches.map_tensors((args, kwargs), partial(batches.cast, dtype=dtype))
@@ -116,6 +121,20 @@ class Engine:
             return self.module(*args, **kwargs)
 
     forward = __call__
+
+    def _note_inputs(self, inputs: Any) -> None:
+        """Keep a checksum of the whole numbers among the inputs, which ranks that share a batch compare.
+
+        Losses do not tell: where ranks sum what they compute, other samples give a loss that is wrong, but one loss.
+        The first inputs are compared at once, as those of other shapes cannot even be summed.
+        """
+        self._inputs.append(batches.checksum(inputs, self.device))
+        if not self._has_compared:
+            self._has_compared = True
+            for axis in self._sharing:
+                found = self.mesh.group(axis).exchange(self._inputs[-1].reshape(1)).flatten().tolist()
+                ranks = next(line for line in self.mesh.lines(axis) if self.mesh.rank in line)
+                _require_same_inputs(ranks, found)
 
     def _computing(self) -> AbstractContextManager[object]:
         return self.observer.phase("forward" if torch.is_grad_enabled() else "evaluation")
@@ -176,6 +195,7 @@ class Engine:
 
     def _begin_update(self) -> None:
         self._losses.clear()
+        self._inputs.clear()
         self._since_update, self._unsynced, self._synced = 0, 0, False
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -277,30 +297,41 @@ class Engine:
                     )
 
     def _notes(self) -> list[float]:
-        """What this rank says about the losses since the last update: bad, sum, number.
+        """What this rank says about the losses since the last update: bad, sum, number; and about the inputs.
 
         ``bad`` is 1 + the number of the first micro-batch whose loss is not finite; 0 if all are.
         """
         losses: list[float] = torch.stack(self._losses).tolist()
         finite = [isfinite(loss) for loss in losses]
-        return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses))]
+        return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses)), self._sum_of_inputs()]
+
+    def _sum_of_inputs(self) -> float:
+        return float(torch.stack(self._inputs).sum()) if self._inputs else 0.0
 
     def _require_same_losses(self, agreement: Agreement) -> None:
-        """Ranks that split one model, or one sequence, compute one loss; all ranks see whether they do.
+        """Ranks that split one model, or one sequence, are given one batch and compute one loss; all see whether.
 
         Raises:
-            RuntimeError: they do not.
+            RuntimeError: the losses differ; ValueError: the inputs do.
         """
-        losses = agreement.notes[:, 1].tolist()
+        precision = self.config.precision
+        limit = SAME_LOSS if precision.compute is None and precision.autocast is None else SAME_LOSS_16_BIT
+        losses, inputs = agreement.notes[:, 1].tolist(), agreement.notes[:, 3].tolist()
         for ranks in (*self.mesh.lines("tensor"), *self.mesh.lines("context")):
+            try:
+                _require_same_inputs(ranks, [inputs[rank] for rank in ranks])
+            except ValueError:
+                self.sharded.forget_gradients()
+                raise
             low, high = (pick(losses[rank] for rank in ranks) for pick in (min, max))
-            if high - low > SAME_LOSS * max(abs(low), abs(high)):
+            if high - low > limit * max(abs(low), abs(high)):
                 self.sharded.forget_gradients()
                 listed = ", ".join(f"{losses[rank]:.6g} on rank {rank}" for rank in ranks)
                 raise RuntimeError(
                     f"ranks that share one batch have different losses: {listed}; give them the same samples "
                     "(share engine.data_rank of engine.data_size), and the same random state: let seeds depend on "
-                    "engine.data_rank, and not on the rank"
+                    "engine.data_rank, and not on the rank; and let the loss read no parameters by themselves, nor what "
+                    "the axis has spread over sequences, which outside of their layers are parts (docs/tensor.md)"
                 )
 
     def _clip(self, norm: float) -> float:
@@ -622,3 +653,19 @@ class Engine:
         """Drain what is under way and release the hooks."""
         self.observer.close()
         self.sharded.close()
+
+
+def _require_same_inputs(ranks: Sequence[int], checksums: Sequence[float]) -> None:
+    """Of ranks that share a batch.
+
+    Raises:
+        ValueError: they were given different ones.
+    """
+    other = next((n for n, checksum in enumerate(checksums) if checksum != checksums[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"ranks {ranks[0]} and {ranks[other]} share one batch, but their models were given different inputs "
+            f"(checksums of the whole numbers in them: {checksums[0]:.17g} and {checksums[other]:.17g}); give them the "
+            "same samples: share engine.data_rank of engine.data_size, also in a DistributedSampler "
+            "(num_replicas=engine.data_size, rank=engine.data_rank), and let seeds depend on engine.data_rank only"
+        )
