@@ -228,20 +228,38 @@ def test_recomputation_draws_the_same_numbers(checkpointing: str, sequence: bool
     assert_close(run_ranks(dropped, 2, checkpointing, sequence, timeout=LIMIT)[1][1], expected[1][1], 1e-12)
 
 
-def other_samples() -> str:
+def other_samples(update: int, length: int) -> str:
+    """The message where the ranks' inputs differ, of the whole numbers of which nothing else tells."""
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
+    for _ in range(update):
+        step(engine, batch(0))
     ids = batch(engine.mesh.rank)
-    loss = engine(input_ids=batch(0), labels=ids).loss
-    engine.backward(loss)
+    with pytest.raises(ValueError, match="share one batch") as caught:
+        step(engine, ids[:, : ids.shape[1] - length * engine.mesh.rank])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("update", "length"), [(0, 0), (0, 2), (1, 0)])
+def test_ranks_that_share_a_batch_and_are_given_other_samples_are_told(update: int, length: int) -> None:
+    for message in run_ranks(other_samples, 2, update, length, timeout=LIMIT):
+        assert "ranks 0 and 1 share one batch, but their models were given different inputs" in message
+        assert "rank=engine.data_rank" in message
+
+
+def other_losses() -> str:
+    engine = zeromesh.initialize(model=llama(), config=config(2))[0]
+    loss = engine(input_ids=batch(0), labels=batch(0)).loss
+    engine.backward(loss * (1 + 1e-4 * engine.mesh.rank))
     with pytest.raises(RuntimeError) as caught:
         engine.step()
     return str(caught.value)
 
 
-def test_ranks_that_share_a_batch_and_are_given_other_samples_are_told() -> None:
-    for message in run_ranks(other_samples, 2, timeout=LIMIT):
+def test_ranks_that_share_a_batch_and_compute_other_losses_are_told() -> None:
+    for message in run_ranks(other_losses, 2, timeout=LIMIT):
         assert "have different losses: " in message
         assert "give them the same samples" in message
+        assert "are parts" in message
 
 
 # 15: initial weights.

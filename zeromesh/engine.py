@@ -303,10 +303,8 @@ class Engine:
         """
         losses: list[float] = torch.stack(self._losses).tolist()
         finite = [isfinite(loss) for loss in losses]
-        return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses)), self._sum_of_inputs()]
-
-    def _sum_of_inputs(self) -> float:
-        return float(torch.stack(self._inputs).sum()) if self._inputs else 0.0
+        inputs = float(torch.stack(self._inputs).sum()) if self._inputs else 0.0
+        return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses)), inputs]
 
     def _require_same_losses(self, agreement: Agreement) -> None:
         """Ranks that split one model, or one sequence, are given one batch and compute one loss; all see whether.
@@ -330,8 +328,8 @@ class Engine:
                 raise RuntimeError(
                     f"ranks that share one batch have different losses: {listed}; give them the same samples "
                     "(share engine.data_rank of engine.data_size), and the same random state: let seeds depend on "
-                    "engine.data_rank, and not on the rank; and let the loss read no parameters by themselves, nor what "
-                    "the axis has spread over sequences, which outside of their layers are parts (docs/tensor.md)"
+                    "engine.data_rank, and not on the rank; and let the loss read neither parameters by themselves nor "
+                    "activations of spread sequences: outside of their layers they are parts (docs/tensor.md)"
                 )
 
     def _clip(self, norm: float) -> float:
