@@ -262,6 +262,21 @@ def test_ranks_that_share_a_batch_and_compute_other_losses_are_told() -> None:
         assert "are parts" in message
 
 
+def columns_after_columns() -> str:
+    plan = {"0": "colwise", "2": "colwise"}
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+    engine = zeromesh.initialize(model=model, config=config(2, tensor_parallel={"plan": plan}))[0]
+    with pytest.raises(ValueError, match="is split") as caught:
+        engine(torch.ones(4, 16))
+    return str(caught.value)
+
+
+def test_columns_after_columns_are_told() -> None:
+    for message in run_ranks(columns_after_columns, 2, timeout=LIMIT):
+        assert "has 32 entries of its input on this rank, but was given 16" in message
+        assert "colwise_gather_output" in message
+
+
 # 15: initial weights.
 
 

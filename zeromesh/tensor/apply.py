@@ -279,9 +279,20 @@ class _Forward:
         return self._function(module, *args, **kwargs)
 
 
+def _require_width(module: Any, x: Tensor) -> None:
+    width = module.weight.shape[0 if is_transposed(module) else 1]
+    if x.shape[-1] != width:
+        raise ValueError(
+            f"a {type(module).__name__} that is split by tensor_parallel.plan has {width} entries of its input on this "
+            f"rank, but was given {x.shape[-1]}; after colwise comes rowwise, with nothing between that needs all "
+            "entries; else give the layer before the style colwise_gather_output, or one of both replicate"
+        )
+
+
 def _by_columns(
     module: Any, x: Tensor, entrance: Entrance, index: int, place: Place, tag: int, size: int | None
 ) -> Tensor:
+    _require_width(module, x)
     x, layer = entrance.admit(x, index, module.training)
     y = multiply(x, _columns(module)) if layer is None else layer(x)
     return y if size is None else move(y, "join", place.group, tag, -1)[..., :size]
@@ -314,6 +325,7 @@ def _by_rows(
         missing = held.split.length * place.group.size - x.shape[-1]
         x = torch.nn.functional.pad(x, (0, missing)) if missing else x
         x = move(x, "split", place.group, tag + 1, -1)
+    _require_width(module, x)
     y = multiply(x, Columns(module.weight, None, is_transposed(module)))
     if not spread:
         place.streams.join()
