@@ -262,6 +262,31 @@ def test_ranks_that_share_a_batch_and_compute_other_losses_are_told() -> None:
         assert "are parts" in message
 
 
+def parametrized() -> torch.nn.Module:
+    torch.manual_seed(0)
+    norm = torch.nn.utils.parametrizations.weight_norm
+    layers = [norm(torch.nn.Linear(16, 32)), torch.nn.ReLU(), torch.nn.Linear(32, 16), torch.nn.Linear(16, 5)]
+    return torch.nn.Sequential(*layers).double()
+
+
+def differ_when_parametrized() -> float:
+    x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    one, engine = parametrized(), zeromesh.initialize(model=parametrized(), config=config(2))[0]
+    assert engine.module[2].weight.shape == (8, 32)
+    loss = engine(x).square().mean()
+    engine.backward(loss)
+    engine.step()
+    optimizer = torch.optim.AdamW(one.parameters(), **ADAMW["params"])
+    one(x).square().mean().backward()
+    optimizer.step()
+    state = engine.state_dict()
+    return max((state[name] - value).abs().max().item() for name, value in one.state_dict().items())
+
+
+def test_layers_whose_weight_is_computed_stay_whole() -> None:
+    assert max(run_ranks(differ_when_parametrized, 2, timeout=LIMIT)) <= 1e-12
+
+
 def columns_after_columns() -> str:
     plan = {"0": "colwise", "2": "colwise"}
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))

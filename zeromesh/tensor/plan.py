@@ -152,7 +152,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """linear, embedding, attention or module."""
+    """linear, embedding, attention or module; one whose weight is computed (a parametrization) is a module."""
+    if isinstance(module, nn.Linear | nn.Embedding) and "weight" not in module._parameters:
+        return "module"
     if isinstance(module, nn.Linear) or is_transposed(module):
         return "linear"
     if type(module).forward is nn.MultiheadAttention.forward:
