@@ -262,6 +262,18 @@ def test_ranks_that_share_a_batch_and_compute_other_losses_are_told() -> None:
         assert "are parts" in message
 
 
+def without_gradients(_: int) -> float:
+    ids = batch(0)
+    expected = llama()(input_ids=ids).logits.detach()
+    engine = zeromesh.initialize(model=llama(), config=config(2))[0]
+    with torch.inference_mode():
+        return (engine(input_ids=ids).logits - expected).abs().max().item()
+
+
+def test_inference_mode_computes_what_one_process_does() -> None:
+    assert max(run_ranks(without_gradients, 2, 0, timeout=LIMIT)) <= 1e-6
+
+
 def parametrized() -> torch.nn.Module:
     torch.manual_seed(0)
     norm = torch.nn.utils.parametrizations.weight_norm

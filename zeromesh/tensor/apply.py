@@ -140,10 +140,10 @@ class Entrance:
         """The activation as layer ``index`` is to read it, and the layer for this pass, if gradients are computed."""
         if self._separates and training:
             self._place.streams.separate()
-        known = self._key is not None and self._key[0]() is x and self._key[1] == x._version
+        known = self._key is not None and self._key[0]() is x and self._key[1] == _version(x)
         if not known or index not in self._waiting:
             self._enter(x, self.spread and self.opens)
-            self._key = ref(x), x._version
+            self._key = ref(x), _version(x)
         assert self._entered is not None
         entered, layer = self._entered, self._ready[index] if self._ready else None
         self._waiting.discard(index)
@@ -155,7 +155,7 @@ class Entrance:
         """The whole activation of which this rank has a part: what the layers inside are given."""
         self._enter(x, True)
         assert self._entered is not None
-        self._key = ref(self._entered), self._entered._version
+        self._key = ref(self._entered), _version(self._entered)
         return self._entered
 
     def _enter(self, x: Tensor, spread: bool) -> None:
@@ -167,6 +167,11 @@ class Entrance:
     def forget(self) -> None:
         """Nothing else is to read what entered last."""
         self._key, self._entered, self._ready, self._waiting = None, None, [], set()
+
+
+def _version(x: Tensor) -> int:
+    """How often it was written to; torch does not count that of what is computed in ``torch.inference_mode``."""
+    return -1 if x.is_inference() else x._version
 
 
 def _arguments(module: nn.Module) -> list[str]:
