@@ -22,6 +22,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sequence and data": (
         4, {"mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True}, "train_micro_batch_size_per_gpu": 2},
     ),
+    "tensor, sharded": (
+        4, {"mesh": {"tensor": 2}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2},
+    ),
     "ring": (2, {"mesh": {"context": 2}}),
     "ulysses and data, sharded": (
         4,

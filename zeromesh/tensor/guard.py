@@ -103,7 +103,7 @@ class Guard:
         single = ' give a parameter that is used on each entry alike the style "replicated_with_grad_allreduce", or'
         raise ValueError(
             f"{name} is split by rows, but {what}, {why}; in tensor_parallel.plan,{single if shares else ''} give the "
-            f"layers of {container} the styles colwise_gather_output and rowwise_split_input, or replicate"
+            f"layers of {container or 'the model'} the styles colwise_gather_output and rowwise_split_input, or replicate"
         )
 
 
