@@ -98,12 +98,12 @@ class Guard:
             self._refuse(f"{name} is used before it, whole", shares=True)
 
     def _refuse(self, what: str, shares: bool = False) -> None:
-        name, container = self._member.name, self._member.container
+        name, container = self._member.name, self._member.container or "the model"
         why = "so each rank would compute a share of its gradient only" if shares else "and needs those of all ranks"
         single = ' give a parameter that is used on each entry alike the style "replicated_with_grad_allreduce", or'
         raise ValueError(
             f"{name} is split by rows, but {what}, {why}; in tensor_parallel.plan,{single if shares else ''} give the "
-            f"layers of {container or 'the model'} the styles colwise_gather_output and rowwise_split_input, or replicate"
+            f"layers of {container} the styles colwise_gather_output and rowwise_split_input, or replicate"
         )
 
 
