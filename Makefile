@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all bench bench-links check clean
+.PHONY: train test test-all bench bench-tensor bench-links check clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -19,6 +19,13 @@ test-all: .venv/.test.done
 bench: .venv/.plots.done .venv-deepspeed/.peers.done
 	.venv/bin/python benchmarks/bench.py $(if $(CASES),--cases $(CASES)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 		$(if $(OUT),--out $(OUT))
+
+# Tensor parallelism beside torch's: step time, and memory per rank.
+bench-tensor: .venv/.plots.done
+	.venv/bin/python benchmarks/bench.py --ranks 2 --name tensor --cases $(or $(CASES),compute-bf16) \
+		--rounds $(or $(ROUNDS),5) $(if $(OUT),--out $(OUT)) --variants floor DDP "torch tensor parallel" \
+		"ZeroMesh tensor parallel" "ZeroMesh tensor parallel, sequence" "ZeroMesh tensor parallel, mpi"
+	.venv/bin/python benchmarks/tensor_memory.py $(if $(OUT),--out $(OUT))
 
 # Two hosts over the rate of their link. `make bench-links RATES="10mbit unlimited" ROUNDS=1 OUT=runs/links` narrows it.
 bench-links: .venv/.plots.done

@@ -184,12 +184,12 @@ def _what(error: str) -> str:
     return next((line for line in reversed(lines) if re.match(r"\w[\w.]*(Error|Exception)\b", line)), lines[-1])
 
 
-def free_name(folder: Path, date: str) -> Path:
-    """Where the JSON file goes: named after the date, and a number if there is one of that day already."""
-    path, number = folder / f"{date}.json", 1
+def free_name(folder: Path, name: str) -> Path:
+    """Where the JSON file goes: so named, and with a number if there is one already."""
+    path, number = folder / f"{name}.json", 1
     while path.exists():
         number += 1
-        path = folder / f"{date}-{number}.json"
+        path = folder / f"{name}-{number}.json"
     return path
 
 
@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=["gloo", "nccl", "mpi"], help="gloo for several ranks on one GPU")
     parser.add_argument("--limit", type=float, default=1200, help="seconds that one run may take")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder for page and figures")
+    parser.add_argument("--name", help="of page and figures, after the date")
     parser.add_argument(
         "--deepspeed", type=Path, default=ROOT / ".venv-deepspeed", help="the environment that has DeepSpeed"
     )
@@ -222,7 +223,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the ranks are ended, too
     arguments.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(arguments)
-    path = free_name(arguments.out, bench.result["date"])
+    path = free_name(arguments.out, "-".join(filter(None, (bench.result["date"], arguments.name))))
     bench.prepare()
     for case in arguments.cases:
         bench.case(case)

@@ -78,7 +78,7 @@ def make_model(case: Case) -> Decoder:
     model = Decoder(
         ModelShape(
             architecture="llama", vocab_size=case.vocabulary, hidden_size=case.hidden, layers=case.layers,
-            heads=max(2, case.hidden // 64), sequence_length=case.sequence, tie_embeddings=False,
+            heads=max(4, case.hidden // 64), sequence_length=case.sequence, tie_embeddings=False,
         )
     )  # fmt: skip
     return model.to(case.dtype).float()

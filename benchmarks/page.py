@@ -236,17 +236,22 @@ def page(result: dict[str, Any], picture: bool) -> str:
 def write(path: Path) -> Path:
     """Write the page and the picture beside the JSON file, link the page where there is a list, and say where it is."""
     result = {**json.loads(path.read_text()), "name": path.stem}
-    target, readme = path.with_suffix(".md"), path.with_name("README.md")
+    target = path.with_suffix(".md")
     drawn = draw(
         {name: list(case["rows"]) for name, case in result["cases"].items()},
         {name: measured(case) for name, case in result["cases"].items()},
         path.with_suffix(".png"),
     )
     target.write_text(page(result, drawn))
-    if readme.exists() and f"({target.name})" not in (text := readme.read_text()):
-        entry = f"- [{target.name}]({target.name}): {', '.join(result['cases'])}; {result['machine']}.\n"
-        readme.write_text(text.replace(LIST, LIST + entry, 1))
+    link(target, f"{', '.join(result['cases'])}; {result['machine']}.")
     return target
+
+
+def link(target: Path, what: str) -> None:
+    """Put a page into the list of the README beside it, where there is one and the page is not there yet."""
+    readme = target.with_name("README.md")
+    if readme.exists() and f"({target.name})" not in (text := readme.read_text()):
+        readme.write_text(text.replace(LIST, f"{LIST}- [{target.name}]({target.name}): {what}\n", 1))
 
 
 if __name__ == "__main__":

@@ -289,3 +289,19 @@ def test_the_checkpoint_benchmark_measures_saving_and_loading(tmp_path: Path) ->
     printed = run_command([sys.executable, BENCHMARKS / "checkpoint_speed.py", *options], timeout=240).stdout
     assert {"zeros:", "save:", "load:"} <= {line.split()[0] for line in printed.splitlines() if line}
     assert not (tmp_path / "speed").exists()
+
+
+@pytest.mark.full
+def test_the_memory_of_tensor_parallelism_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
+    options = ["--case", "communication-bf16", "--sizes", "1", "2", "--updates", "1", "--out", tmp_path]
+    done = run_command([sys.executable, BENCHMARKS / "tensor_memory.py", *options], timeout=240)
+    assert done.returncode == 0, done.stdout
+    found = result(tmp_path)
+    for key in ("whole", "sequence"):
+        one, two = found[key]["1"], found[key]["2"]
+        for state in ("parameter", "gradient", "optimizer", "counted", "heap"):
+            assert two[state] / one[state] == pytest.approx(1 / 2, rel=0.02), (key, state)
+        assert one["optimizer"] == pytest.approx(12 * found["parameters"], rel=1e-3)
+    (page,) = tmp_path.glob("*-tensor-memory.md")
+    assert f"]({page.name})" in (tmp_path / "README.md").read_text()
