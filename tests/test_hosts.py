@@ -120,13 +120,19 @@ def send(messages: list[tuple[int, int]], nbytes: int) -> tuple[int, float, bool
 def test_what_passes_between_hosts_is_counted_where_it_is_sent_and_nothing_else(
     hosts: Hosts, messages: list[tuple[int, int]], expected: list[int]
 ) -> None:
-    before = hosts.sent()
-    found = hosts.run(send, messages, 4 * MEGABYTE)
-    seen_here = [after - count for after, count in zip(hosts.sent(), before, strict=True)]
-    for rank, (sent, _, right) in enumerate(found):
-        assert right
-        assert sent == pytest.approx(expected[rank // 2] * MEGABYTE, rel=AGAIN, abs=20_000)
-    assert seen_here == pytest.approx([count * MEGABYTE for count in expected], rel=AGAIN, abs=40_000)
+    ranks, links = [], []
+    for _ in range(3):  # what TCP sends again only adds to what is counted
+        before = hosts.sent()
+        found = hosts.run(send, messages, 4 * MEGABYTE)
+        links.append([after - count for after, count in zip(hosts.sent(), before, strict=True)])
+        ranks.append([sent for sent, *_ in found])
+        assert all(right for *_, right in found)
+        if sum(links[-1]) < (1 + AGAIN) * sum(expected) * MEGABYTE:
+            break
+    for rank, tries in enumerate(zip(*ranks, strict=True)):
+        assert min(tries) == pytest.approx(expected[rank // 2] * MEGABYTE, rel=AGAIN, abs=20_000)
+    for link, tries in enumerate(zip(*links, strict=True)):
+        assert min(tries) == pytest.approx(expected[link] * MEGABYTE, rel=AGAIN, abs=40_000)
 
 
 def test_a_limit_is_shared_by_a_hosts_ranks_and_can_be_changed(hosts: Hosts) -> None:
