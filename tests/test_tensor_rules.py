@@ -698,3 +698,33 @@ def test_a_config_is_not_changed_by_splitting() -> None:
     before = copy.deepcopy(settings)
     assert run_ranks(start, 2, settings, {}, timeout=LIMIT) == ["", ""]
     assert settings == before
+
+
+def parts_are_written() -> list[str]:
+    engine = zeromesh.initialize(model=llama(torch.float32), config=config(2))[0]
+    said = []
+    for module in (engine.module, engine.module.model.layers[0].mlp):
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) would have a part") as caught:
+            module.state_dict()
+        said.append(str(caught.value))
+    engine.module.model.norm.state_dict()
+    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
+        assert engine.module.state_dict()["lm_head.weight"].shape == (96, 32)
+    return said
+
+
+def test_a_state_dict_of_parts_is_refused() -> None:
+    for first, second in run_ranks(parts_are_written, 2, timeout=LIMIT):
+        assert "model.embed_tokens.weight: shape (48, 32) of (96, 32)" in first
+        assert "a part of gate_proj.weight" in second
+
+
+def unsplit(plan: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match="tensor-parallel") as caught:
+        zeromesh.initialize(model=llama(torch.float32), config=config(1, tensor_parallel={"plan": plan}))
+    return str(caught.value)
+
+
+def test_a_plan_is_checked_where_there_is_nothing_to_split() -> None:
+    (said,) = run_ranks(unsplit, 1, {"model.layers.*.mpl.*": "colwise"}, timeout=LIMIT)
+    assert "'model.layers.*.mpl.*' matches no module or parameter" in said

@@ -310,9 +310,10 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
         ValueError: the model cannot be split so.
     """
     group = mesh.group("tensor")
-    if group.size == 1:
-        return None
     given = parse(settings.tensor_parallel.plan or {})
+    if group.size == 1:
+        resolve(model, given, {}, 0, 1)  # raises where the plan is wrong, which is better told before there are ranks
+        return None
     found, notes = derive(model, group.size)
     if mesh.rank == 0:
         whole = "".join(f"\n  {note}" for note in notes)

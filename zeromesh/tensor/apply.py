@@ -101,6 +101,11 @@ def apply(
         else:
             _hooks(member, resolved, place, tag)
     _require_slow_paths(resolved, modules)
+    for module in model.modules():
+        own = {name: resolved.of_parameter.get(id(p)) for name, p in module.named_parameters(recurse=False)}
+        parts = {name: held.whole for name, held in own.items() if held is not None and held.split is not None}
+        if parts:
+            module.register_state_dict_pre_hook(partial(_require_whole, parts))
     for number, stack in enumerate(stacks):
         _spread(modules, stack, place, tag + 4 * (number + 1))
     for name, heads in resolved.heads.items():
@@ -111,6 +116,18 @@ def apply(
             modules[name].register_forward_pre_hook(_eager(_open, entrance), with_kwargs=True)
         hook = _eager(_cut_arguments, names=_arguments(modules[name]), queries=heads.queries, group=group)
         modules[name].register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _require_whole(parts: dict[str, tuple[int, ...]], module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Hook: a file of this rank's parts could be read by nobody, which would be noticed when it is needed."""
+    for name, whole in parts.items():
+        here = tuple(module.get_parameter(name).shape)
+        if here != whole:
+            raise RuntimeError(
+                f"state_dict() would have a part of {prefix}{name}: shape {here} of {whole}, as tensor-parallel ranks "
+                "share it; call engine.save_16bit_model(folder) for what from_pretrained reads, engine.state_dict() "
+                "for whole tensors, or gather them on all ranks with zeromesh.zero.GatheredParameters"
+            )
 
 
 class Entrance:
