@@ -728,3 +728,18 @@ def unsplit(plan: dict[str, Any]) -> str:
 def test_a_plan_is_checked_where_there_is_nothing_to_split() -> None:
     (said,) = run_ranks(unsplit, 1, {"model.layers.*.mpl.*": "colwise"}, timeout=LIMIT)
     assert "'model.layers.*.mpl.*' matches no module or parameter" in said
+
+
+def copied() -> tuple[list[float], list[tuple[int, ...]]]:
+    engine = zeromesh.initialize(model=llama(), config=config(2))[0]
+    other = copy.deepcopy(engine.module)
+    losses = [float(one(input_ids=batch(0), labels=batch(0)).loss.detach()) for one in (engine, other)]
+    step(engine, batch(0))
+    losses += [float(one(input_ids=batch(0), labels=batch(0)).loss.detach()) for one in (engine, other)]
+    return losses, [tuple(one.lm_head.weight.shape) for one in (engine.module, other)]
+
+
+def test_a_copy_of_a_split_model_is_split_and_its_own() -> None:
+    for (first, same, later, still), shapes in run_ranks(copied, 2, timeout=LIMIT):
+        assert first == same == still != later
+        assert shapes == [(48, 32)] * 2

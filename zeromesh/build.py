@@ -6,11 +6,12 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -167,10 +168,10 @@ def initialize(
         _place_buffers(model, mesh.device, resolved.precision.compute)
         sharded = shard(model, mesh, resolved, values, None if plan is None else plan[0].held)
         if plan is not None:
-            apply(model, plan[0], mesh.group("tensor"), mesh.device, plan[1], sharded.events.using)
+            apply(model, plan[0], mesh.group("tensor"), mesh.device, plan[1], _while_it_lives(sharded.events.using))
             share_random_state(mesh.group("tensor"))
         elif resolved.chunked_loss:
-            chunk_losses(model, heads_over_vocabulary(model), sharded.events.using)
+            chunk_losses(model, heads_over_vocabulary(model), _while_it_lives(sharded.events.using))
         share(world, "read its part of the weights", values.failure)
         if built is not None:
             _adopt(built, sharded, resolved)
@@ -320,6 +321,17 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
         _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(found | given), whole)
     resolved = resolve(model, given, found, group.rank, group.size)
     return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
+
+
+def _while_it_lives(using: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+    """The same for a model that outlives its engine, whose memory it must not keep, and for copies of the model."""
+    method = WeakMethod(using)
+
+    def use() -> AbstractContextManager[None]:
+        alive = method()
+        return nullcontext() if alive is None else alive()
+
+    return use
 
 
 def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> Applied | None:

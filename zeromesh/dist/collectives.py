@@ -203,6 +203,10 @@ class Group:
         self._through_host = self._hosted and device.type != "cpu"
         self._later = Later(torch.device("cpu") if self._hosted else device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """A copy of a model that is split over these ranks is split over them, too."""
+        return self
+
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which to sum such numbers over the ranks, so that they are rounded once; torch adds two of 16 bits so."""
         return torch.float32 if dtype in NARROW and self.size > 2 else dtype

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -113,8 +112,8 @@ def apply(
         if place.spreads(name):
             entrance = entrances[f"{name}/None"]
             entrance.opens = False
-            modules[name].register_forward_pre_hook(_eager(_open, entrance), with_kwargs=True)
-        hook = _eager(_cut_arguments, names=_arguments(modules[name]), queries=heads.queries, group=group)
+            modules[name].register_forward_pre_hook(_Eager(_open, entrance), with_kwargs=True)
+        hook = _Eager(_cut_arguments, names=_arguments(modules[name]), queries=heads.queries, group=group)
         modules[name].register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -223,10 +222,18 @@ def _cut_arguments(
     return tuple(cut(*pair) for pair in named), {name: cut(name, value) for name, value in kwargs.items()}
 
 
-def _eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """As ``partial``; torch's compiler leaves it alone, as it cannot see through what ranks tell each other."""
-    disabled: Callable[..., Any] = torch.compiler.disable(partial(function, *args, **kwargs))
-    return disabled
+class _Eager:
+    """As ``partial``; torch's compiler leaves it alone, as it cannot see through what ranks tell each other.
+
+    In a copy of a model, it has the copies of the modules among its arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._function: Callable[..., Any] = torch.compiler.disable(function)
+        self._args, self._kwargs = args, kwargs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*self._args, *args, **self._kwargs, **kwargs)
 
 
 def _columns(module: Any) -> Columns:
@@ -245,28 +252,28 @@ def _linear(
             spread = place.spreads(member.name)
             separates = style.after is None and not spread and drops(around)
             entrances[key] = Entrance(place, tag, separates, spread)
-            around.register_forward_hook(_eager(_left, place, entrances[key]), always_call=True)
+            around.register_forward_hook(_Eager(_left, place, entrances[key]), always_call=True)
         entrance = entrances[key]
         index = len(entrance.layers)
         entrance.layers.append(partial(_columns, module))
         split = resolved.held_of(module, "weight").split
         size = None if style.after is None or split is None else split.size
-        forward: Any = _eager(_by_columns, entrance=entrance, index=index, place=place, tag=tag + 2, size=size)
+        forward: Any = _Eager(_by_columns, module, entrance=entrance, index=index, place=place, tag=tag + 2, size=size)
     elif style.after == "logits":
         split = resolved.held_of(module, "weight").split
         assert split is not None
         vocabulary = Vocabulary(split.intervals[place.group.rank][0][0], split.size, place.group)
-        forward = _eager(_by_vocabulary, vocabulary=vocabulary, tag=tag, using=place.using)
+        forward = _Eager(_by_vocabulary, module, vocabulary=vocabulary, tag=tag, using=place.using)
     elif style.cut == "inputs":
         held = resolved.held_of(module, "weight") if style.before == "split" else None
         guard = None if style.before == "split" else Guard(member, resolved, modules[""])
         spread = place.spreads(member.name)
-        forward = _eager(_by_rows, place=place, tag=tag, held=held, spread=spread, guard=guard)
+        forward = _Eager(_by_rows, module, place=place, tag=tag, held=held, spread=spread, guard=guard)
     else:
         width = _rotary_width(modules[member.container], modules[""])
-        module.register_forward_hook(_eager(_sum_rotary, place=place, tag=tag, width=width))
+        module.register_forward_hook(_Eager(_sum_rotary, place=place, tag=tag, width=width))
         return
-    module.forward = MethodType(_Forward(forward), module)
+    module.forward = forward
 
 
 def _attention(member: Member, modules: dict[str, nn.Module], place: Place, tag: int) -> None:
@@ -274,7 +281,7 @@ def _attention(member: Member, modules: dict[str, nn.Module], place: Place, tag:
     decoder, _, name = member.name.rpartition(".")
     memory = isinstance(modules[decoder], nn.TransformerDecoderLayer) and name == "multihead_attn"
     attention = Attention(place.group, place.streams, tag, place.spreads(member.name), memory)
-    member.module.forward = MethodType(_Forward(_eager(attention)), member.module)
+    member.module.forward = _Eager(attention, member.module)
 
 
 def _require_slow_paths(resolved: Resolved, modules: dict[str, nn.Module]) -> None:
@@ -288,17 +295,6 @@ def _require_slow_paths(resolved: Resolved, modules: dict[str, nn.Module]) -> No
                 around.activation_relu_or_gelu = 0
             elif isinstance(around, nn.TransformerEncoder):
                 around.use_nested_tensor = False
-
-
-class _Forward:
-    """A forward that is bound to a module, so that a copy of the module has its own."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self.__name__ = "forward"
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._function(module, *args, **kwargs)
 
 
 def _require_width(module: Any, x: Tensor) -> None:
@@ -329,8 +325,8 @@ def chunk_losses(model: nn.Module, heads: Iterable[str], using: Using) -> None:
     for name in heads:
         module: Any = model.get_submodule(name)
         size = int(module.weight.shape[1 if is_transposed(module) else 0])
-        forward = _eager(_by_vocabulary, vocabulary=Vocabulary(0, size), tag=0, using=using)
-        module.forward = MethodType(_Forward(forward), module)
+        forward = _Eager(_by_vocabulary, module, vocabulary=Vocabulary(0, size), tag=0, using=using)
+        module.forward = forward
 
 
 def _by_rows(
@@ -372,16 +368,16 @@ def _spread(modules: dict[str, nn.Module], stack: Stack, place: Place, tag: int)
     streams = place.streams
     for name in stack.blocks:
         modules[name].register_forward_pre_hook(lambda module, _: streams.separate() if module.training else None)
-    change = _eager(_change_input, name="split", group=place.group, tag=tag)
+    change = _Eager(_change_input, name="split", group=place.group, tag=tag)
     first.register_forward_pre_hook(change, with_kwargs=True)
     for name in stack.whole:
         whole = modules[name]
-        gathers = _eager(_change_input, name="join", group=place.group, tag=tag + 1)
+        gathers = _Eager(_change_input, name="join", group=place.group, tag=tag + 1)
         whole.register_forward_pre_hook(gathers, with_kwargs=True)
-        whole.register_forward_hook(_eager(_change_output, name="split", group=place.group, tag=tag + 2))
+        whole.register_forward_hook(_Eager(_change_output, name="split", group=place.group, tag=tag + 2))
     for name in stack.blocks:
         modules[name].register_forward_hook(lambda *_: streams.join(), always_call=True)
-    last.register_forward_hook(_eager(_change_output, name="join", group=place.group, tag=tag + 3))
+    last.register_forward_hook(_Eager(_change_output, name="join", group=place.group, tag=tag + 3))
 
 
 def _activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -457,7 +453,7 @@ def _hooks(member: Member, resolved: Resolved, place: Place, tag: int) -> None:
         module.register_forward_hook(lookup.after)
         return
     if style.before == "copy":
-        module.register_forward_pre_hook(_eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
+        module.register_forward_pre_hook(_Eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
     elif style.before == "share":
         module.register_forward_pre_hook(lambda _, args: (args[0] / group.size, *args[1:]))
     if style.after == "sum":

@@ -7,6 +7,7 @@ and nothing may come from outside unless its gradient is summed, since a rank ha
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ class Guard:
     def __init__(self, member: Member, resolved: Resolved, model: nn.Module) -> None:
         self._member, self._resolved, self._model = member, resolved, model
         self._done = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
+        """A copy of the model is as right as the model, whose parameters this one knows."""
+        other = copy(self)
+        other._done = True
+        return other
 
     def check(self, x: Tensor) -> None:
         """Look at what the layer's input was made of.

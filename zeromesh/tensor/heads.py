@@ -91,5 +91,8 @@ class _Config:
         self._config, self._told = config, told
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["_config"], name)
-        return self.__dict__["_told"].get(name, value)
+        own = vars(self)
+        if "_config" not in own:  # it is being copied
+            raise AttributeError(name)
+        value = getattr(own["_config"], name)
+        return own["_told"].get(name, value)

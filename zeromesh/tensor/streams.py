@@ -26,6 +26,10 @@ class Streams:
         self._module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
         self._shared: torch.Tensor | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Streams:
+        """A copy of a model draws from the same generator."""
+        return self
+
     def separate(self) -> None:
         """From here on each rank draws its own numbers; without effect where it does already."""
         if self._shared is not None:
