@@ -258,7 +258,9 @@ def _linear(
         entrance.layers.append(partial(_columns, module))
         split = resolved.held_of(module, "weight").split
         size = None if style.after is None or split is None else split.size
-        forward: Any = _Eager(_by_columns, module, entrance=entrance, index=index, place=place, tag=tag + 2, size=size)
+        forward: Any = _Eager(
+            _by_columns, module, name=member.name, entrance=entrance, index=index, place=place, tag=tag + 2, size=size
+        )
     elif style.after == "logits":
         split = resolved.held_of(module, "weight").split
         assert split is not None
@@ -268,7 +270,9 @@ def _linear(
         held = resolved.held_of(module, "weight") if style.before == "split" else None
         guard = None if style.before == "split" else Guard(member, resolved, modules[""])
         spread = place.spreads(member.name)
-        forward = _Eager(_by_rows, module, place=place, tag=tag, held=held, spread=spread, guard=guard)
+        forward = _Eager(
+            _by_rows, module, name=member.name, place=place, tag=tag, held=held, spread=spread, guard=guard
+        )
     else:
         width = _rotary_width(modules[member.container], modules[""])
         module.register_forward_hook(_Eager(_sum_rotary, place=place, tag=tag, width=width))
@@ -297,20 +301,20 @@ def _require_slow_paths(resolved: Resolved, modules: dict[str, nn.Module]) -> No
                 around.use_nested_tensor = False
 
 
-def _require_width(module: Any, x: Tensor) -> None:
+def _require_width(name: str, module: Any, x: Tensor) -> None:
     width = module.weight.shape[0 if is_transposed(module) else 1]
     if x.shape[-1] != width:
         raise ValueError(
-            f"a {type(module).__name__} that is split by tensor_parallel.plan has {width} entries of its input on this "
-            f"rank, but was given {x.shape[-1]}; after colwise comes rowwise, with nothing between that needs all "
+            f"{name} ({type(module).__name__}), which tensor_parallel.plan splits, has {width} entries of its input on "
+            f"this rank, but was given {x.shape[-1]}; after colwise comes rowwise, with nothing between that needs all "
             "entries; else give the layer before the style colwise_gather_output, or one of both replicate"
         )
 
 
 def _by_columns(
-    module: Any, x: Tensor, entrance: Entrance, index: int, place: Place, tag: int, size: int | None
+    module: Any, x: Tensor, name: str, entrance: Entrance, index: int, place: Place, tag: int, size: int | None
 ) -> Tensor:
-    _require_width(module, x)
+    _require_width(name, module, x)
     x, layer = entrance.admit(x, index, module.training)
     y = multiply(x, _columns(module)) if layer is None else layer(x)
     return y if size is None else move(y, "join", place.group, tag, -1)[..., :size]
@@ -330,7 +334,7 @@ def chunk_losses(model: nn.Module, heads: Iterable[str], using: Using) -> None:
 
 
 def _by_rows(
-    module: Any, x: Tensor, place: Place, tag: int, held: Held | None, spread: bool, guard: Guard | None
+    module: Any, x: Tensor, name: str, place: Place, tag: int, held: Held | None, spread: bool, guard: Guard | None
 ) -> Tensor:
     if guard is not None:
         guard.check(x)
@@ -343,7 +347,7 @@ def _by_rows(
         missing = held.split.length * place.group.size - x.shape[-1]
         x = torch.nn.functional.pad(x, (0, missing)) if missing else x
         x = move(x, "split", place.group, tag + 1, -1)
-    _require_width(module, x)
+    _require_width(name, module, x)
     y = multiply(x, Columns(module.weight, None, is_transposed(module)))
     if not spread:
         place.streams.join()
