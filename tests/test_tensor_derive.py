@@ -131,3 +131,13 @@ def test_of_what_attention_is_given_only_masks_and_biases_are_cut_by_heads_and_n
     assert kwargs["images"] is images
     assert cut()[0] == ()
     assert len(cut(images)[0]) == 1
+
+
+def test_a_sum_of_gradients_that_are_whole_is_refused() -> None:
+    norm = nn.LayerNorm(HEAD)
+    model = Model(Layers({"attention": attention(q_norm=norm), "norm": nn.LayerNorm(WIDTH)}))
+    found = derive(model, 2)[0]
+    shared = "replicated_with_grad_allreduce"
+    resolve(model, parse({"blocks.*.attention.q_norm": shared}), found, 0, 2)
+    with pytest.raises(ValueError, match=r"blocks.0.norm \(replicated_with_grad_allreduce\): no layer beside it"):
+        resolve(model, parse({"blocks.*.norm": shared}), found, 0, 2)

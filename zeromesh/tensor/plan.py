@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -230,6 +230,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
                         f"{first} and {path} are one parameter, but would be cut in two ways: {_way(before)}, and "
                         f"{_way(one)}; give both modules rules that cut the same dim, or untie them"
                     )
+    problems += _counted_often(resolved, [name for name, (pattern, _) in rules.items() if pattern in given])
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     resolved.of_parameter = {key: one for key, (_, one) in cut.items()}
     resolved.held = {names_of[key]: one for key, one in resolved.of_parameter.items()}
@@ -239,6 +240,22 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
         listed = "".join(f"\n  {problem}" for problem in unique[:MOST_SHOWN])
         raise ValueError(f"the model cannot be split over {ranks} tensor-parallel ranks:{listed}{more}")
     return resolved
+
+
+def _counted_often(resolved: Resolved, given: Sequence[str]) -> Iterator[str]:
+    """What a user gives a sum of gradients that all ranks have whole."""
+    inside = {m.container for m in resolved.members if m.style.cut and m.style.after in (None, "leave")}
+    for member in resolved.members:
+        if member.name not in given or member.rule.style != "replicated_with_grad_allreduce":
+            continue
+        path = member.name
+        while path and path not in inside:
+            path = path.rpartition(".")[0]
+        if path not in inside:
+            yield (
+                f"{member.name} ({member.rule.style}): no layer beside it is colwise or rowwise, so all ranks have its "
+                "whole gradient, and the sum would be too large; leave it out, or give it the style replicate"
+            )
 
 
 _KINDS = {
