@@ -108,6 +108,8 @@ def test_a_run_goes_on_under_another_mesh(corpus: Path, alone: Path, tmp_path: P
             {"mesh": {"context": 3}},
             r"model.sequence_length = 32 cannot be cut into 2 x 3 \(mesh.context\) = 6 equal chunks; .* 30 and 36",
         ),
+        ({"mesh": {"tensor": 3}}, "mlp.down .rowwise.: a width of 64 cannot be split over 3 ranks"),
+        ({"mesh": {"tensor": 2}, "tensor_parallel": {"plan": {"blocs.*": "colwise"}}}, "'blocs.*' matches no module"),
         ({"mesh": {"context": 2}, "data": {"document_attention": True}}, "cannot hide the documents of a sample"),
     ],
 )
@@ -115,7 +117,7 @@ def test_samples_that_cannot_be_spread_are_refused(
     changes: dict[str, Any], message: str, corpus: Path, tmp_path: Path
 ) -> None:
     data = {"train": str(corpus), "suffixes": [".py"], "vocabulary_size": 270} | changes.pop("data", {})
-    run = {"steps": 1, "output": str(tmp_path / "run"), "ranks": changes["mesh"]["context"]}
+    run = {"steps": 1, "output": str(tmp_path / "run"), "ranks": max(changes["mesh"].values())}
     result = CliRunner().invoke(app, ["train", str(config(corpus, tmp_path, run=run, data=data, **changes))])
-    assert result.exit_code != 0
+    assert result.exit_code == 2
     assert re.search(message, " ".join(result.output.split())), result.output

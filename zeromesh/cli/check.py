@@ -24,6 +24,8 @@ from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.dist.environment import Environment, is_launched
 from zeromesh.dist.launch import may_restart
 from zeromesh.shard.find import find_units
+from zeromesh.tensor.derive import derive
+from zeromesh.tensor.plan import parse, resolve
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ def check(settings: Settings) -> Job:
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()
     model = _check_model(job)
+    resolve(
+        model, parse(job.settings.tensor_parallel.plan or {}), derive(model, sizes["tensor"])[0], 0, sizes["tensor"]
+    )
     check_optimizer(model, resolved, sizes["data"])
     job.folder.check(bool(job.run.resume))
     if job.run.resume:

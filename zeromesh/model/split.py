@@ -224,10 +224,10 @@ def _indivisible(section: int, blocks: int, block: int, ranks: int) -> str:
     below = max((size for size in sizes if size < ranks), default=1)
     above = min((size for size in sizes if size > ranks), default=blocks)
     near = f"{below} or {above}" if below != above else str(below)
-    what = f"{blocks} blocks of {block} entries" if block > 1 else f"{blocks} entries"
+    what = f"{section} = {blocks} blocks of {block} entries" if block > 1 else f"{blocks} entries"
     fewer, more = blocks // ranks * ranks, (blocks // ranks + 1) * ranks
     counts = f"{fewer} or {more}" if fewer else str(more)
     return (
-        f"{section} = {what} cannot be split over {ranks} ranks: {blocks} / {ranks} = {blocks / ranks:.4g}; "
+        f"{what} cannot be split over {ranks} ranks: {blocks} / {ranks} = {blocks / ranks:.4g}; "
         f"with these, tensor sizes near it that work are {near}; on {ranks} ranks, the counts {counts}"
     )
