@@ -456,6 +456,8 @@ def _hooks(member: Member, resolved: Resolved, place: Place, tag: int) -> None:
         module.register_forward_pre_hook(lookup.before)
         module.register_forward_hook(lookup.after)
         return
+    if member.kind == "bag":
+        module.register_forward_pre_hook(_Eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
     if style.before == "copy":
         module.register_forward_pre_hook(_Eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
     elif style.before == "share":

@@ -81,6 +81,10 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]
             plan |= dict(_experts(name, module))
     plan |= own | _vocabulary(model, modules)
     for name, module in modules.items():
+        fits = isinstance(module, nn.EmbeddingBag) and module.max_norm is None and module.embedding_dim % ranks == 0
+        if fits and kind_of(module) == "bag":
+            plan.setdefault(name, Rule("embedding_colwise"))
+    for name, module in modules.items():
         around = _around(name, modules)
         trusted = _in_block(name) and type(around).__module__.startswith(KNOWN)
         if name not in plan and _is_large(module) and not trusted and not _reads_weights(around):
@@ -397,8 +401,8 @@ def _is_large(module: nn.Module) -> bool:
 def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Rule]:
     """The embedding of tokens, wherever it stands, and the head over the same entries."""
     outside = {name: m for name, m in modules.items() if not _in_block(name)}
-    tables = {name: m for name, m in outside.items() if isinstance(m, nn.Embedding)}
-    known = [m for m in (_ask(model, "get_input_embeddings"),) if isinstance(m, nn.Embedding)]
+    tables = {name: m for name, m in outside.items() if isinstance(m, nn.Embedding) and _has_plain_rows(m)}
+    known = [m for m in (_ask(model, "get_input_embeddings"),) if isinstance(m, nn.Embedding) and _has_plain_rows(m)]
     if not known and tables:
         largest = max(tables.values(), key=lambda m: m.num_embeddings)
         known = [largest]
@@ -416,6 +420,11 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
         if fits or (kind_of(m) == "linear" and id(m.weight) in weights):
             plan[name] = Rule("vocabulary")
     return plan
+
+
+def _has_plain_rows(table: nn.Embedding) -> bool:
+    """Whether a rank's rows, and their gradients, depend on nothing else."""
+    return table.max_norm is None and not table.scale_grad_by_freq and kind_of(table) == "embedding"
 
 
 def heads_over_vocabulary(model: nn.Module) -> list[str]:

@@ -102,7 +102,7 @@ class Member:
         name: in the model.
         module: itself, or the one that has the parameter.
         parameter: its name in the module; None where the rule is for the module.
-        kind: linear, embedding, attention, parameter or module.
+        kind: linear, embedding, bag, attention, parameter or module.
         container: name of the module whose columns read the same activation.
     """
 
@@ -152,13 +152,15 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """linear, embedding, attention or module; one whose weight is computed (a parametrization) is a module."""
-    if isinstance(module, nn.Linear | nn.Embedding) and "weight" not in module._parameters:
+    """linear, embedding, bag, attention or module; one whose weight is computed (a parametrization) is a module."""
+    if isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag) and "weight" not in module._parameters:
         return "module"
     if isinstance(module, nn.Linear) or is_transposed(module):
         return "linear"
     if type(module).forward is nn.MultiheadAttention.forward:
         return "attention"
+    if isinstance(module, nn.EmbeddingBag):
+        return "bag"
     return "embedding" if isinstance(module, nn.Embedding) else "module"
 
 
@@ -260,7 +262,7 @@ def _counted_often(resolved: Resolved, given: Sequence[str]) -> Iterator[str]:
 
 _KINDS = {
     "linear": "linear layers", "embedding": "embeddings", "parameter": "single parameters", "module": "other modules",
-    "attention": "torch.nn.MultiheadAttention",
+    "attention": "torch.nn.MultiheadAttention", "bag": "torch.nn.EmbeddingBag",
 }  # fmt: skip
 
 _ADAPTED = {"base_layer": None, "lora_A": "inputs", "lora_B": "outputs"}
@@ -297,6 +299,8 @@ def _held(member: Member, rank: int, ranks: int, heads: Heads | None) -> dict[st
         whole = own.items() if member.parameter is not None else module.named_parameters()
         shapes = {name: tuple(p.shape) for name, p in whole} if style.partial else {}
         return {name: Held(shape, None, rank, ranks, True) for name, shape in shapes.items()}
+    if member.kind in ("embedding", "bag"):
+        _require_plain_rows(module, style)
     held = {}
     for name, parameter in own.items():
         dim = _dim(style, tuple(parameter.shape), member)
@@ -305,6 +309,17 @@ def _held(member: Member, rank: int, ranks: int, heads: Heads | None) -> dict[st
         split = _split(member, dim, parameter.shape[dim], ranks, heads)
         held[name] = Held(tuple(parameter.shape), split, rank, ranks)
     return held
+
+
+def _require_plain_rows(module: Any, style: Style) -> None:
+    """Refuse tables whose values or gradients depend on more than the entries that a rank has of them."""
+    if module.max_norm is not None:
+        raise ValueError("with max_norm, looking rows up changes them, by the norm of all of a row; give it replicate")
+    if style.cut == "rows" and module.scale_grad_by_freq:
+        raise ValueError(
+            "with scale_grad_by_freq, gradients depend on how often each id occurs, which ranks do not see of others' "
+            "rows; give it the style embedding_colwise or replicate"
+        )
 
 
 def _held_of_attention(module: Any, rank: int, ranks: int) -> dict[str, Held]:
@@ -323,7 +338,7 @@ def _held_of_attention(module: Any, rank: int, ranks: int) -> dict[str, Held]:
 
 def _dim(style: Style, shape: Sequence[int], member: Member) -> int | None:
     """Which dim of a parameter the style cuts; None if the parameter stays whole."""
-    if member.kind == "embedding":
+    if member.kind in ("embedding", "bag"):
         return 0 if style.cut == "rows" else 1
     if len(shape) == 1:
         return 0 if style.cut == "outputs" else None

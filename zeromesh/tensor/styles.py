@@ -39,7 +39,7 @@ class Style:
 
 
 LINEAR = ("linear", "parameter")
-ANY = ("linear", "embedding", "attention", "parameter", "module")
+ANY = ("linear", "embedding", "bag", "attention", "parameter", "module")
 
 STYLES: Mapping[str, Style] = {
     "colwise": Style("outputs", before="enter", kinds=("linear", "embedding", "parameter")),
@@ -49,7 +49,7 @@ STYLES: Mapping[str, Style] = {
     "colwise_gather_output": Style("outputs", padded=True, before="enter", after="join"),
     "rowwise_split_input": Style("inputs", padded=True, before="split", after="leave"),
     "embedding_rowwise": Style("rows", padded=True, before="mask", after="sum", kinds=("embedding",)),
-    "embedding_colwise": Style("width", after="join", kinds=("embedding",)),
+    "embedding_colwise": Style("width", after="join", kinds=("embedding", "bag")),
     "heads": Style(before="enter", after="leave", kinds=("attention",)),
     "vocabulary": Style("outputs", padded=True, after="logits"),
     "replicated_with_grad_allreduce": Style(partial=True, kinds=ANY),
