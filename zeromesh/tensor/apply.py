@@ -121,7 +121,7 @@ def _require_whole(parts: dict[str, tuple[int, ...]], module: nn.Module, prefix:
     """Hook: a file of this rank's parts could be read by nobody, which would be noticed when it is needed."""
     for name, whole in parts.items():
         here = tuple(module.get_parameter(name).shape)
-        if here != whole:
+        if here != whole and not keep_vars:  # with them, it is the parameters that are asked for
             raise RuntimeError(
                 f"state_dict() would have a part of {prefix}{name}: shape {here} of {whole}, as tensor-parallel ranks "
                 "share it; call engine.save_16bit_model(folder) for what from_pretrained reads, engine.state_dict() "
