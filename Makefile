@@ -24,7 +24,8 @@ bench: .venv/.plots.done .venv-deepspeed/.peers.done
 bench-tensor: .venv/.plots.done
 	.venv/bin/python benchmarks/bench.py --ranks 2 --name tensor --cases $(or $(CASES),compute-bf16) \
 		--rounds $(or $(ROUNDS),5) $(if $(OUT),--out $(OUT)) --variants floor DDP "torch tensor parallel" \
-		"ZeroMesh tensor parallel" "ZeroMesh tensor parallel, sequence" "ZeroMesh tensor parallel, mpi"
+		"ZeroMesh tensor parallel" "ZeroMesh tensor parallel, sequence" "ZeroMesh tensor parallel, mpi" \
+		"ZeroMesh tensor parallel, sequence, mpi"
 	.venv/bin/python benchmarks/tensor_memory.py $(if $(OUT),--out $(OUT))
 
 # Two hosts over the rate of their link. `make bench-links RATES="10mbit unlimited" ROUNDS=1 OUT=runs/links` narrows it.

@@ -209,8 +209,10 @@ VARIANTS: dict[str, Variant] = {
     "torch tensor parallel": Variant("torch", tensor_parallel, whole=True),
     **{f"ZeroMesh {stage}": Variant("ZeroMesh", partial(zeromesh, stage=stage)) for stage in range(4)},
     **{f"ZeroMesh {stage}, mpi": Variant("ZeroMesh", partial(zeromesh, stage=stage), "mpi") for stage in (0, 3)},
-    "ZeroMesh tensor parallel": Variant("ZeroMesh", split, whole=True),
-    "ZeroMesh tensor parallel, sequence": Variant("ZeroMesh", partial(split, sequence=True), whole=True),
-    "ZeroMesh tensor parallel, mpi": Variant("ZeroMesh", split, "mpi", whole=True),
+    **{
+        f"ZeroMesh tensor parallel{how}{place}": Variant("ZeroMesh", partial(split, sequence=bool(how)), backend, True)
+        for place, backend in (("", None), (", mpi", "mpi"))
+        for how in ("", ", sequence")
+    },
     **{f"DeepSpeed {stage}": Variant("DeepSpeed", partial(deepspeed, stage=stage)) for stage in range(4)},
 }
