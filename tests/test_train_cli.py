@@ -31,15 +31,6 @@ from zeromesh.observe.metrics import read_metrics
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(10):
-        lines = [f"def function_{n}(value):\n    return value + {n * number}\n" for n in range(20)]
-        (folder / f"{number}.py").write_text("\n".join(lines))
-    return folder
-
-
 def config(corpus: Path, folder: Path, **changes: Any) -> Path:
     """A configuration file with a tiny model; ``changes`` are by section, ``None`` drops one."""
     settings: dict[str, Any] = {

@@ -37,15 +37,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(10):
-        lines = [f"def function_{n}(value):\n    return value + {n * number}\n" for n in range(20)]
-        (folder / f"{number}.py").write_text("\n".join(lines))
-    return folder
-
-
 def config(corpus: Path, folder: Path, **changes: Any) -> Path:
     settings: dict[str, Any] = {
         "train_batch_size": 4,
@@ -106,7 +97,7 @@ def test_a_run_goes_on_under_another_mesh(corpus: Path, alone: Path, tmp_path: P
     [
         (
             {"mesh": {"context": 3}},
-            r"model.sequence_length = 32 cannot be cut into 2 x 3 \(mesh.context\) = 6 equal chunks; .* 30 and 36",
+            r"model.sequence_length: a sequence has 32 tokens, .* 2 x 3 context-parallel ranks .* 30 and 36",
         ),
         ({"mesh": {"tensor": 3}}, "mlp.down .rowwise.: a width of 64 cannot be split over 3 ranks"),
         ({"mesh": {"tensor": 2}, "tensor_parallel": {"plan": {"blocs.*": "colwise"}}}, "'blocs.*' matches no module"),

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from harness import RankFailure, close_pools, run_ranks  # noqa: E402
+from huggingface_models import without_dropout  # noqa: E402
 
 IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 UNLABELLED = ("git", "musicgen", "musicgen_melody")
@@ -203,15 +204,6 @@ def configuration(name: str) -> Any:
     config = _tiny(transformers.CONFIG_MAPPING[name], SPECIAL.get(name, {}))
     wanted = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]).config_class
     return config if wanted is None or isinstance(config, wanted) else config.get_text_config(decoder=True)
-
-
-def without_dropout(config: Any) -> None:
-    """Set whatever drops something out to zero, also in nested configurations."""
-    for name, value in vars(config).items():
-        if isinstance(value, float) and "drop" in name:
-            setattr(config, name, 0.0)
-        elif hasattr(value, "to_dict"):
-            without_dropout(value)
 
 
 def build(name: str, dtype: torch.dtype) -> Any:

@@ -14,6 +14,7 @@ from zeromesh.cli.model import LanguageModel, Transformer, language_model
 from zeromesh.cli.updates import check_optimizer
 from zeromesh.config.settings import Resolved, Settings
 from zeromesh.config.train import Run, TextData
+from zeromesh.context.order import require_length
 from zeromesh.data.indexed import file_of
 from zeromesh.data.loader import training_samples
 from zeromesh.data.making import size_is_set
@@ -146,14 +147,10 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
 
 def _check_sequences(job: Job, ranks: int) -> None:
     """Refuse sequences that cannot be spread over the ranks of the context axis."""
-    length = job.language.sequence_length
-    count = 2 * ranks
-    if length % count:
-        near = [n for n in (length - length % count, length - length % count + count) if n]
-        raise ValueError(
-            f"{job.language.section}.sequence_length = {length} cannot be cut into 2 x {ranks} (mesh.context) "
-            f"= {count} equal chunks; the nearest lengths that work are {' and '.join(map(str, near))}"
-        )
+    try:
+        require_length(job.language.sequence_length, ranks)
+    except ValueError as error:
+        raise ValueError(f"{job.language.section}.sequence_length: {error}") from None
 
 
 def _larger(job: Job) -> str:
