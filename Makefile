@@ -38,6 +38,7 @@ check: .venv/.test.done
 	$(RUN) ruff format --check .
 	$(RUN) mypy zeromesh
 	.venv/bin/python tools/check_layers.py
+	$(RUN) pytest --collect-only --quiet --quiet
 	$(RUN) zeromesh.config.reference --check
 
 clean:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from harness import run_command, run_ranks
 from test_launch_cli import free_port
-from test_train_cli import config, corpus, numbers  # noqa: F401
+from test_train_cli import config, numbers
 from zeromesh.config.batch import Batch, solve_batch
 from zeromesh.config.errors import ConfigError
 from zeromesh.dist.launch import may_restart
@@ -72,7 +72,7 @@ main()
 
 
 @pytest.mark.full
-def test_zeromesh_train_resumes_by_itself(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_zeromesh_train_resumes_by_itself(corpus: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAULTY_TRAIN)
     (tmp_path / "no-fault").touch()
