@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zeromesh.dist.collectives import Group
 from zeromesh.model.split import Held
 from zeromesh.tensor.attention import Attention
-from zeromesh.tensor.guard import Guard, summed
+from zeromesh.tensor.guard import REMEDY, Apart, Guard, summed
 from zeromesh.tensor.heads import take_part
 from zeromesh.tensor.linear import Columns, Layer, enter, leave, multiply
 from zeromesh.tensor.logits import Logits, Using
@@ -30,6 +30,7 @@ from zeromesh.tensor.loss import Vocabulary
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import Member, Resolved, is_transposed
 from zeromesh.tensor.sequence import Stack
+from zeromesh.tensor.spread import activation, replaced, sequence_dim, spread
 from zeromesh.tensor.streams import Streams, drops
 
 FIRST_TAG = 16
@@ -106,7 +107,7 @@ def apply(
         if parts:
             module.register_state_dict_pre_hook(partial(_require_whole, parts))
     for number, stack in enumerate(stacks):
-        _spread(modules, stack, place, tag + 4 * (number + 1))
+        spread(modules, stack, group, place.streams, tag + 4 * (number + 1), _Eager)
     for name, heads in resolved.heads.items():
         take_part(modules[name], heads, group.size)
         if place.spreads(name):
@@ -137,16 +138,18 @@ class Entrance:
         tag: of its messages; the next one is used, too.
         separates: whether random numbers are drawn inside, which are each rank's own.
         spread: whether what enters is a part of the sequence.
+        name: of the module around the layers.
 
     Attributes:
         layers: by their number, what this rank has of each.
         opens: whether the layers themselves are given what enters; otherwise the module around them is.
     """
 
-    def __init__(self, place: Place, tag: int, separates: bool, spread: bool) -> None:
+    def __init__(self, place: Place, tag: int, separates: bool, spread: bool, name: str) -> None:
         self.layers: list[Callable[[], Columns]] = []
         self.opens = True
         self._place, self._tag, self._separates, self.spread = place, tag, separates, spread
+        self._apart = Apart(name)
         self._key: tuple[Any, int] | None = None
         self._entered: Tensor | None = None
         self._ready: list[Layer] = []
@@ -177,6 +180,8 @@ class Entrance:
     def _enter(self, x: Tensor, spread: bool) -> None:
         columns = [columns() for columns in self.layers]
         dim = sequence_dim(x) if spread else None
+        if dim is not None:
+            self._apart.check(x, dim)
         self._entered, self._ready = enter(x, columns, self._place.group, self._tag, dim)
         self._waiting = set(range(len(self.layers)))
 
@@ -251,7 +256,7 @@ def _linear(
             around = modules[member.container]
             spread = place.spreads(member.name)
             separates = style.after is None and not spread and drops(around)
-            entrances[key] = Entrance(place, tag, separates, spread)
+            entrances[key] = Entrance(place, tag, separates, spread, member.container)
             around.register_forward_hook(_Eager(_left, place, entrances[key]), always_call=True)
         entrance = entrances[key]
         index = len(entrance.layers)
@@ -284,7 +289,7 @@ def _attention(member: Member, modules: dict[str, nn.Module], place: Place, tag:
     """Torch's own."""
     decoder, _, name = member.name.rpartition(".")
     memory = isinstance(modules[decoder], nn.TransformerDecoderLayer) and name == "multihead_attn"
-    attention = Attention(place.group, place.streams, tag, place.spreads(member.name), memory)
+    attention = Attention(place.group, place.streams, tag, place.spreads(member.name), member.name, memory)
     member.module.forward = _Eager(attention, member.module)
 
 
@@ -301,8 +306,13 @@ def _require_slow_paths(resolved: Resolved, modules: dict[str, nn.Module]) -> No
                 around.use_nested_tensor = False
 
 
-def _require_width(name: str, module: Any, x: Tensor) -> None:
+def _require_width(name: str, module: Any, x: Tensor, ranks_of_sequence: int = 1) -> None:
     width = module.weight.shape[0 if is_transposed(module) else 1]
+    if x.shape[-1] * ranks_of_sequence == width and ranks_of_sequence > 1:
+        raise ValueError(
+            f"{name} reads {width} entries and was given {x.shape[-1]}, as if they were tokens, of which a rank has a "
+            f"part there; {REMEDY}"
+        )
     if x.shape[-1] != width:
         raise ValueError(
             f"{name} ({type(module).__name__}), which tensor_parallel.plan splits, has {width} entries of its input on "
@@ -314,7 +324,7 @@ def _require_width(name: str, module: Any, x: Tensor) -> None:
 def _by_columns(
     module: Any, x: Tensor, name: str, entrance: Entrance, index: int, place: Place, tag: int, size: int | None
 ) -> Tensor:
-    _require_width(name, module, x)
+    _require_width(name, module, x, place.group.size if entrance.spread else 1)
     x, layer = entrance.admit(x, index, module.training)
     y = multiply(x, _columns(module)) if layer is None else layer(x)
     return y if size is None else move(y, "join", place.group, tag, -1)[..., :size]
@@ -361,74 +371,9 @@ def _left(place: Place, entrance: Entrance, module: nn.Module, args: Any, output
         place.streams.join()
 
 
-def sequence_dim(x: Tensor) -> int:
-    """The dim of the sequence: (samples, sequence, width), or tokens in any order, (tokens, width)."""
-    return 1 if x.ndim > 2 else 0
-
-
-def _spread(modules: dict[str, nn.Module], stack: Stack, place: Place, tag: int) -> None:
-    """Hooks where the sequence is spread, and where it is whole again."""
-    first, last = modules[stack.blocks[0]], modules[stack.blocks[-1]]
-    streams = place.streams
-    for name in stack.blocks:
-        modules[name].register_forward_pre_hook(lambda module, _: streams.separate() if module.training else None)
-    change = _Eager(_change_input, name="split", group=place.group, tag=tag)
-    first.register_forward_pre_hook(change, with_kwargs=True)
-    for name in stack.whole:
-        whole = modules[name]
-        gathers = _Eager(_change_input, name="join", group=place.group, tag=tag + 1)
-        whole.register_forward_pre_hook(gathers, with_kwargs=True)
-        whole.register_forward_hook(_Eager(_change_output, name="split", group=place.group, tag=tag + 2))
-    for name in stack.blocks:
-        modules[name].register_forward_hook(lambda *_: streams.join(), always_call=True)
-    last.register_forward_hook(_Eager(_change_output, name="join", group=place.group, tag=tag + 3))
-
-
-def _activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What a block or an attention is given to work on: the first tensor of the arguments."""
-    found = kwargs.get("hidden_states")
-    found = next((arg for arg in args if isinstance(arg, Tensor)), found)
-    if isinstance(found, Tensor) and found.ndim > 3:
-        raise ValueError(
-            f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; set "
-            "tensor_parallel.sequence to false"
-        )
-    if not isinstance(found, Tensor) or found.ndim < 2:
-        raise ValueError(
-            f"a block was called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}, in which there is "
-            "no activation whose sequence could be spread; set tensor_parallel.sequence to false"
-        )
-    return found
-
-
-def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> Any:
-    return tuple(new if arg is old else arg for arg in args), {k: new if v is old else v for k, v in kwargs.items()}
-
-
-def _change_input(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, group: Group, tag: int
-) -> Any:
-    x = _activation(args, kwargs)
-    length = x.shape[sequence_dim(x)]
-    if name == "split" and length % group.size:
-        near = [length // group.size * group.size, (length // group.size + 1) * group.size]
-        raise ValueError(
-            f"tensor_parallel.sequence spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
-            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or set tensor_parallel.sequence to false"
-        )
-    return _replaced(args, kwargs, x, move(x, name, group, tag, sequence_dim(x)))
-
-
 def _open(entrance: Entrance, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = _activation(args, kwargs)
-    return _replaced(args, kwargs, x, entrance.open(x))
-
-
-def _change_output(module: nn.Module, args: Any, output: Any, name: str, group: Group, tag: int) -> Any:
-    """Of several outputs, the first is the activation."""
-    if isinstance(output, Tensor):
-        return move(output, name, group, tag, sequence_dim(output))
-    return (move(output[0], name, group, tag, sequence_dim(output[0])), *output[1:])
+    x = activation(args, kwargs)
+    return replaced(args, kwargs, x, entrance.open(x))
 
 
 def _rotary_width(attention: nn.Module, model: nn.Module) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.dist.collectives import Group
+from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.linear import Columns, enter, leave, multiply
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.streams import Streams
@@ -23,14 +24,16 @@ class Attention:
         streams: where attention weights are dropped out, ranks draw different numbers.
         tag: of its messages; as many as ``TAGS`` are used.
         spread: whether the query, and what is given together with it, is a part of the sequence.
+        name: of the module.
         memory: whether, where the query is, keys and values are whole, as what a decoder gets from an encoder.
     """
 
     TAGS = 10
 
-    def __init__(self, group: Group, streams: Streams, tag: int, spread: bool, memory: bool) -> None:
+    def __init__(self, group: Group, streams: Streams, tag: int, spread: bool, name: str, memory: bool) -> None:
         self._group, self._streams, self._tag = group, streams, tag
         self._spread, self._memory = spread, memory
+        self._apart = Apart(name)
 
     def __call__(
         self, module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor,
@@ -52,6 +55,9 @@ class Attention:
                 "nn.MultiheadAttention was given keys that are not the query, and it cannot be known whether they are "
                 "a part of the sequence; set tensor_parallel.sequence to false"
             )
+        dim = self._dim(query)
+        if dim is not None:
+            self._apart.check(query, dim)
         drops = module.dropout if module.training else 0.0
         if drops and not self._spread:
             self._streams.separate()
@@ -77,7 +83,7 @@ class Attention:
                 self._streams.join()
         result = _as_given(result.transpose(1, 2).flatten(2), module, query)
         partial = multiply(result, Columns(module.out_proj.weight, None))
-        output = leave(partial, module.out_proj.bias, self._group, self._tag, self._dim(query))
+        output = leave(partial, module.out_proj.bias, self._group, self._tag, dim)
         return output, None if weights is None else self._told(weights, average_attn_weights, query.ndim == 2)
 
     def _dim(self, query: Tensor) -> int | None:

@@ -7,6 +7,7 @@ and nothing may come from outside unless its gradient is summed, since a rank ha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
@@ -16,11 +17,22 @@ from torch import Tensor, nn
 from zeromesh.tensor.heads import Heads
 from zeromesh.tensor.plan import Member, Resolved
 
-ENDS = ("_ProductBackward", "_BeginBackward", "_WeightGradientBackward", "_SummedBackward")
-"""Nodes of split layers, and of activations that enter them."""
+REMEDY = "set tensor_parallel.sequence to false"
+
+ENDS = ("_MoveBackward", "_ProductBackward", "_BeginBackward", "_WeightGradientBackward", "_SummedBackward")
+"""Nodes of operators, of split layers, and of activations that enter them."""
 
 SUM, JOIN = ("nothing", "sum"), ("keep", "gather")
 """What operators do with the gradient, and forward, whose results are whole on all ranks."""
+
+REDUCING = ("Mean", "Var", "Std", "LinalgVectorNorm")
+"""Nodes whose results are of all entries of a dim."""
+
+OVER_KEYS = ("Sum", "Softmax", "LogSoftmax")
+"""The same; in attention they may be over keys."""
+
+REARRANGING = ("Permute", "Squeeze", "Transpose", "Unsqueeze")
+"""Nodes that name dims, and compute nothing."""
 
 
 class _Summed(torch.autograd.Function):
@@ -64,23 +76,14 @@ class Guard:
         self._done = True
         heads = self._heads()
         widths = self._widths() - ({heads.width} if heads else set())
-        seen: set[Any] = set()
-        stack: list[Any] = [x.grad_fn]
-        while stack:
-            node = stack.pop()
+        for node in _nodes(x):
             kind = node.name()
-            if node in seen or kind in ENDS:
-                continue
-            seen.add(node)
-            if kind == "_MoveBackward":
-                if node.settings[:2] in (SUM, JOIN):
-                    self._refuse("an activation from outside is used before it, whole", shares=True)
-                continue
+            if kind == "_MoveBackward" and node.settings[:2] in (SUM, JOIN):
+                self._refuse("an activation from outside is used before it, whole", shares=True)
             if kind.endswith("AccumulateGrad"):
                 self._require_shared(node.variable)
             if wide := widths & _reduced(node, heads is not None):
                 self._refuse(f"{kind} before it works on the {max(wide)} entries of the split dim that are here")
-            stack.extend(following for following, _ in node.next_functions if following is not None)
 
     def _heads(self) -> Heads | None:
         """Those of the attention that the layer is of, or that is beside the module around it, as in BERT."""
@@ -114,6 +117,53 @@ class Guard:
         )
 
 
+class Apart:
+    """For an activation of which a rank has a part of the sequence: nothing may have been computed over the tokens.
+
+    Args:
+        name: of the module that is given the activation, or returns it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._done = False
+
+    def check(self, x: Tensor, dim: int) -> None:
+        """Look at what the activation was made of since parts of it were last exchanged; nothing is looked at twice.
+
+        Args:
+            x: the activation.
+            dim: which one is of the sequence.
+
+        Raises:
+            ValueError: something was computed over that dim.
+        """
+        if self._done or torch.compiler.is_compiling() or x.grad_fn is None:
+            return
+        self._done = True
+        for node in _nodes(x):
+            shape, dims = computed_over(node)
+            if len(shape) == x.ndim and dim in dims and shape[dim] == x.shape[dim]:
+                raise ValueError(
+                    f"{node.name()} before {self._name}, or in it, computes over dim {dim} of an activation of shape "
+                    f"{shape}, which is of this rank's part of the sequence; {REMEDY}"
+                )
+
+
+def _nodes(x: Tensor) -> Iterator[Any]:
+    """Autograd's graph, from an activation back to what was split, exchanged, or brought to split layers."""
+    seen: set[Any] = set()
+    stack: list[Any] = [x.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if node.name() not in ENDS:
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
 def _reduced(node: Any, heads: bool) -> set[int]:
     """Length of the last dim, if a node's result was computed over all of it, and it is known to be so.
 
@@ -122,15 +172,24 @@ def _reduced(node: Any, heads: bool) -> set[int]:
     kind = node.name()
     if kind.startswith(("NativeLayerNorm", "FusedRmsNorm")):
         return {int(node._saved_normalized_shape[-1])}
-    if kind.startswith("Mean"):
-        sizes, dims = node._saved_self_sym_sizes, node._saved_dim
-    elif kind.startswith(("Var", "Std", "LinalgVectorNorm")):
-        sizes, dims = node._saved_self.shape, node._saved_dim
-    elif kind.startswith("Sum") and not heads and hasattr(node, "_saved_dim"):
-        sizes, dims = node._saved_self_sym_sizes, node._saved_dim
-    elif kind.startswith(("Softmax", "LogSoftmax")) and not heads:
-        sizes, dims = node._saved_result.shape, (node._saved_dim,)
-    else:
+    if not kind.startswith(REDUCING if heads else (*REDUCING, *OVER_KEYS)):
         return set()
-    over_last = any(dim in (-1, 2**64 - 1, len(sizes) - 1) for dim in dims or ())  # -1 is saved as 64 bits
-    return {int(sizes[-1])} if over_last and not (heads and len(sizes) > 3) else set()
+    shape, dims = computed_over(node)
+    return {shape[-1]} if len(shape) - 1 in dims and not (heads and len(shape) > 3) else set()
+
+
+def computed_over(node: Any) -> tuple[tuple[int, ...], set[int]]:
+    """Shape of the first input of what a node of autograd is of, and the dims over which that computes.
+
+    Nothing that was saved for the backward is read but numbers: tensors may have to be computed again.
+    """
+    made = next(((other, number) for other, number in node.next_functions if other is not None), None)
+    kind = node.name()
+    if made is None or kind.startswith(REARRANGING):
+        return (), set()
+    shape = tuple(int(size) for size in made[0]._input_metadata[made[1]].shape)
+    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
+    if dims is None or (not hasattr(node, "_saved_dim") and kind.startswith(("Mean", "Sum"))):
+        return shape, set(range(len(shape)))
+    signed = [dim - 2**64 if dim > 2**63 else dim for dim in (dims if isinstance(dims, tuple) else (dims,))]
+    return shape, {dim % max(len(shape), 1) for dim in signed}

@@ -1,0 +1,169 @@
+"""Where the sequence is spread over the ranks, and whole again: hooks of the blocks that ``sequence.py`` finds.
+
+The list of blocks itself is never called, and the code between blocks is the model's. So each block checks that it is
+given what the one before it returned, and what is given to its split parts and returned by it is looked at in the
+first pass in which gradients are computed (``guard.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.dist.collectives import Group
+from zeromesh.tensor.guard import REMEDY, Apart
+from zeromesh.tensor.operators import move
+from zeromesh.tensor.sequence import Stack
+from zeromesh.tensor.streams import Streams
+
+
+def sequence_dim(x: Tensor) -> int:
+    """The dim of the sequence: (samples, sequence, width), or tokens in any order, (tokens, width)."""
+    return 1 if x.ndim > 2 else 0
+
+
+def spread(
+    modules: dict[str, nn.Module], stack: Stack, group: Group, streams: Streams, tag: int,
+    eager: Callable[..., Callable[..., Any]],
+) -> None:  # fmt: skip
+    """Have each rank work on its part of the sequence in a list of blocks.
+
+    Args:
+        modules: of the model, by name.
+        stack: the blocks.
+        group: the ranks along the tensor axis.
+        streams: of random numbers.
+        tag: of messages; the three after it are used, too.
+        eager: as ``functools.partial``, for functions that torch's compiler cannot see through.
+    """
+    order = _Order(stack.blocks)
+    last = modules[stack.blocks[-1]]
+    for number, name in enumerate(stack.blocks):
+        modules[name].register_forward_pre_hook(lambda module, _: streams.separate() if module.training else None)
+        modules[name].register_forward_pre_hook(eager(order.enter, number), with_kwargs=True)
+    change = eager(_change_input, name="split", group=group, tag=tag)
+    modules[stack.blocks[0]].register_forward_pre_hook(change, with_kwargs=True)
+    for name in stack.whole:
+        whole = modules[name]
+        gathers = eager(_change_input, name="join", group=group, tag=tag + 1, apart=Apart(name))
+        whole.register_forward_pre_hook(gathers, with_kwargs=True)
+        whole.register_forward_hook(eager(_change_output, name="split", group=group, tag=tag + 2))
+    for number, name in enumerate(stack.blocks):
+        modules[name].register_forward_hook(lambda *_: streams.join(), always_call=True)
+        modules[name].register_forward_hook(eager(order.leave, number), with_kwargs=True)
+    last.register_forward_hook(eager(_change_output, name="join", group=group, tag=tag + 3))
+    modules[""].register_forward_hook(eager(order.finish), always_call=True)
+
+
+def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a block or an attention is given to work on: the first tensor of the arguments.
+
+    Raises:
+        ValueError: there is none, or it is no sequence.
+    """
+    found = kwargs.get("hidden_states")
+    found = next((arg for arg in args if isinstance(arg, Tensor)), found)
+    if isinstance(found, Tensor) and found.ndim > 3:
+        raise ValueError(
+            f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; {REMEDY}"
+        )
+    if not isinstance(found, Tensor) or found.ndim < 2:
+        raise ValueError(
+            f"a block was called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}, in which there is "
+            f"no activation whose sequence could be spread; {REMEDY}"
+        )
+    return found
+
+
+def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> Any:
+    """The arguments of a module, with another tensor in place of one."""
+    return tuple(new if arg is old else arg for arg in args), {k: new if v is old else v for k, v in kwargs.items()}
+
+
+class _Order:
+    """Refuses blocks that are not called one after the other.
+
+    Recomputation in the backward, which begins anywhere, is left alone.
+    """
+
+    def __init__(self, blocks: tuple[str, ...]) -> None:
+        self._blocks = blocks
+        self._last: Tensor | None = None
+        self._before = -1
+        self._apart = [Apart(name) for name in blocks]
+
+    def enter(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook: a block is given what the one before it returned; the first one, anything."""
+        if _recomputes():
+            return
+        name, x = self._blocks[number], activation(args, kwargs)
+        if number == 0:
+            self._last, self._before = None, -1
+        elif self._last is None or number <= self._before:
+            since = "before the first" if self._last is None else f"after {self._blocks[self._before]}"
+            raise ValueError(
+                f"{name} was called {since}; the sequence can be spread only over the ranks of blocks that are called "
+                f"one after the other; {REMEDY}"
+            )
+        elif x.data_ptr() != self._last.data_ptr() or x.shape != self._last.shape:
+            raise ValueError(
+                f"{name} was called with something else than what {self._blocks[self._before]} returned, which is a "
+                f"part of the sequence: shape {tuple(x.shape)} after {tuple(self._last.shape)}; {REMEDY}"
+            )
+
+    def leave(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Hook: keep what the next block is to be given."""
+        if _recomputes():
+            return
+        found = output if isinstance(output, Tensor) else output[0]
+        self._apart[number].check(found, sequence_dim(found))
+        self._last, self._before = (None if number == len(self._blocks) - 1 else found.detach()), number
+
+    def finish(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook of the model, also where it raised: the sequence is whole again."""
+        last, self._last = self._last, None
+        if last is None or _recomputes():
+            return
+        name, raised = self._blocks[self._before], sys.exception()
+        if raised is not None:
+            raised.add_note(
+                f"{name} had returned this rank's part of the sequence, of shape {tuple(last.shape)}; if that is the "
+                f"reason, {REMEDY}"
+            )
+            return
+        raise ValueError(
+            f"{name} was the last block to be called, but {self._blocks[-1]} is where the parts of the sequence are "
+            f"joined, so what followed had a part of it; {REMEDY}"
+        )
+
+
+def _recomputes() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _change_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, group: Group, tag: int,
+    apart: Apart | None = None,
+) -> Any:  # fmt: skip
+    x = activation(args, kwargs)
+    if apart is not None:
+        apart.check(x, sequence_dim(x))
+    length = x.shape[sequence_dim(x)]
+    if name == "split" and length % group.size:
+        near = [length // group.size * group.size, (length // group.size + 1) * group.size]
+        raise ValueError(
+            f"tensor_parallel.sequence spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
+            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or {REMEDY}"
+        )
+    return replaced(args, kwargs, x, move(x, name, group, tag, sequence_dim(x)))
+
+
+def _change_output(module: nn.Module, args: Any, output: Any, name: str, group: Group, tag: int) -> Any:
+    """Of several outputs, the first is the activation."""
+    if isinstance(output, Tensor):
+        return move(output, name, group, tag, sequence_dim(output))
+    return (move(output[0], name, group, tag, sequence_dim(output[0])), *output[1:])
