@@ -1,0 +1,241 @@
+"""What ranks of a pipeline do, as data: actions, and schedules, which say for each rank the order of its actions.
+
+A schedule's text has one line per rank; what follows a ``#`` is a comment::
+
+    microbatches: 2
+    placement: 0 1
+    rank 0: F0.0 F0.1 B0.0 B0.1
+    rank 1: F1.0 B1.0 F1.1 B1.1
+
+``F1.0`` is the forward of stage 1 for micro-batch 0. ``placement`` has the rank of each stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """What is done; the value is what it is called in texts."""
+
+    FORWARD = "F"
+    INPUT = "I"
+    """Input gradient: what the stage before waits for."""
+    WEIGHT = "W"
+    """Weight gradient, which no other stage waits for."""
+    BACKWARD = "B"
+    """Both gradients at once."""
+    SEND_ACTIVATION = "SA"
+    """To the next stage."""
+    RECEIVE_ACTIVATION = "RA"
+    """From the stage before."""
+    SEND_GRADIENT = "SG"
+    """To the stage before."""
+    RECEIVE_GRADIENT = "RG"
+    """From the next stage."""
+    RECOMPUTE = "RECOMPUTE"
+    """Activations again, from the stage's input."""
+    OFFLOAD = "OFFLOAD"
+    """Activations leave the device."""
+    RELOAD = "RELOAD"
+    """Activations come back."""
+    FETCH = "FETCH"
+    """The stage's units come into slots."""
+    REDUCE = "REDUCE"
+    """The stage's gradients are reduced to their home."""
+    TIE = "TIE"
+    """Gradients of a parameter that several stages have are summed; the number is the tie's, not a micro-batch's.
+    A rank with several of the stages adds up its own, and meets the other ranks at the last."""
+    UPDATE = "UPDATE"
+
+
+OF_STAGE = frozenset({Kind.FETCH, Kind.REDUCE, Kind.UPDATE})
+"""These are done for a stage as a whole, and have no micro-batch."""
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE})
+"""These keep the device busy."""
+
+MESSAGES = {
+    Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
+    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
+}
+"""What is sent -> how it is received, and by which stage, counted from the sender's."""
+
+
+RECEIVES = frozenset(kind for kind, _ in MESSAGES.values())
+
+
+class Action(NamedTuple):
+    """One thing that a rank does.
+
+    Attributes:
+        kind: what.
+        stage: one of this rank's own, for messages too.
+        microbatch: its number, or that of a tie; None for what is done for the stage as a whole.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}" + ("" if self.microbatch is None else f".{self.microbatch}")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be read or run.
+
+    Attributes:
+        fault: the kind of fault, in a word or two.
+        rank: where it is, if it is at one place.
+        position: which of the rank's actions, from 0.
+        action: which one that is.
+    """
+
+    def __init__(
+        self, fault: str, reason: str, schedule: Schedule | None = None, rank: int = -1, position: int = -1
+    ) -> None:
+        self.fault, self.rank, self.position = fault, rank, position
+        self.action = schedule.ranks[rank][position] if schedule and rank >= 0 and position >= 0 else None
+        place = f" on rank {rank}" if rank >= 0 else ""
+        place += f" at position {position}, {self.action}" if self.action else ""
+        grid = f"\n{_around(schedule, rank, position)}" if schedule else ""
+        super().__init__(f"{fault}{place}: {reason}{grid}")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what, in which order.
+
+    Attributes:
+        microbatches: their number.
+        placement: the rank of each stage.
+        ranks: the actions of each rank, in order.
+    """
+
+    microbatches: int
+    placement: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """Their number."""
+        return len(self.placement)
+
+    @cached_property
+    def present(self) -> frozenset[Action]:
+        """All actions of all ranks."""
+        return frozenset(action for actions in self.ranks for action in actions)
+
+    @cached_property
+    def has_messages(self) -> bool:
+        """Whether sends and receives are among the actions, and not left to be understood."""
+        return any(kind in MESSAGES for kind, _, _ in self.present)
+
+    @cached_property
+    def ties(self) -> dict[int | None, dict[int, Action]]:
+        """Of each tie, the ranks that have it, and the action with which each meets the others: its last one."""
+        found: dict[int | None, dict[int, Action]] = {}
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                if action.kind is Kind.TIE:
+                    found.setdefault(action.microbatch, {})[rank] = action
+        return found
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The stages of a rank; the n-th one is its n-th chunk."""
+        return [stage for stage, here in enumerate(self.placement) if here == rank]
+
+    def __str__(self) -> str:
+        lines = [f"microbatches: {self.microbatches}", f"placement: {' '.join(map(str, self.placement))}"]
+        lines += [f"rank {rank}: {' '.join(map(str, actions))}".rstrip() for rank, actions in enumerate(self.ranks)]
+        return "\n".join(lines) + "\n"
+
+
+def loop(ranks: int, chunks: int) -> tuple[int, ...]:
+    """The placement that begins again at rank 0 with each chunk."""
+    return tuple(range(ranks)) * chunks
+
+
+def vee(ranks: int, chunks: int) -> tuple[int, ...]:
+    """The placement that turns round at its ends, so that the first and the last of two chunks share a rank."""
+    return tuple(rank if chunk % 2 == 0 else ranks - 1 - rank for chunk in range(chunks) for rank in range(ranks))
+
+
+_KINDS = {kind.value: kind for kind in Kind}
+_ACTION = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
+_LINE = re.compile(r"(microbatches|placement|rank (\d+)):(.*)")
+
+
+def parse(text: str) -> Schedule:
+    """Read what ``str`` of a schedule writes.
+
+    Raises:
+        ScheduleError: naming the line and the word.
+    """
+    head: dict[str, list[int]] = {}
+    ranks: list[tuple[Action, ...]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.split("#")[0].strip()
+        if not content:
+            continue
+        match = _LINE.fullmatch(content)
+        if not match:
+            raise _unread(number, content.split()[0], "a line begins with 'microbatches:', 'placement:' or 'rank N:'")
+        name, rank, words = match[1], match[2], match[3].split()
+        if rank is not None:
+            if int(rank) != len(ranks):
+                raise _unread(number, name, f"ranks are written in order, so this is the line of rank {len(ranks)}")
+            ranks.append(tuple(_action(word, number) for word in words))
+            continue
+        if name in head:
+            raise _unread(number, name, "there is such a line already; leave one of them out")
+        if wrong := [word for word in words if not word.isdecimal()]:
+            raise _unread(number, wrong[0], "it must be a whole number")
+        head[name] = [int(word) for word in words]
+    for name, count in (("microbatches", 1), ("placement", None)):
+        if not head.get(name) or count not in (None, len(head[name])):
+            raise _unread(
+                1, name, f"there must be a line '{name}:' with {'one number' if count else 'a rank per stage'}"
+            )
+    return Schedule(head["microbatches"][0], tuple(head["placement"]), tuple(ranks))
+
+
+def _action(word: str, line: int) -> Action:
+    match = _ACTION.fullmatch(word)
+    if not match or match[1] not in _KINDS:
+        raise _unread(line, word, f"an action is one of {', '.join(Kind)} with a stage and a micro-batch, as in F0.1")
+    kind = _KINDS[match[1]]
+    if (match[3] is None) != (kind in OF_STAGE):
+        rule = f"without a micro-batch, as in {kind}0" if kind in OF_STAGE else f"with a micro-batch, as in {kind}0.1"
+        raise _unread(line, word, f"{kind} is written {rule}")
+    return Action(kind, int(match[2]), None if match[3] is None else int(match[3]))
+
+
+def _unread(line: int, word: str, rule: str) -> ScheduleError:
+    return ScheduleError("unreadable text", f"line {line}, {word!r}: {rule}")
+
+
+SHOWN = 6
+"""So many actions before and after a fault are shown."""
+
+
+def _around(schedule: Schedule, rank: int, position: int) -> str:
+    """The actions of all ranks near a position, that of one rank marked."""
+    first = max(position - SHOWN, 0)
+    rows: list[Sequence[str]] = []
+    for number, actions in enumerate(schedule.ranks):
+        words = [str(action) for action in actions[first : max(position, 0) + SHOWN + 1]]
+        rows.append(
+            [f">{word}<" if (number, first + at) == (rank, position) else f" {word} " for at, word in enumerate(words)]
+        )
+    width = max((len(word) for row in rows for word in row), default=0)
+    dots = "... " if first else ""
+    return "\n".join(
+        f"rank {number}: {dots}{''.join(word.ljust(width) for word in row)}".rstrip() for number, row in enumerate(rows)
+    )

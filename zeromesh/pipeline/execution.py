@@ -1,0 +1,190 @@
+"""What must be done before what, and whether ranks that follow a schedule get to its end."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+from zeromesh.pipeline.actions import COMPUTE, MESSAGES, Action, Kind, Schedule, ScheduleError
+
+FREES, TAKES = (Kind.WEIGHT, Kind.BACKWARD, Kind.OFFLOAD), (Kind.FORWARD, Kind.RELOAD)
+"""After these the activations of a micro-batch are no longer, or are from then on, on the device."""
+
+
+def input_gradient(schedule: Schedule, stage: int, microbatch: int) -> Action:
+    """The action that gives the stage before what it waits for."""
+    split = Action(Kind.INPUT, stage, microbatch)
+    return split if split in schedule.present else Action(Kind.BACKWARD, stage, microbatch)
+
+
+def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
+    """What must be done before an action. Of what is optional, only what the schedule has."""
+    kind, stage, microbatch = action
+    if microbatch is None or kind is Kind.TIE:
+        yield from _of_the_end(schedule, kind, stage)
+        return
+    optional = []
+    if kind in COMPUTE:
+        optional.append(Action(Kind.FETCH, stage))
+    if kind is Kind.FORWARD:
+        if stage > 0:
+            yield _from_neighbour(schedule, action, Kind.RECEIVE_ACTIVATION, Action(kind, stage - 1, microbatch))
+    elif kind in (Kind.INPUT, Kind.BACKWARD):
+        yield Action(Kind.FORWARD, stage, microbatch)
+        if stage < schedule.stages - 1:
+            after = input_gradient(schedule, stage + 1, microbatch)
+            yield _from_neighbour(schedule, action, Kind.RECEIVE_GRADIENT, after)
+        optional += [Action(Kind.RECOMPUTE, stage, microbatch), Action(Kind.RELOAD, stage, microbatch)]
+    elif kind is Kind.WEIGHT:
+        yield Action(Kind.INPUT, stage, microbatch)
+    elif kind is Kind.SEND_GRADIENT:
+        yield input_gradient(schedule, stage, microbatch)
+    elif kind is Kind.RECEIVE_ACTIVATION:
+        yield Action(Kind.SEND_ACTIVATION, stage - 1, microbatch)
+    elif kind is Kind.RECEIVE_GRADIENT:
+        yield Action(Kind.SEND_GRADIENT, stage + 1, microbatch)
+    elif kind is Kind.RELOAD:
+        yield Action(Kind.OFFLOAD, stage, microbatch)
+    else:
+        yield Action(Kind.FORWARD, stage, microbatch)
+        if kind is Kind.RECOMPUTE:
+            optional.append(Action(Kind.RELOAD, stage, microbatch))
+    yield from (other for other in optional if other in schedule.present)
+
+
+def _from_neighbour(schedule: Schedule, action: Action, receive: Kind, made: Action) -> Action:
+    """What brings another stage's result: a message, unless there are none or the stage is on the same rank."""
+    apart = schedule.placement[made.stage] != schedule.placement[action.stage]
+    return action._replace(kind=receive) if apart and schedule.has_messages else made
+
+
+def _of_the_end(schedule: Schedule, kind: Kind, stage: int) -> Iterator[Action]:
+    if kind is Kind.FETCH:
+        return
+    before = [
+        Action(last, stage, number) for last in (Kind.WEIGHT, Kind.BACKWARD) for number in range(schedule.microbatches)
+    ]
+    if kind is not Kind.REDUCE:
+        before.append(Action(Kind.REDUCE, stage))
+    if kind is Kind.UPDATE:
+        before += [Action(Kind.TIE, stage, tie) for tie in schedule.ties]
+    yield from (action for action in before if action in schedule.present)
+
+
+def _meets(schedule: Schedule, action: Action, rendezvous: bool) -> Iterator[Action]:
+    """What other ranks must stand at for an action to be done."""
+    if action.kind is Kind.TIE:
+        meeting = schedule.ties[action.microbatch].values()
+        yield from meeting if action in meeting else ()
+    elif rendezvous and action.kind in MESSAGES:
+        yield received_by(action)
+
+
+def received_by(send: Action) -> Action:
+    """The receive of what a send sends."""
+    kind, distance = MESSAGES[send.kind]
+    return Action(kind, send.stage + distance, send.microbatch)
+
+
+def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int]]:
+    """Follow a schedule: a rank does its next action as soon as all that it needs has been done.
+
+    Args:
+        schedule: any.
+        rendezvous: a send waits until the other rank receives; else messages are buffered.
+
+    Returns:
+        Rank and position of all actions, in an order in which they can happen.
+
+    Raises:
+        ScheduleError: ranks wait for ever.
+    """
+    order: list[tuple[int, int]] = []
+    done: set[Action] = set()
+    reached: set[Action] = set()
+    waiting: dict[tuple[bool, Action], list[int]] = defaultdict(list)
+    waits: dict[int, Action] = {}
+    position = [0] * len(schedule.ranks)
+    awake = deque(range(len(schedule.ranks)))
+    while awake:
+        rank = awake.popleft()
+        actions = schedule.ranks[rank]
+        waits.pop(rank, None)
+        while position[rank] < len(actions):
+            action = actions[position[rank]]
+            if action not in reached:
+                reached.add(action)
+                awake.extend(waiting.pop((True, action), ()))
+            missing = next(((False, need) for need in dependencies(schedule, action) if need not in done), None)
+            missing = missing or next(
+                ((True, other) for other in _meets(schedule, action, rendezvous) if other not in reached), None
+            )
+            if missing:
+                waiting[missing].append(rank)
+                waits[rank] = missing[1]
+                break
+            done.add(action)
+            order.append((rank, position[rank]))
+            position[rank] += 1
+            awake.extend(waiting.pop((False, action), ()))
+    if waits:
+        raise _stuck(schedule, position, dict(sorted(waits.items())))
+    return order
+
+
+def _stuck(schedule: Schedule, position: Sequence[int], waits: dict[int, Action]) -> ScheduleError:
+    for rank, need in waits.items():
+        if need in schedule.ranks[rank]:
+            return ScheduleError(
+                "wrong order", f"{need} of the same rank must come before it", schedule, rank, position[rank]
+            )
+        if need not in schedule.present:
+            return ScheduleError(
+                "missing action", f"it needs {need}, which no rank does", schedule, rank, position[rank]
+            )
+    listed = "; ".join(
+        f"rank {rank} at {schedule.ranks[rank][position[rank]]} waits for {need}" for rank, need in waits.items()
+    )
+    rank = next(iter(waits))
+    return ScheduleError("deadlock", f"{listed}; reorder one of them", schedule, rank, position[rank])
+
+
+def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[tuple[int, float]]]:
+    """Of each rank, the stage of each of its actions, and how much that stage holds after it.
+
+    Args:
+        schedule: any.
+        sizes: of one micro-batch's activations, by stage; 1 each if left out, which counts micro-batches.
+    """
+    found = []
+    for actions in schedule.ranks:
+        now: dict[int, float] = defaultdict(float)
+        rows = []
+        for kind, stage, _ in actions:
+            size = 1.0 if sizes is None else sizes[stage]
+            now[stage] += size * ((kind in TAKES) - (kind in FREES))
+            rows.append((stage, now[stage]))
+        found.append(rows)
+    return found
+
+
+def most_held_by_stage(schedule: Schedule) -> list[int]:
+    """The largest number of micro-batches whose activations each stage holds at once."""
+    most = [0.0] * schedule.stages
+    for rows in held(schedule):
+        for stage, count in rows:
+            most[stage] = max(most[stage], count)
+    return [int(count) for count in most]
+
+
+def most_held_by_rank(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[float]:
+    """The most that the stages of each rank hold together."""
+    found = []
+    for rows in held(schedule, sizes):
+        now: dict[int, float] = {}
+        most = 0.0
+        for stage, amount in rows:
+            now[stage] = amount
+            most = max(most, sum(now.values()))
+        found.append(most)
+    return found

@@ -1,0 +1,151 @@
+"""When each action of a schedule begins and ends, by the time that actions take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from zeromesh.pipeline.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
+from zeromesh.pipeline.execution import FREES, TAKES, dependencies, execute
+
+PerStage = float | Sequence[float]
+"""One number for all stages, or one for each."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What actions take, in any unit of time, bytes, and bytes per unit of time.
+
+    Attributes:
+        forward: time of a micro-batch's forward.
+        input: of its input gradient.
+        weight: of its weight gradient.
+        backward: of both at once; the sum of both if left out.
+        recompute: of a forward again; as the forward if left out.
+        latency: of a message, whatever its size.
+        size: bytes that a stage sends to the next one, and as many come back.
+        bandwidth: bytes per unit of time between two ranks.
+        activation: memory of what a stage keeps of a micro-batch for its backward.
+        other: time of other kinds; they go on beside the computation.
+    """
+
+    forward: PerStage = 1.0
+    input: PerStage = 1.0
+    weight: PerStage = 1.0
+    backward: PerStage | None = None
+    recompute: PerStage | None = None
+    latency: float = 0.0
+    size: PerStage = 0.0
+    bandwidth: float = math.inf
+    activation: PerStage = 1.0
+    other: Mapping[Kind, float] = field(default_factory=dict)
+
+    def time(self, kind: Kind, stage: int) -> float:
+        """How long an action of this kind takes the stage's rank."""
+        if kind is Kind.FORWARD or (kind is Kind.RECOMPUTE and self.recompute is None):
+            return of_stage(self.forward, stage)
+        if kind is Kind.BACKWARD and self.backward is None:
+            return of_stage(self.input, stage) + of_stage(self.weight, stage)
+        given = {
+            Kind.INPUT: self.input,
+            Kind.WEIGHT: self.weight,
+            Kind.BACKWARD: self.backward,
+            Kind.RECOMPUTE: self.recompute,
+        }.get(kind)
+        return self.other.get(kind, 0.0) if given is None else of_stage(given, stage)
+
+    def message(self, first: int, second: int) -> float:
+        """How long a message between neighbouring stages takes."""
+        return self.latency + of_stage(self.size, min(first, second)) / self.bandwidth
+
+    def activations(self, stages: int) -> list[float]:
+        """Memory of one micro-batch's activations, by stage."""
+        return [of_stage(self.activation, stage) for stage in range(stages)]
+
+
+def of_stage(value: PerStage, stage: int) -> float:
+    """A stage's own number."""
+    return value if isinstance(value, int | float) else value[stage]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An action and when it is done; measured times have this form too."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulation finds.
+
+    Attributes:
+        schedule: that was followed.
+        ranks: of each rank its actions and their times, in order.
+    """
+
+    schedule: Schedule
+    ranks: tuple[tuple[Step, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last action ends."""
+        return max((step.end for steps in self.ranks for step in steps), default=0.0)
+
+    @cached_property
+    def bubbles(self) -> list[float]:
+        """Of each rank, the time it is idle between its first and its last computation, in parts of its busy time."""
+        found = []
+        for steps in self.ranks:
+            computed = [step for step in steps if step.action.kind in COMPUTE and step.end > step.start]
+            busy = sum(step.end - step.start for step in computed)
+            found.append((computed[-1].end - computed[0].start - busy) / busy if computed else 0.0)
+        return found
+
+    @property
+    def bubble(self) -> float:
+        """The largest of any rank."""
+        return max(self.bubbles, default=0.0)
+
+    def held(self, stage: int) -> list[tuple[float, int]]:
+        """From when on a stage holds the activations of how many micro-batches."""
+        rows, count = [(0.0, 0)], 0
+        for step in self.ranks[self.schedule.placement[stage]]:
+            if step.action.stage == stage and step.action.kind in TAKES + FREES:
+                count += 1 if step.action.kind in TAKES else -1
+                rows.append((step.start if step.action.kind in TAKES else step.end, count))
+        return rows
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Follow a schedule, with or without its messages written out.
+
+    A rank does its actions in order. Only computation keeps it busy: messages, fetches and the like are begun in their
+    turn and go on beside it, and what needs them waits.
+
+    Raises:
+        ScheduleError: ranks wait for each other for ever.
+    """
+    costs = costs or Costs()
+    free = [0.0] * len(schedule.ranks)
+    ready: dict[Action, float] = {}
+    steps: list[list[Step]] = [[] for _ in schedule.ranks]
+    for rank, position in execute(schedule):
+        action = schedule.ranks[rank][position]
+        needed = 0.0
+        for other in dependencies(schedule, action):
+            away = schedule.placement[other.stage] != rank
+            needed = max(needed, ready[other] + (costs.message(other.stage, action.stage) if away else 0.0))
+        # A receive is begun before its message is there.
+        start = free[rank] if action.kind in RECEIVES else max(free[rank], needed)
+        end = start + costs.time(action.kind, action.stage)
+        ready[action] = max(end, needed)
+        if action.kind in COMPUTE:
+            free[rank] = end
+        steps[rank].append(Step(rank, action, start, end))
+    return Timeline(schedule, tuple(map(tuple, steps)))
