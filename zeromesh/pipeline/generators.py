@@ -1,0 +1,326 @@
+"""The schedules that have names, as rows of a table, and the search for one that suits given costs.
+
+Two mechanisms make them all. In a *fixed order* each rank does some forwards to warm up, then a forward and a backward
+in turn, then the backwards that are left; rows differ in the order of chunks and in the length of the warm-up. The
+*list scheduler* (``listing.py``) decides by what can begin. With the order of a row it only places weight gradients,
+which is how zb-h1 and zb-v come of their fixed orders; without one it decides everything.
+
+GPipe (Huang et al., 2019); 1F1B (Narayanan et al., "PipeDream-Flush", 2021a); interleaved 1F1B (Narayanan et al.,
+"Efficient Large-Scale Language Model Training", 2021b); breadth-first (Lamy-Poirier, 2022); ZB-H1 and ZB-V (Qi et al.,
+"Zero Bubble Pipeline Parallelism", 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product, zip_longest
+
+from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, loop, vee
+from zeromesh.pipeline.execution import most_held_by_rank
+from zeromesh.pipeline.listing import ListScheduler, Rule
+from zeromesh.pipeline.simulate import Costs, simulate
+
+SEARCH = "search"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule is for.
+
+    Attributes:
+        ranks: of the pipeline.
+        microbatches: their number.
+        chunks: stages of each rank.
+        group: micro-batches that an interleaved rank does of one chunk before the next chunk.
+    """
+
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+    group: int = 0
+
+
+Order = tuple[list[int | None], list[int], int]
+"""Of one rank: the chunks of its forwards, where None is a turn without one, those of its backwards, and the number of
+forwards before the first backward. Micro-batches of a chunk go by their numbers."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule that has a name.
+
+    Attributes:
+        text: what it is, in a line.
+        chunks: the least and the most stages per rank; the least is what is taken if nothing is said.
+        placement: which stages a rank has.
+        split: whether input and weight gradients are actions of their own.
+        order: what a rank does.
+        full: so many micro-batches fill the pipeline. The order is made for no less, and what is too many is left out.
+        bubble: idle time in parts of busy time, if the pipeline is full, a forward and either gradient take the same
+            time, and messages none.
+        formula: the same for the reader.
+        held: the most micro-batches that all stages of a rank together hold.
+    """
+
+    text: str
+    chunks: tuple[int, float]
+    placement: Callable[[int, int], tuple[int, ...]]
+    split: bool
+    order: Callable[[Shape, int], Order]
+    full: Callable[[Shape], int]
+    bubble: Callable[[Shape], Fraction]
+    formula: str
+    held: Callable[[Shape, int], int]
+
+
+def _in_groups(shape: Shape, warm_up: int, group: int) -> Order:
+    """All micro-batches of a group through the first chunk, then through the next one; backwards from the last one."""
+    forwards: list[int | None] = []
+    backwards: list[int] = []
+    for first in range(0, shape.microbatches, group):
+        count = min(group, shape.microbatches - first)
+        for chunk in range(shape.chunks):
+            forwards += [chunk] * count
+            backwards += [shape.chunks - 1 - chunk] * count
+    return forwards, backwards, warm_up
+
+
+def _forwards_first(shape: Shape, rank: int) -> Order:
+    return _in_groups(shape, shape.microbatches * shape.chunks, shape.microbatches)
+
+
+def _one_forward_one_backward(shape: Shape, rank: int) -> Order:
+    return _in_groups(shape, shape.ranks - rank - 1, shape.microbatches)
+
+
+def _interleaved_warm_up(shape: Shape, rank: int) -> int:
+    return 2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * shape.group
+
+
+def _interleaved(shape: Shape, rank: int) -> Order:
+    return _in_groups(shape, _interleaved_warm_up(shape, rank), shape.group)
+
+
+def _vee_order(shape: Shape, rank: int) -> Order:
+    """Forwards of the first chunk until the second one can begin; then chunks in turn, 6 actions per micro-batch."""
+    ranks, count = shape.ranks, shape.microbatches
+    after = ranks - rank
+    steady = [chunk for turn in range(count - ranks) for chunk in (0 if turn <= count - 2 * ranks + rank else None, 1)]
+    forwards = [0] * (2 * after - 1) + [1, 0] * rank + [1] * after + steady
+    backwards = [1] * after + [0, 1] * (count - after) + [0] * after
+    return forwards, backwards, 2 * ranks - 1
+
+
+def _always(shape: Shape) -> int:
+    return 1
+
+
+ROWS: dict[str, Row] = {
+    "gpipe": Row(
+        "all forwards, then all backwards", (1, 1), loop, False, _forwards_first, _always,
+        lambda s: Fraction(s.ranks - 1, s.microbatches), "(p-1)/m",
+        lambda s, rank: s.microbatches,
+    ),
+    "1f1b": Row(
+        "each backward as early as it can be", (1, 1), loop, False, _one_forward_one_backward, _always,
+        lambda s: Fraction(s.ranks - 1, s.microbatches), "(p-1)/m",
+        lambda s, rank: min(s.microbatches, s.ranks - rank),
+    ),
+    "interleaved-1f1b": Row(
+        "1f1b over several stages per rank", (2, math.inf), loop, False, _interleaved, _always,
+        lambda s: Fraction(s.ranks - 1, s.chunks * s.microbatches), "(p-1)/(v m)",
+        lambda s, rank: min(s.chunks * s.microbatches, _interleaved_warm_up(s, rank) + 1),
+    ),
+    "breadth-first": Row(
+        "all micro-batches through a stage, then through the rank's next one", (2, math.inf), loop, False,
+        _forwards_first, lambda s: s.ranks,
+        lambda s: Fraction(s.ranks - 1, s.chunks * s.microbatches), "(p-1)/(v m)",
+        lambda s, rank: s.chunks * s.microbatches,
+    ),
+    "zb-h1": Row(
+        "1f1b, with weight gradients in time that was idle", (1, 1), loop, True,
+        _one_forward_one_backward, lambda s: s.ranks,
+        lambda s: Fraction(s.ranks - 1, 3 * s.microbatches), "(p-1)/(3 m)",
+        lambda s, rank: min(s.microbatches, s.ranks),
+    ),
+    "zb-v": Row(
+        "the first and the last stage on rank 0, and weight gradients in all idle time", (2, 2), vee, True,
+        _vee_order, lambda s: 2 * s.ranks - 1,
+        lambda s: Fraction(0), "0",
+        lambda s, rank: min(2 * s.microbatches, 2 * s.ranks),
+    ),
+}  # fmt: skip
+"""In formulas p is the number of ranks, m of micro-batches, v of chunks, which are stages per rank."""
+
+NAMES = (*ROWS, SEARCH)
+
+
+def shape_of(name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None) -> Shape:
+    """What a row is asked for, checked.
+
+    Args:
+        name: of the row.
+        ranks: of the pipeline.
+        microbatches: their number.
+        chunks: stages per rank; as few as the row has if left out.
+        group: of interleaved-1f1b, micro-batches of one chunk before the next chunk; as many as ranks if left out.
+
+    Raises:
+        ValueError: the row is not for that; with what it is for.
+    """
+    if name not in NAMES:
+        raise ValueError(f"there is no schedule {name!r}; take one of {', '.join(NAMES)}")
+    least, most = (1, math.inf) if name == SEARCH else ROWS[name].chunks
+    chunks = least if chunks is None else chunks
+    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        if value < 1:
+            raise ValueError(f"{what} is {value}; it must be at least 1")
+    if not least <= chunks <= most:
+        rule = f"exactly {least}" if least == most else f"at least {least}"
+        raise ValueError(f"{name} with {chunks} stages per rank: it has {rule}; take that, or another schedule")
+    if group is not None and name != "interleaved-1f1b":
+        raise ValueError(f"group is {group}, but {name} has no groups; leave it out, or take interleaved-1f1b")
+    group = ranks if group is None else group
+    if group < ranks:
+        raise ValueError(f"group is {group}; it must be at least the number of ranks, {ranks}")
+    if name == "interleaved-1f1b" and not _fills_groups(microbatches, group, ranks):
+        down = next((m for m in range(microbatches, 0, -1) if _fills_groups(m, group, ranks)), None)
+        up = next(m for m in range(microbatches, microbatches + group + 1) if _fills_groups(m, group, ranks))
+        raise ValueError(
+            f"{name} with {microbatches} micro-batches in groups of {group} on {ranks} ranks: the last group must have "
+            f"at least {ranks}; take {f'{down} or ' if down else ''}{up} micro-batches, or zb-v, which takes any number"
+        )
+    return Shape(ranks, microbatches, chunks, group)
+
+
+def _fills_groups(microbatches: int, group: int, ranks: int) -> bool:
+    rest = microbatches % group
+    return rest >= ranks or (rest == 0 and microbatches > 0)
+
+
+def generate(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    group: int | None = None,
+    costs: Costs | None = None,
+    memory: float | None = None,
+) -> Schedule:
+    """Make a schedule: what is computed, in which order. Passes in ``lowering.py`` add the rest.
+
+    Args:
+        name: one of ``NAMES``.
+        ranks: of the pipeline.
+        microbatches: their number.
+        chunks: stages per rank; as few as the row has if left out.
+        group: of interleaved-1f1b, micro-batches of one chunk before the next chunk; as many as ranks if left out.
+        costs: what actions take, for the rows that place weight gradients, and for the search; equal if left out.
+        memory: for the search, what activations may take on a rank.
+
+    Raises:
+        ValueError: the row is not for that; with what it is for.
+    """
+    shape = shape_of(name, ranks, microbatches, chunks, group)
+    if name == SEARCH:
+        return search(shape, costs or Costs(), memory)
+    return _of_row(ROWS[name], shape, costs or Costs())
+
+
+def _of_row(row: Row, shape: Shape, costs: Costs) -> Schedule:
+    fixed = _fixed_order(row, shape)
+    if not row.split:
+        return fixed
+    # No rank holds more than the rank that holds most in the order itself.
+    limit = max(most_held_by_rank(fixed, costs.activations(fixed.stages)))
+    return ListScheduler(shape.microbatches, fixed.placement, Rule(sequence=fixed.ranks), limit, costs).run()
+
+
+def _fixed_order(row: Row, shape: Shape) -> Schedule:
+    padded = Shape(shape.ranks, max(shape.microbatches, row.full(shape)), shape.chunks, shape.group)
+    placement = row.placement(shape.ranks, shape.chunks)
+    orders = []
+    for rank in range(shape.ranks):
+        own = [stage for stage, here in enumerate(placement) if here == rank]
+        forwards, backwards, warm_up = row.order(padded, rank)
+        first = _numbered(Kind.FORWARD, forwards, own)
+        second = _numbered(Kind.BACKWARD, list(backwards), own)
+        turns = [action for pair in zip_longest(first[warm_up:], second) for action in pair]
+        wanted = range(shape.microbatches)
+        orders.append(tuple(action for action in first[:warm_up] + turns if action and action.microbatch in wanted))
+    return Schedule(shape.microbatches, placement, tuple(orders))
+
+
+def _numbered(kind: Kind, chunks: list[int | None], own: list[int]) -> list[Action | None]:
+    done = [0] * len(own)
+    actions: list[Action | None] = []
+    for chunk in chunks:
+        if chunk is None:
+            actions.append(None)
+            continue
+        actions.append(Action(kind, own[chunk], done[chunk]))
+        done[chunk] += 1
+    return actions
+
+
+def search(shape: Shape, costs: Costs, memory: float | None = None) -> Schedule:
+    """The schedule with the shortest simulated time that keeps within the memory; of equals, one that holds less.
+
+    All rows for this shape are among what is tried, so it is never worse than one of them that keeps within the memory.
+
+    Raises:
+        ValueError: no order keeps within the memory.
+    """
+    sizes = costs.activations(shape.ranks * shape.chunks)
+    best: tuple[float, float] | None = None
+    for schedule in _candidates(shape, costs, math.inf if memory is None else memory):
+        most = max(most_held_by_rank(schedule, sizes))
+        if memory is not None and most > memory:
+            continue
+        key = (simulate(schedule, costs).makespan, most)
+        if best is None or key < best:
+            best, found = key, schedule
+    if best is None:
+        least = min(
+            max(sum(size for size, here in zip(sizes, placement, strict=True) if here == rank) for rank in placement)
+            for placement in _placements(shape)
+        )
+        raise ValueError(
+            f"memory is {memory:g}; one micro-batch takes {least:g} on a rank, so it must be at least that"
+        )
+    return found
+
+
+def _placements(shape: Shape) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(make(shape.ranks, shape.chunks) for make in (loop, vee)))
+
+
+def _candidates(shape: Shape, costs: Costs, memory: float) -> Iterator[Schedule]:
+    sizes = costs.activations(shape.ranks * shape.chunks)
+    limits = {memory}
+    for name, row in ROWS.items():
+        try:
+            fixed = _fixed_order(row, shape_of(name, shape.ranks, shape.microbatches, shape.chunks))
+        except ValueError:  # it is not for this shape
+            continue
+        most = max(most_held_by_rank(fixed, sizes))
+        limits.add(min(most, memory))
+        rule = Rule(sequence=fixed.ranks)
+        yield fixed
+        for limit in {most, memory} if most <= memory else ():
+            yield ListScheduler(shape.microbatches, fixed.placement, rule, limit, costs).run()
+    deep = [(True, True), (True, False), (False, True)] if shape.chunks > 1 else [(True, True)]
+    priorities = [
+        (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT), (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT),
+        (Kind.INPUT, Kind.WEIGHT, Kind.FORWARD), (Kind.BACKWARD, Kind.FORWARD),
+    ]  # fmt: skip
+    for placement, priority, (forward, backward), limit in product(
+        _placements(shape), priorities, deep, sorted(limits)
+    ):
+        try:
+            yield ListScheduler(shape.microbatches, placement, Rule(priority, forward, backward), limit, costs).run()
+        except ScheduleError:  # it does not fit
+            continue

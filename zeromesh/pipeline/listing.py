@@ -1,0 +1,142 @@
+"""The list scheduler: a rank that is idle takes, of what it can begin, what comes first by a rule."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError
+from zeromesh.pipeline.simulate import Costs
+
+FORWARD, INPUT, WEIGHT, BACKWARD = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is taken first.
+
+    Attributes:
+        priority: kinds, the first one first; with the full backward in place of the two gradients it is not split.
+        deep_forward: of two forwards, that of the later stage comes first.
+        deep_backward: of two backwards, that of the later stage comes first.
+        sequence: of each rank, the order of forwards and backwards. Weight gradients then fill the time in which the
+            next of them cannot begin.
+    """
+
+    priority: tuple[Kind, ...] = (INPUT, FORWARD, WEIGHT)
+    deep_forward: bool = True
+    deep_backward: bool = True
+    sequence: tuple[tuple[Action, ...], ...] | None = None
+
+
+class ListScheduler:
+    """Decides action by action, at the times that the costs give.
+
+    Args:
+        microbatches: their number.
+        placement: the rank of each stage.
+        rule: what is taken first.
+        limit: memory that activations may take on each rank.
+        costs: what actions take.
+    """
+
+    def __init__(
+        self, microbatches: int, placement: tuple[int, ...], rule: Rule, limit: float, costs: Costs | None = None
+    ) -> None:
+        costs = costs or Costs()
+        self._microbatches, self._placement, self._rule, self._limit = microbatches, placement, rule, limit
+        self._backward = BACKWARD if BACKWARD in rule.priority else INPUT
+        self._last = BACKWARD if BACKWARD in rule.priority else WEIGHT
+        stages = range(len(placement))
+        self._own = [[stage for stage in stages if placement[stage] == rank] for rank in range(max(placement) + 1)]
+        self._sizes = costs.activations(len(placement))
+        self._time = {(kind, stage): costs.time(kind, stage) for kind in rule.priority for stage in stages}
+        apart = [stage > 0 and placement[stage - 1] != placement[stage] for stage in stages]
+        self._message = [costs.message(stage - 1, stage) if apart[stage] else 0.0 for stage in stages]
+        self._done = {(kind, stage): 0 for kind in rule.priority for stage in stages}
+        self._end: dict[tuple[Kind, int, int], float] = {}
+
+    def run(self) -> Schedule:
+        """Make the schedule.
+
+        Raises:
+            ScheduleError: the limit leaves no room.
+        """
+        orders: list[list[Action]] = [[] for _ in self._own]
+        free = [0.0] * len(self._own)
+        awake = [(0.0, rank) for rank in range(len(orders))]
+        while awake:
+            clock, rank = heapq.heappop(awake)
+            choice = min(self._choices(rank, len(orders[rank]), clock), default=None) if free[rank] <= clock else None
+            if choice is None:
+                continue
+            *_, kind, stage = choice
+            number = self._done[kind, stage]
+            orders[rank].append(Action(kind, stage, number))
+            self._done[kind, stage] += 1
+            self._end[kind, stage, number] = free[rank] = end = clock + self._time[kind, stage]
+            # Something can begin here when this ends, and at its neighbours when they have the message.
+            heapq.heappush(awake, (end, rank))
+            for message, neighbour in ((stage, stage - 1), (stage + 1, stage + 1)):
+                if 0 <= neighbour < len(self._placement):
+                    heapq.heappush(awake, (end + self._message[message], self._placement[neighbour]))
+        if sum(map(len, orders)) < len(self._done) * self._microbatches:
+            raise ScheduleError(
+                "memory", f"activations may take {self._limit:g} on a rank, with which this order gets stuck; raise it"
+            )
+        return Schedule(self._microbatches, self._placement, tuple(map(tuple, orders)))
+
+    def _choices(self, rank: int, taken: int, clock: float) -> Iterator[tuple[int, float, Kind, int]]:
+        """What a rank can begin, with its place in the order of preference."""
+        if self._rule.sequence:
+            weights = sum(self._done.get((WEIGHT, stage), 0) for stage in self._own[rank])
+            following = self._rule.sequence[rank][taken - weights : taken - weights + 1]
+            for kind, stage, _ in following:
+                kind = kind if kind is FORWARD else self._backward
+                if self._ready(kind, stage, clock):
+                    yield 0, 0, kind, stage
+                    return
+        for order, kind in enumerate(self._rule.priority):
+            if self._rule.sequence and kind is not WEIGHT:
+                continue
+            for stage in self._own[rank]:
+                if self._ready(kind, stage, clock):
+                    yield order, self._preference(kind, stage), kind, stage
+
+    def _preference(self, kind: Kind, stage: int) -> float:
+        if kind is WEIGHT:
+            return self._end[INPUT, stage, self._done[WEIGHT, stage]]
+        return -stage if (self._rule.deep_forward if kind is FORWARD else self._rule.deep_backward) else stage
+
+    def _ready(self, kind: Kind, stage: int, clock: float) -> bool:
+        number = self._done[kind, stage]
+        if number == self._microbatches:
+            return False
+        if kind is WEIGHT:
+            return self._done[INPUT, stage] > number
+        if kind is not FORWARD and self._done[FORWARD, stage] <= number:
+            return False
+        neighbour = stage - 1 if kind is FORWARD else stage + 1
+        if 0 <= neighbour < len(self._placement):
+            end = self._end.get((kind, neighbour, number))
+            if end is None or end + self._message[max(stage, neighbour)] > clock:
+                return False
+        return kind is not FORWARD or self._has_room(stage)
+
+    def _has_room(self, stage: int) -> bool:
+        """Whether, after this forward, micro-batches in progress can be finished one after the other, the oldest first.
+
+        So the oldest of all never waits for memory on any rank, and nothing waits for ever.
+        """
+        own = self._own[self._placement[stage]]
+        begun = {other: self._done[FORWARD, other] + (other == stage) for other in own}
+        ended = {other: self._done[self._last, other] for other in own}
+        free = self._limit - sum(self._sizes[other] * (begun[other] - ended[other]) for other in own)
+        if free < 0 or self._rule.sequence:
+            return free >= 0
+        for number in range(min(ended.values()), max(begun.values())):
+            if free < sum(self._sizes[other] for other in own if begun[other] <= number):
+                return False
+            free += sum(self._sizes[other] for other in own if begun[other] > number >= ended[other])
+        return True
