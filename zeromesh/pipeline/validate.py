@@ -1,0 +1,139 @@
+"""Whether a schedule can be run, before it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from zeromesh.pipeline.actions import MESSAGES, OF_STAGE, RECEIVES, Action, Kind, Schedule, ScheduleError
+from zeromesh.pipeline.execution import execute, held, received_by
+from zeromesh.pipeline.simulate import Costs
+
+REPEATED = (Kind.FETCH,)
+"""What may be done more than once."""
+
+
+def validate(
+    schedule: Schedule,
+    memory: float | None = None,
+    costs: Costs | None = None,
+    rendezvous: bool = False,
+    training: bool = True,
+) -> None:
+    """Check all that can go wrong while a schedule is run.
+
+    Args:
+        schedule: with or without its messages.
+        memory: what activations may take on a rank; 1 for each micro-batch and stage, unless the costs say otherwise.
+        costs: for what activations take.
+        rendezvous: whether ranks must also get to the end where a send waits for its receive.
+        training: whether there must be backwards; without, there must be none.
+
+    Raises:
+        ScheduleError: the first fault, with its kind, its place and what would be right.
+    """
+    _check_places(schedule)
+    _check_complete(schedule, training)
+    if schedule.has_messages:
+        _check_messages(schedule)
+    execute(schedule)
+    if rendezvous:
+        execute(schedule, rendezvous=True)
+    if memory is not None and training:
+        _check_memory(schedule, memory, costs or Costs())
+
+
+def _check_places(schedule: Schedule) -> None:
+    """Every action is of a stage and a micro-batch that there are, on the stage's rank, once."""
+    if schedule.microbatches < 1 or not all(0 <= rank < len(schedule.ranks) for rank in schedule.placement):
+        found = (
+            f"{schedule.microbatches} micro-batches, and orders of {len(schedule.ranks)} ranks for {schedule.placement}"
+        )
+        raise ScheduleError(
+            "wrong placement", f"{found}; there must be a micro-batch, and an order for each of the ranks"
+        )
+    seen: set[Action] = set()
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            place = schedule, rank, position
+            if not 0 <= action.stage < schedule.stages:
+                raise ScheduleError("unknown stage", f"there are stages 0 to {schedule.stages - 1}", *place)
+            numbered = action.kind not in OF_STAGE
+            if (action.microbatch is not None) != numbered:
+                raise ScheduleError("unknown micro-batch", f"{action.kind} has {'one' if numbered else 'none'}", *place)
+            if numbered and action.kind is not Kind.TIE and action.microbatch not in range(schedule.microbatches):
+                last = schedule.microbatches - 1
+                raise ScheduleError("unknown micro-batch", f"there are micro-batches 0 to {last}", *place)
+            if schedule.placement[action.stage] != rank:
+                right = schedule.placement[action.stage]
+                raise ScheduleError("wrong rank", f"stage {action.stage} is on rank {right}; move it there", *place)
+            if action in seen and action.kind not in REPEATED:
+                raise ScheduleError("done twice", "it has been done already; leave one of them out", *place)
+            seen.add(action)
+
+
+def _check_complete(schedule: Schedule, training: bool) -> None:
+    """Every stage does every micro-batch's forward, and its backward whole or in both parts."""
+    present = schedule.present
+    for stage, rank in enumerate(schedule.placement):
+        for microbatch in range(schedule.microbatches):
+            forward, inputs, weight, backward = (
+                Action(kind, stage, microbatch) in present
+                for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD)
+            )
+            name = f"{stage}.{microbatch}"
+            if not forward:
+                raise ScheduleError("missing action", f"there is no F{name}", schedule, rank)
+            if not training and (inputs or weight or backward):
+                raise ScheduleError(
+                    "needless action", f"only forwards are wanted; {name} has a backward", schedule, rank
+                )
+            if backward and (inputs or weight):
+                which = "I" if inputs else "W"
+                raise ScheduleError(
+                    "done twice", f"B{name} does what {which}{name} does; take one of them", schedule, rank
+                )
+            if training and not backward and not (inputs and weight):
+                wanted = f"W{name}" if inputs else f"I{name}" if weight else f"B{name}, or I{name} and W{name}"
+                raise ScheduleError("missing action", f"there is no {wanted}", schedule, rank)
+
+
+def _check_messages(schedule: Schedule) -> None:
+    """Each send has its receive; between two ranks, in each direction, both are in the same order."""
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
+    sends = {kind: (send, distance) for send, (kind, distance) in MESSAGES.items()}
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.kind not in MESSAGES and action.kind not in RECEIVES:
+                continue
+            if action.kind in MESSAGES:
+                other = received_by(action)
+            else:
+                send, distance = sends[action.kind]
+                other = Action(send, action.stage - distance, action.microbatch)
+            if other not in schedule.present:
+                raise ScheduleError("unmatched message", f"there is no {other}; add it", schedule, rank, position)
+            peer = schedule.placement[other.stage]
+            if peer == rank:
+                raise ScheduleError(
+                    "needless message", "both stages are on this rank; leave it out", schedule, rank, position
+                )
+            if action.kind in MESSAGES:
+                sent[rank, peer].append(other)
+            else:
+                received[peer, rank].append((action, position))
+    for (sender, receiver), arrivals in received.items():
+        for (action, position), due in zip(arrivals, sent[sender, receiver], strict=True):
+            if action != due:
+                reason = f"rank {sender} sends what {due} receives before; both must have the same order"
+                raise ScheduleError("message order", reason, schedule, receiver, position)
+
+
+def _check_memory(schedule: Schedule, memory: float, costs: Costs) -> None:
+    for rank, rows in enumerate(held(schedule, costs.activations(schedule.stages))):
+        now: dict[int, float] = {}
+        for position, (stage, amount) in enumerate(rows):
+            now[stage] = amount
+            if sum(now.values()) > memory:
+                reason = f"activations take {sum(now.values()):g} of {memory:g}; do a backward before it"
+                raise ScheduleError("memory", reason, schedule, rank, position)
