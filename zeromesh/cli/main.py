@@ -183,6 +183,47 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
+@app.command()
+def schedule(
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages in all.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Micro-batches of an update.")] = 8,
+    name: Annotated[str, typer.Option(help="Which schedule; --list shows them.")] = "1f1b",
+    chunks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stages on each rank; the fewest it has if left out.")
+    ] = None,
+    group: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of interleaved-1f1b, micro-batches of a stage before the next one."),
+    ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F,I,W[,MESSAGE]", help="Time of a forward, an input and a weight gradient, and a message."
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(metavar="N", help="Activations that a rank can hold, in micro-batches of one stage.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw it into this file, through matplotlib.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto into this file.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Write the schedule, with its messages, into this file.")] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="Show the names and exit.")] = False,
+    check: Annotated[Path | None, typer.Option(help="Check the schedule in this file, and make none.")] = None,
+) -> None:
+    """Show what the ranks of a pipeline do when, how long they are idle, and what they hold."""
+    with _errors():
+        from zeromesh.cli import schedule as schedules
+
+        if show_list:
+            schedules.show_names()
+        elif check is not None:
+            schedules.check(check)
+        else:
+            files = schedules.Files(svg, png, trace, text)
+            schedules.show(name, stages, microbatches, chunks, group, schedules.costs_of(costs), memory, files)
+
+
 @contextmanager
 def _errors() -> Iterator[None]:
     """Show the log, and what went wrong in words instead of a traceback; choose the exit code."""

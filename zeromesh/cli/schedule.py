@@ -1,0 +1,117 @@
+"""``zeromesh schedule``: what ranks of a pipeline do when, drawn, counted and checked, before anything is run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeromesh.cli.screen import write
+from zeromesh.pipeline import picture
+from zeromesh.pipeline.actions import Schedule, ScheduleError, parse
+from zeromesh.pipeline.execution import FREES, execute, most_held_by_rank, most_held_by_stage
+from zeromesh.pipeline.generators import ROWS, SEARCH, Shape, generate, shape_of
+from zeromesh.pipeline.lowering import add_messages
+from zeromesh.pipeline.simulate import Costs, Timeline, simulate
+from zeromesh.pipeline.validate import validate
+
+
+@dataclass(frozen=True)
+class Files:
+    """What is written besides; None is not."""
+
+    svg: Path | None = None
+    png: Path | None = None
+    trace: Path | None = None
+    text: Path | None = None
+
+
+def show_names() -> None:
+    """Print a line for each schedule."""
+    lines = [f"{name:<18}{row.text}; bubble {row.formula}" for name, row in ROWS.items()]
+    write("\n".join([*lines, f"{SEARCH:<18}the shortest that is found for given costs and memory"]) + "\n")
+
+
+def costs_of(text: str | None) -> Costs:
+    """Three numbers, or four with that of a message."""
+    if text is None:
+        return Costs()
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) not in (3, 4) or not all(0 <= value < float("inf") for value in values):
+        raise ValueError(f"--costs is {text!r}; it must be F,I,W or F,I,W,MESSAGE, as in 1,1.2,0.8")
+    return Costs(values[0], values[1], values[2], latency=values[3] if len(values) == 4 else 0.0)
+
+
+def show(
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int | None,
+    group: int | None,
+    costs: Costs,
+    memory: float | None,
+    files: Files,
+) -> None:
+    """Make a schedule, check it, and print its grid, its bubble and what is held."""
+    chunks = ROWS[name].chunks[0] if chunks is None and name in ROWS else chunks or 1
+    ranks, rest = divmod(stages, chunks)
+    if rest:
+        raise ValueError(f"{stages} stages cannot be {chunks} on each rank, as for {name}; take a multiple of {chunks}")
+    shape = shape_of(name, ranks, microbatches, chunks, group)
+    schedule = generate(name, ranks, microbatches, chunks, group, costs, memory)
+    validate(schedule, memory, costs)
+    timeline = simulate(schedule, costs)
+    write(picture.grid(timeline, shutil.get_terminal_size().columns) + "\n")
+    write(f"time    {timeline.makespan:g}\nbubble  {timeline.bubble:.2%}{_formula(name, shape)}\n")
+    write(_held(schedule))
+    _write(files, timeline, f"{name}: {stages} stages, {ranks} ranks, {microbatches} micro-batches")
+
+
+def check(file: Path) -> None:
+    """Say whether the schedule in a file can be run, for training or, if it has only forwards, for evaluation."""
+    schedule = parse(file.read_text(encoding="utf-8"))
+    training = any(kind in FREES for kind, _, _ in schedule.present)
+    validate(schedule, training=training)
+    write(f"valid: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches\n")
+    try:
+        execute(schedule, rendezvous=True)
+    except ScheduleError as error:
+        write(f"only where sends are buffered; where they wait for their receives:\n{error}\n")
+    if training:
+        write(_held(schedule))
+
+
+def _formula(name: str, shape: Shape) -> str:
+    if name == SEARCH:
+        return ""
+    row = ROWS[name]
+    least = row.full(shape)
+    limits = f", for {least} micro-batches or more" if shape.microbatches < least else ""
+    return f"; {row.formula} = {float(row.bubble(shape)):.2%} with equal costs and no messages{limits}"
+
+
+def _held(schedule: Schedule) -> str:
+    stages, ranks = most_held_by_stage(schedule), most_held_by_rank(schedule)
+    lines = ["micro-batches held at most"]
+    for rank, most in enumerate(ranks):
+        own = ", ".join(f"stage {stage}: {stages[stage]}" for stage in schedule.of_rank(rank))
+        lines.append(f"  rank {rank}: {most:g}  ({own})")
+    return "\n".join(lines) + "\n"
+
+
+def _write(files: Files, timeline: Timeline, title: str) -> None:
+    if files.text:
+        files.text.write_text(f"# {title}\n{add_messages(timeline.schedule)}", encoding="utf-8")
+    if files.svg:
+        files.svg.write_text(picture.svg(timeline, title), encoding="utf-8")
+    if files.trace:
+        steps = [step for row in timeline.ranks for step in row]
+        files.trace.write_text(json.dumps(picture.trace({"predicted": steps})), encoding="utf-8")
+    if files.png and not picture.png(files.png, timeline, title):
+        raise ValueError(
+            f"{files.png} was not drawn: that needs matplotlib; pip install 'zeromesh[plots]', or take --svg"
+        )

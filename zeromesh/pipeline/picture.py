@@ -1,0 +1,179 @@
+"""Pictures of when each rank does what: text, SVG, PNG, and traces for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from zeromesh.pipeline.actions import COMPUTE, Kind
+from zeromesh.pipeline.simulate import Step, Timeline
+
+COLOURS = {
+    Kind.FORWARD: ("forward", "#7fb2e5"),
+    Kind.BACKWARD: ("backward", "#f2a65a"),
+    Kind.INPUT: ("input gradient", "#f2a65a"),
+    Kind.WEIGHT: ("weight gradient", "#8fc98b"),
+    Kind.RECOMPUTE: ("recompute", "#c9b6e4"),
+}
+
+IDLE, GOES_ON = "·", "─"
+
+
+def _computed(timeline: Timeline) -> list[list[Step]]:
+    return [[s for s in steps if s.action.kind in COMPUTE and s.end > s.start] for steps in timeline.ranks]
+
+
+def _chunk(timeline: Timeline, step: Step) -> int:
+    return step.action.stage // len(timeline.ranks)
+
+
+def _shade(timeline: Timeline, step: Step) -> float:
+    """Later chunks are paler."""
+    return (1.0, 0.6, 0.35)[min(_chunk(timeline, step), 2)]
+
+
+def _number(value: float) -> str:
+    """As few digits as a picture needs."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _label(timeline: Timeline, step: Step) -> str:
+    """Kind and micro-batch, and a letter for the chunk where ranks have several."""
+    several = timeline.schedule.stages > len(timeline.ranks)
+    kind = "R" if step.action.kind is Kind.RECOMPUTE else step.action.kind
+    return f"{kind}{step.action.microbatch}" + (chr(ord("a") + _chunk(timeline, step) % 26) if several else "")
+
+
+def grid(timeline: Timeline, width: int | None = None) -> str:
+    """One row per rank, one column per shortest computation; where several stages are on a rank, a, b, ... says which.
+
+    Args:
+        timeline: of a simulation.
+        width: characters of a line; what is longer goes on below. Everything is in one line if left out.
+    """
+    rows = _computed(timeline)
+    steps = [step for row in rows for step in row]
+    if not steps:
+        return ""
+    unit = min(step.end - step.start for step in steps)
+    wide = max(len(_label(timeline, step)) for step in steps) + 1
+
+    def column(time: float) -> int:
+        return int(time / unit + 0.5)
+
+    columns = max(column(step.end) for step in steps)
+    lines = []
+    for row in rows:
+        line = list(IDLE.ljust(wide) * columns)
+        for step in row:
+            begin, end = column(step.start) * wide, max(column(step.end), column(step.start) + 1) * wide
+            line[begin:end] = (_label(timeline, step).ljust(end - begin - 1, GOES_ON) + " ").ljust(end - begin)
+        lines.append("".join(line))
+    names = [f"rank {rank} " for rank in range(len(rows))]
+    edge = max(map(len, names))
+    part = columns * wide if width is None else max((width - edge) // wide, 1) * wide
+    blocks = [
+        "\n".join(
+            f"{name:<{edge}}{line[begin : begin + part]}".rstrip() for name, line in zip(names, lines, strict=True)
+        )
+        for begin in range(0, columns * wide, part)
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def svg(timeline: Timeline, title: str = "") -> str:
+    """A picture of its own, with a legend; a tooltip names each action and its times."""
+    rows = _computed(timeline)
+    steps = [step for row in rows for step in row]
+    unit = min((step.end - step.start for step in steps), default=1.0)
+    scale = 26 / unit
+    left, top, high, gap = 58, 34 if title else 10, 26, 4
+    kinds = [kind for kind in COLOURS if any(step.action.kind is kind for step in steps)]
+    width = round(max(left + timeline.makespan * scale + 10, left + 150 * len(kinds)))
+    height = top + len(rows) * (high + gap) + 34
+    style = " ".join(f".{kind}{{fill:{COLOURS[kind][1]};stroke:#444;stroke-width:.6}}" for kind in kinds)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f"<style>text{{font:11px sans-serif}} .n{{text-anchor:middle}} {style}</style>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+    ]
+    if title:
+        parts.append(f'<text x="{left}" y="20" style="font-size:14px">{escape(title)}</text>')
+    for rank, row in enumerate(rows):
+        y = top + rank * (high + gap)
+        parts.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
+        parts.append(
+            f'<rect x="{left}" y="{y}" width="{_number(timeline.makespan * scale)}" height="{high}" fill="#f1f1f1"/>'
+        )
+        for step in row:
+            x, wide, shade = left + step.start * scale, (step.end - step.start) * scale, _shade(timeline, step)
+            look = f'class="{step.action.kind}"' + (f' fill-opacity="{shade}"' if shade < 1 else "")
+            parts.append(
+                f"<g><title>{step.action}: {step.start:g} to {step.end:g}</title>"
+                f'<rect {look} x="{_number(x)}" y="{y}" width="{_number(wide)}" height="{high}"/>'
+                f'<text class="n" x="{_number(x + wide / 2)}" y="{y + 17}">{step.action.microbatch}</text></g>'
+            )
+    for number, kind in enumerate(kinds):
+        x, y = left + 150 * number, height - 24
+        parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="14" height="14"/>')
+        parts.append(f'<text x="{x + 20}" y="{y + 11}">{COLOURS[kind][0]}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def png(path: Path, timeline: Timeline, title: str = "") -> bool:
+    """The same picture through matplotlib. Returns whether that was there to do it."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch, Rectangle
+    except ImportError:
+        return False
+    rows = _computed(timeline)
+    unit = min((step.end - step.start for row in rows for step in row), default=1.0)
+    columns = max(timeline.makespan / unit, 10)
+    figure = Figure(figsize=(min(columns * 0.28 + 1, 60), len(rows) * 0.35 + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    kinds = {}
+    for rank, row in enumerate(rows):
+        for step in row:
+            name, colour = COLOURS[step.action.kind]
+            kinds[name] = colour
+            alpha = _shade(timeline, step)
+            size = (step.end - step.start, 0.9)
+            axes.add_patch(
+                Rectangle((step.start, rank - 0.45), *size, facecolor=colour, alpha=alpha, edgecolor="#444444")
+            )
+            middle = (step.start + step.end) / 2
+            axes.text(middle, rank, str(step.action.microbatch), ha="center", va="center", fontsize=7)
+    axes.set(xlim=(0, timeline.makespan or 1), ylim=(len(rows) - 0.5, -0.5), xlabel="time", title=title)
+    axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+    handles = [Patch(facecolor=colour, label=name) for name, colour in kinds.items()]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=max(len(handles), 1))
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def trace(processes: Mapping[str, Iterable[Step]]) -> dict[str, Any]:
+    """What json can write for Perfetto: a process of each name, such as "predicted" and "measured", a thread per rank.
+
+    Args:
+        processes: name -> what was done and when, in seconds.
+    """
+    events: list[dict[str, Any]] = []
+    for number, (name, steps) in enumerate(processes.items()):
+        events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
+        listed = list(steps)
+        for rank in sorted({step.rank for step in listed}):
+            named = {"name": f"rank {rank}"}
+            events.append({"ph": "M", "pid": number, "tid": rank, "name": "thread_name", "args": named})
+        for step in listed:
+            kind, stage, microbatch = step.action
+            events.append({
+                "ph": "X", "pid": number, "tid": step.rank, "name": str(step.action), "cat": kind.name.lower(),
+                "ts": step.start * 1e6, "dur": (step.end - step.start) * 1e6,
+                "args": {"stage": stage, "microbatch": microbatch},
+            })  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
