@@ -256,5 +256,25 @@ def test_priorities_decide_what_an_idle_rank_takes() -> None:
     }
 
 
+def test_a_patient_rank_waits_for_what_comes_first_if_that_comes_soon() -> None:
+    """Rank 0 has done the first input gradient at 4.5, and can begin the second at 4.9, or a weight gradient of 2."""
+    costs = Costs(forward=[2, 0.4], input=[0.5, 0.5], weight=[2, 0.5])
+    orders = {}
+    for patience in (0.0, 0.1, 0.3):
+        schedule = ListScheduler(2, (0, 1), Rule(patience=patience), 2, costs).run()
+        validate(schedule)
+        orders[patience] = [str(action) for action in schedule.ranks[0]]
+    assert orders[0.0] == orders[0.1] == ["F0.0", "F0.1", "I0.0", "W0.0", "I0.1", "W0.1"]
+    assert orders[0.3] == ["F0.0", "F0.1", "I0.0", "I0.1", "W0.0", "W0.1"]
+
+
+def test_a_list_schedule_that_ends_too_late_is_given_up() -> None:
+    time = simulate(ListScheduler(6, loop(3, 1), Rule(), 3).run()).makespan
+    assert simulate(ListScheduler(6, loop(3, 1), Rule(), 3).run(time)).makespan == time
+    with pytest.raises(ScheduleError) as error:
+        ListScheduler(6, loop(3, 1), Rule(), 3).run(time - 0.5)
+    assert error.value.fault == "time"
+
+
 def test_names_are_in_the_order_of_the_table_and_end_with_the_search() -> None:
     assert list(NAMES) == [*ROWS, SEARCH]

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import product, zip_longest
 
 from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, loop, vee
@@ -24,6 +26,8 @@ from zeromesh.pipeline.listing import ListScheduler, Rule
 from zeromesh.pipeline.simulate import Costs, simulate
 
 SEARCH = "search"
+PATIENCE = (0.0, 0.5, 1.0)
+"""What the search tries."""
 
 
 @dataclass(frozen=True)
@@ -276,13 +280,13 @@ def search(shape: Shape, costs: Costs, memory: float | None = None) -> Schedule:
     """
     sizes = costs.activations(shape.ranks * shape.chunks)
     best: tuple[float, float] | None = None
-    for schedule in _candidates(shape, costs, math.inf if memory is None else memory):
-        most = max(most_held_by_rank(schedule, sizes))
-        if memory is not None and most > memory:
-            continue
-        key = (simulate(schedule, costs).makespan, most)
-        if best is None or key < best:
-            best, found = key, schedule
+    for attempt in _attempts(shape, costs, math.inf if memory is None else memory):
+        with suppress(ScheduleError):  # it does not fit, or takes longer
+            schedule = attempt(best[0] * (1 + 1e-9) if best else math.inf)
+            most = max(most_held_by_rank(schedule, sizes))
+            key = (simulate(schedule, costs).makespan, most)
+            if (memory is None or most <= memory) and (best is None or key < best):
+                best, found = key, schedule
     if best is None:
         least = min(
             max(sum(size for size, here in zip(sizes, placement, strict=True) if here == rank) for rank in placement)
@@ -298,29 +302,33 @@ def _placements(shape: Shape) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(make(shape.ranks, shape.chunks) for make in (loop, vee)))
 
 
-def _candidates(shape: Shape, costs: Costs, memory: float) -> Iterator[Schedule]:
+def _attempts(shape: Shape, costs: Costs, memory: float) -> Iterator[Callable[[float], Schedule]]:
+    """Ways to make a schedule, each given the time in which it must end: the fixed orders first, as they are good."""
     sizes = costs.activations(shape.ranks * shape.chunks)
     limits = {memory}
+    rules: list[tuple[tuple[int, ...], float, Rule]] = []
     for name, row in ROWS.items():
         try:
             fixed = _fixed_order(row, shape_of(name, shape.ranks, shape.microbatches, shape.chunks))
         except ValueError:  # it is not for this shape
             continue
+        yield partial(_given, fixed)
         most = max(most_held_by_rank(fixed, sizes))
         limits.add(min(most, memory))
-        rule = Rule(sequence=fixed.ranks)
-        yield fixed
-        for limit in {most, memory} if most <= memory else ():
-            yield ListScheduler(shape.microbatches, fixed.placement, rule, limit, costs).run()
+        for limit, patience in product({most, memory}, PATIENCE) if most <= memory else ():
+            rules.append((fixed.placement, limit, Rule(sequence=fixed.ranks, patience=patience)))
     deep = [(True, True), (True, False), (False, True)] if shape.chunks > 1 else [(True, True)]
     priorities = [
         (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT), (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT),
         (Kind.INPUT, Kind.WEIGHT, Kind.FORWARD), (Kind.BACKWARD, Kind.FORWARD),
     ]  # fmt: skip
-    for placement, priority, (forward, backward), limit in product(
-        _placements(shape), priorities, deep, sorted(limits)
+    for placement, limit, priority, (forward, backward), patience in product(
+        _placements(shape), sorted(limits), priorities, deep, PATIENCE
     ):
-        try:
-            yield ListScheduler(shape.microbatches, placement, Rule(priority, forward, backward), limit, costs).run()
-        except ScheduleError:  # it does not fit
-            continue
+        rules.append((placement, limit, Rule(priority, forward, backward, patience=patience)))
+    for placement, limit, rule in rules:
+        yield ListScheduler(shape.microbatches, placement, rule, limit, costs).run
+
+
+def _given(schedule: Schedule, deadline: float) -> Schedule:
+    return schedule

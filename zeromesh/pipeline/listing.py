@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,12 +23,14 @@ class Rule:
         deep_backward: of two backwards, that of the later stage comes first.
         sequence: of each rank, the order of forwards and backwards. Weight gradients then fill the time in which the
             next of them cannot begin.
+        patience: how long a rank waits for what comes first, in parts of the time that what it can begin would take.
     """
 
     priority: tuple[Kind, ...] = (INPUT, FORWARD, WEIGHT)
     deep_forward: bool = True
     deep_backward: bool = True
     sequence: tuple[tuple[Action, ...], ...] | None = None
+    patience: float = 0.0
 
 
 class ListScheduler:
@@ -57,14 +60,16 @@ class ListScheduler:
         self._done = {(kind, stage): 0 for kind in rule.priority for stage in stages}
         self._end: dict[tuple[Kind, int, int], float] = {}
 
-    def run(self) -> Schedule:
+    def run(self, deadline: float = math.inf) -> Schedule:
         """Make the schedule.
 
         Raises:
-            ScheduleError: the limit leaves no room.
+            ScheduleError: the limit leaves no room, or it is sure to end after the deadline.
         """
         orders: list[list[Action]] = [[] for _ in self._own]
         free = [0.0] * len(self._own)
+        whole = [sum(time for (_, stage), time in self._time.items() if stage in own) for own in self._own]
+        left = [time * self._microbatches for time in whole]
         awake = [(0.0, rank) for rank in range(len(orders))]
         while awake:
             clock, rank = heapq.heappop(awake)
@@ -72,10 +77,16 @@ class ListScheduler:
             if choice is None:
                 continue
             *_, kind, stage = choice
+            patient = clock + self._rule.patience * self._time[kind, stage]
+            if patient > clock and min(self._choices(rank, len(orders[rank]), patient))[0] < choice[0]:
+                continue  # what comes first by the rule will wake this rank soon
             number = self._done[kind, stage]
             orders[rank].append(Action(kind, stage, number))
             self._done[kind, stage] += 1
             self._end[kind, stage, number] = free[rank] = end = clock + self._time[kind, stage]
+            left[rank] -= self._time[kind, stage]
+            if end + left[rank] > deadline:
+                raise ScheduleError("time", f"rank {rank} ends after {deadline:g}")
             # Something can begin here when this ends, and at its neighbours when they have the message.
             heapq.heappush(awake, (end, rank))
             for message, neighbour in ((stage, stage - 1), (stage + 1, stage + 1)):
@@ -135,6 +146,8 @@ class ListScheduler:
         free = self._limit - sum(self._sizes[other] * (begun[other] - ended[other]) for other in own)
         if free < 0 or self._rule.sequence:
             return free >= 0
+        if free >= sum(self._sizes[other] for other in own):
+            return True  # any one of them has room for all that it can need
         for number in range(min(ended.values()), max(begun.values())):
             if free < sum(self._sizes[other] for other in own if begun[other] <= number):
                 return False
