@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from harness import run_ranks
 from zeromesh.dist.collectives import Group
 from zeromesh.dist.mesh import Mesh
-from zeromesh.tensor import linear
-from zeromesh.tensor.linear import Columns, enter, leave, multiply
+from zeromesh.model.linear import Columns, multiply
+from zeromesh.model import linear
+from zeromesh.tensor.linear import enter, leave
 
 SEQUENCE, WIDTH, INNER = 4, 6, 8
 
@@ -134,7 +135,7 @@ def keep_nothing() -> int:
     try:
         mlp(inputs()).sum().backward()
         mlp(inputs())
-        return sum(isinstance(thing, linear._Ticket) for thing in gc.get_objects())
+        return sum(isinstance(thing, linear.Ticket) for thing in gc.get_objects())
     finally:
         gc.enable()
 

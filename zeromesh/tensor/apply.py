@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.dist.collectives import Group
+from zeromesh.model.linear import Columns, multiply
 from zeromesh.model.split import Held
 from zeromesh.tensor.attention import Attention
 from zeromesh.tensor.guard import REMEDY, Apart, Guard, summed
 from zeromesh.tensor.heads import take_part
-from zeromesh.tensor.linear import Columns, Layer, enter, leave, multiply
+from zeromesh.tensor.linear import Layer, enter, leave
 from zeromesh.tensor.logits import Logits, Using
 from zeromesh.tensor.loss import Vocabulary
 from zeromesh.tensor.operators import move

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.dist.collectives import Group
+from zeromesh.model.linear import Columns, multiply
 from zeromesh.tensor.guard import Apart
-from zeromesh.tensor.linear import Columns, enter, leave, multiply
+from zeromesh.tensor.linear import enter, leave
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.streams import Streams
 

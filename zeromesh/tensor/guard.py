@@ -19,7 +19,7 @@ from zeromesh.tensor.plan import Member, Resolved
 
 REMEDY = "set tensor_parallel.sequence to false"
 
-ENDS = ("_MoveBackward", "_ProductBackward", "_BeginBackward", "_WeightGradientBackward", "_SummedBackward")
+ENDS = ("_MoveBackward", "ProductBackward", "_BeginBackward", "WeightGradientBackward", "_SummedBackward")
 """Nodes of operators, of split layers, and of activations that enter them."""
 
 SUM, JOIN = ("nothing", "sum"), ("keep", "gather")

@@ -9,51 +9,29 @@ sum begins as soon as all layers have given their part of it, and travels while 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeromesh.dist.collectives import Group, Pending
+from zeromesh.model.linear import Columns, Product, Ticket, WeightGradient
 from zeromesh.tensor.operators import move, scatter
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The part of a linear layer that this rank has.
-
-    Attributes:
-        weight: shape ``(part of the outputs, inputs)``; the other way round if ``transposed``.
-        bias: shape ``(part of the outputs,)``, or None.
-        transposed: as in GPT-2's Conv1D.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    transposed: bool = False
-
-
-@dataclass
-class _Ticket:
-    """What a layer leaves for the node of its weight's gradient: its input, and the gradient of its output."""
-
-    operands: tuple[Tensor, Tensor] | None = None
 
 
 class Layer:
     """A layer for one pass through an entry."""
 
     def __init__(self, columns: Columns, passage: _Passage) -> None:
-        self._columns, self._ticket = columns, _Ticket()
-        self._token: Tensor = _WeightGradient.apply(  # type: ignore[no-untyped-call]
-            columns.weight, columns.bias, self._ticket, columns.transposed, passage
+        self._columns, self._ticket = columns, Ticket()
+        self._token: Tensor = WeightGradient.apply(  # type: ignore[no-untyped-call]
+            columns.weight, columns.bias, self._ticket, columns.transposed, passage.advance
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shape ``(..., inputs)`` to ``(..., part of the outputs)``."""
         columns = self._columns
-        y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        y: Tensor = Product.apply(  # type: ignore[no-untyped-call]
             x, self._token, columns.weight, columns.bias, self._ticket, columns.transposed
         )
         return y
@@ -84,12 +62,6 @@ def enter(
     layers = [Layer(one, passage) for one in columns]
     entered: Tensor = _Begin.apply(waiting, passage)  # type: ignore[no-untyped-call]
     return entered, layers
-
-
-def multiply(x: Tensor, columns: Columns) -> Tensor:
-    """What a layer gives, as plain torch computes it."""
-    weight = columns.weight.t() if columns.transposed else columns.weight
-    return torch.nn.functional.linear(x, weight, columns.bias)
 
 
 def leave(partial: Tensor, bias: Tensor | None, group: Group, tag: int, dim: int | None = None) -> Tensor:
@@ -162,58 +134,3 @@ class _Begin(torch.autograd.Function):
                 return move(gradient, "sum", passage.group, passage.tag + 1), None
             return move(gradient, "scatter", passage.group, passage.tag + 1, passage.dim), None
         return passage.begin(gradient), None
-
-
-class _WeightGradient(torch.autograd.Function):
-    """Nothing but the place in autograd's order at which a weight's gradient is computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, bias: Tensor | None, ticket: _Ticket, transposed: bool, passage: _Passage
-    ) -> Tensor:
-        ctx.settings = ticket, transposed, passage
-        return weight.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        ticket, transposed, passage = ctx.settings
-        if ticket.operands is None:  # the product gave the gradients itself
-            return None, None, None, None, None
-        x, gradient = ticket.operands
-        ticket.operands = None
-        weight, bias = _gradients(x, gradient, transposed, ctx.needs_input_grad[:2])
-        passage.advance()
-        return weight, bias, None, None, None
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, token: Tensor, weight: Tensor, bias: Tensor | None, ticket: _Ticket, transposed: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.settings = ticket, transposed
-        return multiply(x, Columns(weight, bias, transposed))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (ticket, transposed) = ctx.saved_tensors, ctx.settings
-        of_x = gradient @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
-        token = gradient.new_empty(0) if ctx.needs_input_grad[1] else None
-        if torch.is_grad_enabled() or ticket.operands is not None:  # create_graph, or called several times
-            of_weight, of_bias = _gradients(x, gradient, transposed, ctx.needs_input_grad[2:4])
-            return of_x, token, of_weight, of_bias, None, None
-        ticket.operands = x, gradient
-        return of_x, token, None, None, None, None
-
-
-def _gradients(
-    x: Tensor, gradient: Tensor, transposed: bool, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    inputs, outputs = x.flatten(0, -2), gradient.flatten(0, -2)
-    weight = bias = None
-    if needs[0]:
-        weight = inputs.t() @ outputs if transposed else outputs.t() @ inputs
-    if needs[1]:
-        bias = outputs.sum(0)
-    return weight, bias

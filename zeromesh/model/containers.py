@@ -1,0 +1,46 @@
+"""Tensors in whatever containers: found, or replaced."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(
+    value: Any, function: Callable[[torch.Tensor], torch.Tensor], around: frozenset[int] = frozenset()
+) -> Any:
+    """Replace the tensors in nested mappings, lists, tuples and dataclasses by ``function`` of them.
+
+    What holds none that changes stays the same object, so that a forward may fill it; else a copy of it is returned.
+    ``around`` are the containers that this one is in, as one may hold itself.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    items: dict[Any, Any] = {}
+    if isinstance(value, Mapping):
+        items = dict(value.items())
+    elif isinstance(value, list) or type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = dict(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if not items or id(value) in around:
+        return value
+    mapped = {key: map_tensors(item, function, around | {id(value)}) for key, item in items.items()}
+    changed = {key: item for key, item in mapped.items() if item is not items[key]}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*mapped.values()) if hasattr(value, "_fields") else tuple(mapped.values())
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return mapped
+    copied = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, MutableMapping | list):
+            copied[key] = item
+        else:
+            object.__setattr__(copied, key, item)  # it may be frozen
+    return copied
