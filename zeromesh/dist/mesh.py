@@ -104,6 +104,11 @@ class Mesh:
         groups["shard"] = groups["data"] if self.sizes["context"] == 1 else groups["context"]
         if self.sizes["data"] > 1 and self.sizes["context"] > 1:
             groups["shard"] = self._make_group("data+context", self._joined_group(("data", "context")))
+        groups["stage"] = groups["world"]
+        if self.sizes["pipeline"] > 1:
+            others = tuple(axis for axis in AXES if axis != "pipeline" and self.sizes[axis] > 1)
+            joined = self._joined_group(others) if len(others) > 1 else None
+            groups["stage"] = self._make_group("stage", joined) if len(others) != 1 else groups[others[0]]
         return groups
 
     def _joined_group(self, joined: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -129,7 +134,10 @@ class Mesh:
         return Group(axis, group, self.device, self.traffic, self._watchdog, nodes, hierarchical)
 
     def group(self, axis: str) -> Group:
-        """The ranks that differ from this one along ``axis`` only; ``"world"`` is all of them."""
+        """The ranks that differ from this one along ``axis`` only.
+
+        ``"world"`` is all of them, and ``"stage"`` those of this rank's place along the pipeline.
+        """
         return self._groups[axis]
 
     def lines(self, axis: str) -> list[list[int]]:
@@ -156,6 +164,12 @@ class Mesh:
             members = _groups_of(self.device.type, tuple(part for part in shape if part > 1), self._order)
             self._groups[name] = self._make_group(name, members[place])
         return self._groups[name]
+
+    @property
+    def stage_ranks(self) -> list[int]:
+        """The ranks of this one's place along the pipeline, ascending: those that hold the same part of the model."""
+        place = self.group("pipeline").rank
+        return sorted(line[place] for line in self.lines("pipeline"))
 
     @property
     def shard(self) -> Group:

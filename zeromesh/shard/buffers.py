@@ -57,8 +57,8 @@ class Buffers:
     def share(self, changed: Sequence[bool]) -> None:
         """Give every rank the first rank's values of these; all ranks pass the same, of the form of ``changed()``."""
         count = len(self._places)
-        world = self._mesh.group("world")
-        if world.size > 1:
+        ranks = self._mesh.group("stage")
+        if ranks.size > 1:
             for place, other_values, other_form in zip(self._places, changed[:count], changed[count:], strict=True):
                 if other_form:
                     self._share_form(place)
@@ -72,7 +72,7 @@ class Buffers:
         if (form := place.form) is not None:
             row[:3] = torch.tensor([1, DTYPES.index(form[0]), len(form[1])])
             row[3 : 3 + len(form[1])] = torch.tensor(form[1])
-        self._mesh.group("world").broadcast(row)
+        self._mesh.group("stage").broadcast(row)
         present, dtype, dimensions, *sizes = row.tolist()
         wanted = (DTYPES[dtype], torch.Size(sizes[:dimensions])) if present else None
         if wanted is None:
@@ -84,8 +84,8 @@ class Buffers:
         _own_memory(buffer)
         # As bytes, because the backends do not know every dtype; contiguous, because they take nothing else.
         whole = buffer.detach().clone(memory_format=torch.contiguous_format)
-        self._mesh.group("world").broadcast(whole.view(-1).view(torch.uint8))
-        if self._mesh.rank != 0:
+        self._mesh.group("stage").broadcast(whole.view(-1).view(torch.uint8))
+        if self._mesh.group("stage").rank != 0:
             # Through ``data``, which leaves the version as it is: what the ranks may do next is the same on all.
             with torch.inference_mode(buffer.is_inference()):
                 buffer.data.copy_(whole)

@@ -50,6 +50,7 @@ class Events:
         self._reduced: set[Unit] = set()
         self._in_backward = False
         self._last = False
+        self._reduces = True
         self._other_task = -1
 
     # Forward.
@@ -108,7 +109,9 @@ class Events:
             return  # a checkpoint computes again
         recorded = torch.is_grad_enabled()
         if not recorded:
-            self._residency.plan(self.order.last_forward or self.order.canonical)
+            self._residency.plan(
+                self.order.last_forward or [i for i in self.order.canonical if self.order.is_present(i)]
+            )
         elif not self.order.forward:
             self._residency.plan(self.order.expected())
         self.order.begin_pass(recorded)
@@ -207,12 +210,15 @@ class Events:
     # Backward.
 
     @contextmanager
-    def backward(self, loss: torch.Tensor, last: bool) -> Iterator[None]:
-        """Around the backward of a loss; ``last`` if an update follows. Units are reduced as they are done with."""
+    def backward(self, roots: Sequence[torch.Tensor], last: bool, reduces: bool = True) -> Iterator[None]:
+        """Around the backward of some tensors; ``last`` if an update follows.
+
+        Units are reduced as they are done with, unless weight gradients come later, in ``weights``.
+        """
         while self._entered:  # of a forward that was called on the model itself and interrupted
             self.forward_ends(self._entered[-1], None)
-        self._in_backward, self._last = True, last
-        self._begin_walks(loss)
+        self._in_backward, self._last, self._reduces = True, last, reduces
+        self._begin_walks(roots)
         self._begun = []
         self._reduced = set()
         self._reducer.begin(last)
@@ -231,6 +237,22 @@ class Events:
                     calls.discard(call)
             self._residency.leave_backward()
 
+    @contextmanager
+    def weights(self, last: bool) -> Iterator[None]:
+        """Around a backward of nothing but weight gradients, for which no parameters are needed."""
+        self._in_backward, self._last, self._reduces = True, last, True
+        self._reduced = set()
+        self._reducer.begin(last)
+        try:
+            yield
+            self._reduce_rest()
+            self._reducer.finish()
+        except BaseException:
+            self._reducer.reset()
+            raise
+        finally:
+            self._in_backward = self._last = False
+
     def backward_begins(self, call: Call) -> None:
         """Hook: the backward of one call of a unit begins."""
         check_version(call.unit, call.version)
@@ -238,14 +260,15 @@ class Events:
             self._listen_to_other()
         self._reach(call.unit, call.forward)
 
-    def _begin_walks(self, loss: torch.Tensor | None = None) -> None:
+    def _begin_walks(self, roots: Sequence[torch.Tensor] | None = None) -> None:
         alive = {call.forward for calls in self.calls.values() for call in calls}
-        if loss is not None and len(alive) > 1:
+        if roots is not None and (len(alive) > 1 or self.order.part is not None):
             # When units are reduced must not depend on graphs that happen to be alive, on one rank perhaps.
-            alive = passes_of(loss, alive)
+            alive = passes_of(roots, alive)
         self._walks = {forward: self.order.backward(forward) for forward in alive}
         self._reached = []
-        self._latest = self.order.current
+        # Forwards of other micro-batches may have come since.
+        self._latest = max(alive, key=lambda forward: forward.number, default=self.order.current)
 
     def _reach(self, unit: Unit, forward: Pass) -> None:
         """The backward of one call of the unit begins: take part in what others may have done for units before it."""
@@ -297,21 +320,27 @@ class Events:
 
     def _reduce(self, unit: Unit) -> None:
         self._reduced.add(unit)
+        if not self._reduces:
+            return
         self._reducer.reduce([flat.gradient for flat in unit.flats if flat.gradient])
 
     def _end_backward(self) -> None:
         if not self._reached:
             self._walk(self._latest)
         self._finish_walks()
-        for unit in reversed(self._units):
-            if unit not in self._reduced:
-                self._reduce(unit)
+        self._reduce_rest()
         if self._last and self._root.sharded:
             # All of them, as ranks may differ in what they used outside: the next fetches must be the same on all.
             self._residency.leave_backward()
             for unit in self._units[1:]:
                 self._residency.release(unit)
         self._reducer.finish()
+
+    def _reduce_rest(self) -> None:
+        for unit in reversed(self._units):
+            present = unit is self._root or self.order.is_present(unit.index)
+            if unit not in self._reduced and (self._last or present):
+                self._reduce(unit)
 
     def _listen_to_other(self) -> None:
         """A backward that is not the engine's, such as ``torch.autograd.grad``: no reduction, only fetching."""

@@ -37,6 +37,10 @@ ALONE = 2
 """References to the memory of a tensor that one variable holds, while it is asked for."""
 
 
+TIES_TAG = 64
+"""Of the pipeline axis: the first of those for gradients of parameters that several stages have."""
+
+
 @dataclass(frozen=True)
 class GradientPolicy:
     """Where gradients are kept, in which dtypes, and how many are in the works at once.
@@ -87,11 +91,16 @@ class Gradient:
         full: the full gradient that is being filled, or None; in ``slot``, or where autograd left it.
         used: per parameter, whether a gradient arrived since the last update.
         slot_dtype: of ``full``.
+        holders: places along the pipeline whose stages have these parameters, where they are tied over several stages;
+            the first of them counts what all have.
         home_in_full: whether ``home`` lies in the full gradient, in ``held`` then; otherwise in ``buffer``.
     """
 
-    def __init__(self, layout: Layout, own: slice, shard: slice, tag: int, unit: str = "") -> None:
+    def __init__(
+        self, layout: Layout, own: slice, shard: slice, tag: int, unit: str = "", holders: Sequence[int] = ()
+    ) -> None:
         self.layout = layout
+        self.holders = tuple(holders)
         self.own = own
         self.shard = shard
         self.tag = tag
@@ -407,13 +416,14 @@ class Reducer:
         if self._mesh.replicate.size > 1:
             self._sum_replicas()
         self._sum_shares()
+        self._sum_ties()
 
     def _count_sums_once(self) -> None:
         """Sums over ranks that hold the same are kept by the first of them, where more is to be added to them."""
         for gradient in self.gradients:
             if gradient.home is None:
                 continue
-            if self._mesh.replicate.rank > 0:
+            if self._mesh.replicate.rank > 0 or not self.counts(gradient):
                 gradient.home.zero_()
             for ranges in gradient.shared.values():
                 for start, stop, first in ranges:
@@ -437,6 +447,27 @@ class Reducer:
                     elements += part.numel()
             if waiting:
                 _sum_together(waiting, group)
+
+    def counts(self, gradient: Gradient) -> bool:
+        """Whether this rank's stage is the one that counts what several stages have."""
+        return not gradient.holders or gradient.holders[0] == self._mesh.group("pipeline").rank
+
+    def _sum_ties(self) -> None:
+        """Sum the gradients of parameters that several stages have, in the order of stages; what one used, all did."""
+        group = self._mesh.group("pipeline")
+        for number, gradient in enumerate(tied for tied in self.gradients if tied.holders):
+            assert gradient.home is not None
+            used = torch.tensor(gradient.used, dtype=gradient.home.dtype, device=gradient.home.device)
+            own = torch.cat([gradient.home, used])
+            rows = {place: own if place == group.rank else torch.empty_like(own) for place in gradient.holders}
+            others = [place for place in gradient.holders if place != group.rank]
+            sends, receives = dict.fromkeys(others, own), {place: rows[place] for place in others}
+            group.send_and_receive(sends, receives, TIES_TAG + number, "tied gradients").wait()
+            total = rows[gradient.holders[0]].clone()
+            for place in gradient.holders[1:]:
+                total += rows[place]
+            gradient.home.copy_(total[: gradient.home.numel()])
+            gradient.used = total[gradient.home.numel() :].bool().tolist()
 
     def _sum_replicas(self) -> None:
         """Sum the homes over the replicas; while one sum is sent the next ones are made."""

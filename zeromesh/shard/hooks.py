@@ -9,7 +9,7 @@ A graph refers to the engine weakly: the garbage collector does not see through 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet, ref
@@ -151,11 +151,11 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return None  # inside torch.func
 
 
-def passes_of(loss: torch.Tensor, wanted: Collection[Pass]) -> set[Pass]:
-    """Those of the passes that a loss depends on. The search ends when all are found."""
+def passes_of(roots: Sequence[torch.Tensor], wanted: Collection[Pass]) -> set[Pass]:
+    """Those of the passes that some tensors depend on. The search ends when all are found."""
     found: set[Pass] = set()
     seen: set[Any] = set()
-    stack: list[Any] = [loss.grad_fn]
+    stack: list[Any] = [root.grad_fn for root in roots]
     while stack and len(found) < len(wanted):
         node = stack.pop()
         if node is None or node in seen:

@@ -30,13 +30,15 @@ class Pass:
     """One forward of the model. Unit indices, those of skipped units included.
 
     Attributes:
+        number: of forwards before it.
         begun: in the order in which their forwards began.
         ended: in the order in which they ended.
         used: those that this rank did not skip.
         outside: units whose parameters were used outside of their forwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self.begun: list[int] = []
         self.ended: list[int] = []
         self.used: set[int] = set()
@@ -94,6 +96,8 @@ class Order:
         current: the latest pass whose backward may come.
         forward: forwards since the last backward, in order of their beginnings, those of skipped units included.
         last_forward: the same before the last backward.
+        part: of the units that are used, where only a part of the model computes, as one of several stages of a
+            pipeline does; None where all of it does. The others have not been skipped.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -103,25 +107,32 @@ class Order:
         self.current = Pass()
         self.forward: list[int] = []
         self.last_forward: list[int] = []
+        self.part: frozenset[int] | None = None
         self._recorded = True
         self._before = self.current
+        self._passes = 1
         self._seen: set[int] = set()
         self._places: dict[int, int] = {}
         self._observed: dict[int, Need] = {}
+
+    def is_present(self, index: int) -> bool:
+        """Whether a unit is of the part of the model that computes."""
+        return self.part is None or index in self.part
 
     def begin_pass(self, recorded: bool) -> None:
         """The model begins to compute; ``recorded`` if a backward may come."""
         self._seen.clear()
         self._recorded = recorded
         if recorded:
-            self._before, self.current = self.current, Pass()
+            self._before, self.current = self.current, Pass(self._passes)
+            self._passes += 1
 
     def use(self, index: int, outside: bool = False) -> list[int]:
         """A unit's forward begins, or it is used ``outside`` of that; returns what came before on other ranks only."""
         skipped: list[int] = []
         if index not in self._seen:
             before = self.canonical[: self.canonical.index(index)]
-            skipped = [other for other in before if other not in self._seen]
+            skipped = [other for other in before if other not in self._seen and self.is_present(other)]
         for other in skipped:
             self._note(other, used=False)
         self._note(index, used=True)
@@ -142,7 +153,7 @@ class Order:
 
     def end_inside(self, inside: Collection[int]) -> list[int]:
         """It ends; those that it did not use."""
-        rest = [index for index in self.canonical if index in inside and index not in self._seen]
+        rest = [i for i in self.canonical if i in inside and i not in self._seen and self.is_present(i)]
         for index in rest:
             self._note(index, used=False)
         return rest
@@ -178,7 +189,7 @@ class Order:
 
     def expected(self) -> list[int]:
         """What a forward and its backward will probably fetch, in order."""
-        before = self.last_forward or self.canonical
+        before = self.last_forward or [index for index in self.canonical if self.is_present(index)]
         return [*before, *self.fetched(list(reversed(before)))]
 
     def end_backward(self) -> None:

@@ -17,6 +17,7 @@ from zeromesh.shard.layout import Layout
 from zeromesh.shard.unit import Flat, Materialise, Unit
 
 Named = Sequence[tuple[str, nn.Parameter]]
+Kind = tuple[torch.dtype, bool, tuple[int, ...]]
 
 
 def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
@@ -30,7 +31,7 @@ def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
 
 def place_units(
     units: Sequence[Unit], mesh: Mesh, row: Row, precision: Precision, materialise: Materialise | None,
-    split: Mapping[str, Held] | None = None,
+    split: Mapping[str, Held] | None = None, tied: Mapping[str, Sequence[int]] | None = None,
 ) -> None:  # fmt: skip
     """Give every unit its parameters in flat buffers; only one parameter at a time is whole where they are sharded.
 
@@ -42,18 +43,20 @@ def place_units(
         materialise: called with each parameter's name and the parameter, before its value is used.
         split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
             axis.
+        tied: by name, the places along the pipeline that have a parameter, where several have it.
     """
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
     number = 0
     for unit in units:
         flats = []
-        for (dtype, trainable), members in _kinds(unit.module, owned[unit.name], precision).items():
+        kinds = _kinds(unit.module, owned[unit.name], precision, tied or {})
+        for (dtype, trainable, holders), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
             held = {name: (split or {}).get(name) or _whole(shape, mesh) for name, shape in shapes}
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
-            flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh)
+            flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, holders)
             if trainable:
-                flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, unit.name or "(root)")
+                flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, unit.name or "(root)", holders)
             flats.append(flat)
             number += 1
         unit.place(flats, row, mesh, precision.compute is not None, materialise)
@@ -66,16 +69,16 @@ def _whole(shape: torch.Size, mesh: Mesh) -> Held:
 
 
 def _kinds(
-    module: nn.Module, named: Named, precision: Precision
-) -> dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]:
-    """The parameters by (dtype to compute in, trainable)."""
+    module: nn.Module, named: Named, precision: Precision, tied: Mapping[str, Sequence[int]]
+) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
+    """The parameters by (dtype to compute in, trainable, places along the pipeline that have it, if several do)."""
     keeps = _full_precision_parameters(module)
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         dtype = parameter.dtype
         if precision.compute is not None and dtype.is_floating_point and id(parameter) not in keeps:
             dtype = precision.compute
-        kinds.setdefault((dtype, parameter.requires_grad), []).append((name, parameter))
+        kinds.setdefault((dtype, parameter.requires_grad, tuple(tied.get(name, ()))), []).append((name, parameter))
     return kinds
 
 

@@ -75,12 +75,14 @@ class Sharded:
         materialise: called with each parameter's name and the parameter, before its value is used.
         split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
             axis; all others are whole on each of its ranks.
+        tied: by name, the places along the pipeline that have a parameter, where several have it.
     """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, row: Row, precision: Precision | None = None, slots: Slots | None = None,
         targets: Sequence[str] = (), accumulates: bool = False, predivide: float | None = None,
         materialise: Materialise | None = None, split: Mapping[str, Held] | None = None,
+        tied: Mapping[str, Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
         precision, slots = precision or Precision(), slots or Slots()
         self.model = model
@@ -88,7 +90,7 @@ class Sharded:
         self.row = row
         self.sharded = row.parameter is Placement.SHARDED
         self.units = make_units(model, targets)
-        place_units(self.units, mesh, row, precision, materialise, split)
+        place_units(self.units, mesh, row, precision, materialise, split, tied)
         self.root, rest = self.units[0], self.units[1:]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
@@ -107,6 +109,10 @@ class Sharded:
         self._name_tags()
         self._handles = self._listen()
         self.buffers = Buffers(model, mesh)
+        self._most_flags = len(self._flags())
+        if mesh.sizes["pipeline"] > 1:  # stages have parts of the model of different sizes
+            lengths = mesh.group("world").exchange(torch.tensor([self._most_flags]))
+            self._most_flags = int(lengths.max())
         if self.sharded:
             for unit in self.units:
                 self._switch(unit, False)
@@ -186,22 +192,25 @@ class Sharded:
             notes: this rank's, the same number on every rank.
         """
         self.reducer.complete()
-        gradients = self.reducer.gradients
-        used = [float(flag) for gradient in gradients for flag in gradient.used]
-        changed, uses = [float(flag) for flag in self.buffers.changed()], self._order.report()
-        vector = torch.tensor([*notes, *used, *changed, *uses], dtype=torch.float64)
+        flags = self._flags()
+        vector = torch.tensor([*notes, *flags, *[0.0] * (self._most_flags - len(flags))], dtype=torch.float64)
         with span("norm"):
             squared = self._squared_norm().cpu()
         with span("agree"):
             rows = self.mesh.group("world").exchange(torch.cat([squared, vector]))
-        sizes = [1, len(notes), len(used), len(changed), len(uses)]
-        squares, all_notes, all_used, all_changed, all_uses = rows.split(sizes, dim=1)
-        flags = iter(all_used.amax(0).bool().tolist())
-        for gradient in gradients:
-            gradient.used = [next(flags) for _ in gradient.used]
-        self.buffers.share(all_changed.amax(0).bool().tolist())
-        self._order.agree(all_uses.amax(0).tolist())
+        squares, all_notes, all_flags = rows.split([1, len(notes), self._most_flags], dim=1)
+        agreed = iter(all_flags[self.mesh.stage_ranks].amax(0).tolist())
+        for gradient in self.reducer.gradients:
+            gradient.used = [bool(next(agreed)) for _ in gradient.used]
+        self.buffers.share([bool(next(agreed)) for _ in self.buffers.changed()])
+        self._order.agree([next(agreed) for _ in self._order.report()])
         return Agreement(float(squares.sum().sqrt()), all_notes)
+
+    def _flags(self) -> list[float]:
+        """What the ranks that hold the same part of the model tell each other; the largest value counts."""
+        used = [float(flag) for gradient in self.reducer.gradients for flag in gradient.used]
+        changed = [float(flag) for flag in self.buffers.changed()]
+        return [*used, *changed, *self._order.report()]
 
     def _squared_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's share of the gradient, float64, shape (1,); each element counts once."""
@@ -209,7 +218,7 @@ class Sharded:
         if self.mesh.replicate.rank == 0:
             for gradient in self.reducer.gradients:
                 assert gradient.home is not None
-                for start, stop in gradient.counted:
+                for start, stop in gradient.counted if self.reducer.counts(gradient) else ():
                     total += _sum_of_squares(gradient.home[start:stop])
         return total
 
@@ -320,7 +329,7 @@ class Sharded:
         flat.take_changes()
         with torch.no_grad():
             value, segment = flat.parameters[index].data, flat.layout.segments[index]
-            self.mesh.group("world").broadcast(value, rank)
+            self.mesh.group("stage").broadcast(value, rank)
             part = segment.held.cut(value)
             if part is not value:
                 flat.views[index].copy_(part)

@@ -30,6 +30,9 @@ from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment, round_up
 from zeromesh.shard.slots import Slot, allocate, attach, detach
 
+VALUES_TAG = 11
+"""Of the pipeline axis, for the values of parameters that several stages have."""
+
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 Materialise = Callable[[str, nn.Parameter], Source | None]
@@ -54,10 +57,15 @@ class Flat:
         layout: where each parameter lies.
         parameters: in the order of the layout's segments.
         number: unique over the model, the same on every rank.
+        holders: places along the pipeline whose stages have these parameters, where several do.
     """
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], number: int, row: Row, mesh: Mesh) -> None:
+    def __init__(
+        self, layout: Layout, parameters: Sequence[nn.Parameter], number: int, row: Row, mesh: Mesh,
+        holders: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.layout = layout
+        self.holders = tuple(holders)
         self.parameters = tuple(parameters)
         self.tag = 16 + 4 * number
         shard = mesh.shard.rank * layout.shard_size
@@ -102,7 +110,7 @@ class Flat:
         for parameter, segment, view in zip(self.parameters, layout.segments, self.views, strict=True):
             unmade = parameter.is_meta
             source = materialise(segment.name, parameter) if materialise is not None else None
-            value = _first_ranks_value(parameter, mesh, unmade) if source is None else None
+            value = _first_ranks_value(parameter, mesh, unmade, self.holders) if source is None else None
             parameter.data, parameter.grad = view, None
             if value is not None:
                 self.put(segment, segment.held.cut(value.view(segment.held.whole)).reshape(-1))
@@ -196,12 +204,18 @@ class Flat:
             yield index, local, piece
 
 
-def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool) -> torch.Tensor:
+def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, holders: Sequence[int]) -> torch.Tensor:
     """1-D, on the mesh's device, in the parameter's own dtype. What was ``unmade`` is of nobody else's memory."""
     value = parameter.detach().to(mesh.device).reshape(-1)
-    if mesh.rank > 0 and not unmade:
+    stages = mesh.group("pipeline")
+    first = mesh.group("stage").rank == 0
+    if not (first and stages.rank == (holders or [stages.rank])[0]) and not unmade:
         value = torch.empty_like(value)  # the memory of a user's own is not written to
-    mesh.group("world").broadcast(value)
+    if holders and first:
+        others = dict.fromkeys(holders[1:], value) if stages.rank == holders[0] else {}
+        source = {} if others else {holders[0]: value}
+        stages.send_and_receive(others, source, VALUES_TAG, "tied parameters").wait()
+    mesh.group("stage").broadcast(value)
     return value
 
 
