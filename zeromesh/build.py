@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from zeromesh.context.applied import Applied
     from zeromesh.model.piece import PieceExchange
     from zeromesh.observe.monitors import Monitor
+    from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
 
 Config = str | Path | Mapping[str, Any]
@@ -150,6 +151,8 @@ def initialize(
                 _build_scheduler(resolved, None, stand_in)
         return owned, None, lr_scheduler, loader, monitor, plan
 
+    cut, failure = attempt(lambda: plan_stages(model, resolved, mesh))
+    share(world, "cut the model into stages", failure)
     prepared, failure = attempt(prepare)
     share(world, "prepare its optimizer, schedule, data and monitors", failure)
     assert prepared is not None
@@ -160,13 +163,17 @@ def initialize(
     require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
     sharded = None
     try:
+        if cut is not None:
+            owned, plan = _take_stage(model, cut, owned, plan, resolved.precision.compute)
         values, failure = attempt(lambda: Values(materialiser(model, resolved.seed)))
         described, unread = attempt(lambda: describe_sources(model))
         share(world, "read its part of the weights", failure or unread)
         assert values is not None
         require_agreement(world, "the checkpoint that is read", described or "")
         _place_buffers(model, mesh.device, resolved.precision.compute)
-        sharded = shard(model, mesh, resolved, values, None if plan is None else plan[0].held)
+        sharded = shard(
+            model, mesh, resolved, values, None if plan is None else plan[0].held, None if cut is None else cut.tied
+        )
         if plan is not None:
             apply(model, plan[0], mesh.group("tensor"), mesh.device, plan[1], _while_it_lives(sharded.events.using))
             share_random_state(mesh.group("tensor"))
@@ -187,6 +194,7 @@ def initialize(
     _checkpoint_activations(model, resolved)
     engine = Engine(sharded, resolved, built, scheduler, loss_fn, loader, make_observer(model, resolved, mesh, monitor))
     engine.context_parallel = spread
+    engine.pipelined = cut
     zero.register(engine)
     if mesh.rank == 0:
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
@@ -287,8 +295,9 @@ def _links(settings: Settings, environment: Environment) -> Links:
 
 
 def shard(
-    model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None, split: Mapping[str, Held] | None = None
-) -> Sharded:
+    model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None, split: Mapping[str, Held] | None = None,
+    tied: Mapping[str, Sequence[int]] | None = None,
+) -> Sharded:  # fmt: skip
     """Place the model's states over the mesh as the configuration says; ``split`` as ``Sharded`` takes it."""
     return Sharded(
         model,
@@ -301,6 +310,7 @@ def shard(
         predivide=settings.gradient_predivide,
         materialise=materialise,
         split=split,
+        tied=tied,
     )
 
 
@@ -321,6 +331,48 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
         _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(found | given), whole)
     resolved = resolve(model, given, found, group.rank, group.size)
     return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
+
+
+def plan_stages(model: nn.Module, settings: Resolved, mesh: Mesh) -> Pipelined | None:
+    """Where the model is cut into stages, and in which order these compute; None where there is one.
+
+    Raises:
+        ValueError: it cannot be cut so, or there is no such schedule.
+    """
+    ranks, chosen = mesh.sizes["pipeline"], settings.pipeline
+    if ranks == 1:
+        return None
+    from zeromesh.pipelined import Pipelined
+
+    return Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps)
+
+
+def _take_stage(
+    model: nn.Module, cut: Pipelined, owned: list[dict[str, Any]], plan: Split | None, dtype: torch.dtype | None
+) -> tuple[list[dict[str, Any]], Split | None]:
+    """Leave the model what this rank's stages need; the parameter groups and the plan have only that then, too."""
+    cut.take_away(dtype)
+    here = {id(parameter) for parameter in model.parameters()}
+    groups = [{**group, "params": [p for p in group["params"] if id(p) in here]} for group in owned]
+    if plan is not None:
+        resolved, stacks = plan
+        members = [m for m in resolved.members if _is_here(m, here)]
+        heads = {
+            name: heads
+            for name, heads in resolved.heads.items()
+            if next(model.get_submodule(name).parameters(), None) is not None
+        }
+        parts = [stack.part(blocks) for blocks in cut.blocks_by_stage for stack in stacks]
+        stacks = [part for part in parts if part.blocks]
+        plan = SplitPlan(members, resolved.held, resolved.of_parameter, heads), stacks
+    return groups, plan
+
+
+def _is_here(member: Any, here: set[int]) -> bool:
+    """Whether this rank has what a member of a plan is about."""
+    module = member.module
+    parameters = [module._parameters.get(member.parameter)] if member.parameter else module.parameters()
+    return any(id(parameter) in here for parameter in parameters)
 
 
 def _while_it_lives(using: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:

@@ -14,9 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh import batches, export, report
+from zeromesh.model.containers import map_tensors
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
+from zeromesh.pipeline.weights import Kept, roots_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.saving import load, save, whole
 from zeromesh.shard.sharded import Agreement, Sharded
@@ -25,12 +27,18 @@ from zeromesh.tensor.logits import expire
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
     from zeromesh.context.applied import Applied
+    from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader, Position
 
 _log = logging.getLogger("zeromesh")
 
 SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3
 """By so much of them the losses of ranks that compute the same may differ, the latter in runs in 16 bits."""
+
+BY_BATCH = (
+    "call engine.train_batch(iterator) and engine.eval_batch(iterator) on all ranks, with the same micro-batches on the "
+    "ranks of one pipeline, or set mesh.pipeline to 1"
+)
 
 MOST_SKIPPED = 10
 """So many updates in a row may be skipped for gradients that are not finite, where no loss scale explains them."""
@@ -48,6 +56,7 @@ class Engine:
         config: the resolved settings.
         sharded: the model's states.
         context_parallel: how its sequences are spread over ranks; None where they are not.
+        pipelined: how it is cut into stages; None where it is not.
         global_steps: updates so far, skipped ones included.
         global_samples: that all ranks have consumed in them.
         micro_steps: micro-batches so far.
@@ -75,6 +84,7 @@ class Engine:
         self.micro_steps = 0
         self.skipped_steps = 0
         self.context_parallel: Applied | None = None
+        self.pipelined: Pipelined | None = None
         self._loss_fn = loss_fn
         self._accumulation = config.gradient_accumulation_steps
         self._boundary: bool | None = None
@@ -112,15 +122,20 @@ class Engine:
         Floating-point inputs, in containers too, are cast to the dtype of a 16-bit run (``auto_cast: false`` leaves
         them alone). A container with one becomes a copy of its kind; others are passed on as they are.
         """
+        if self.pipelined is not None:
+            raise RuntimeError(f"the model is cut into stages, none of which computes alone; {BY_BATCH}")
+        return self._forward(args, kwargs)
+
+    forward = __call__
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._sharing and torch.is_grad_enabled():
             self._note_inputs((args, kwargs))
         dtype = self.config.precision.compute
         if dtype is not None and self.config.precision.cast_inputs:
-            args, kwargs = batches.map_tensors((args, kwargs), partial(batches.cast, dtype=dtype))
+            args, kwargs = map_tensors((args, kwargs), partial(batches.cast, dtype=dtype))
         with self._computing(), self.sharded.events.unwinding(), self._autocast():
             return self.module(*args, **kwargs)
-
-    forward = __call__
 
     def _note_inputs(self, inputs: Any) -> None:
         """Keep a checksum of the whole numbers among the inputs, which ranks that share a batch compare.
@@ -162,19 +177,17 @@ class Engine:
         Raises:
             ValueError: the loss is not a scalar tensor with a graph.
         """
+        if self.pipelined is not None:
+            raise RuntimeError(f"the model is cut into stages, whose backwards go together; {BY_BATCH}")
         batches.check_loss(loss)
         # As what its mean over the micro-batches is made of: who divides it alone has divided it by their number.
         own = loss.detach().reshape(()).to(torch.float64, copy=True)
         self._losses.append(own if scale_wrt_gas else own * self._accumulation)
         if scale_wrt_gas and self._accumulation > 1:
             loss = loss / self._accumulation
-        scaled = loss
-        if self.loss_scaler is not None:
-            scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scaler.scale
         try:
             last = self._syncs and self.is_gradient_accumulation_boundary()
-            with self.observer.phase("backward"), self.sharded.events.backward(scaled, last):
-                scaled.backward(retain_graph=retain_graph)
+            self._differentiate([self._scaled(loss)], [None], last, retain_graph)
         except BaseException:
             self.zero_grad()
             raise
@@ -183,6 +196,20 @@ class Engine:
         else:
             self._unsynced += 1
         return loss
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.loss_scaler is None:
+            return loss
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scaler.scale
+
+    def _differentiate(
+        self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], last: bool,
+        retain_graph: bool = False, reduces: bool = True,
+    ) -> None:  # fmt: skip
+        """Have autograd compute gradients, and units reduced that are done with; ``last`` before an update."""
+        with self.observer.phase("backward"), self.sharded.events.backward(roots, last, reduces):
+            if roots:
+                torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the micro-batches since the last update; accumulation starts anew.
@@ -301,7 +328,7 @@ class Engine:
 
         ``bad`` is 1 + the number of the first micro-batch whose loss is not finite; 0 if all are.
         """
-        losses: list[float] = torch.stack(self._losses).tolist()
+        losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
         finite = [isfinite(loss) for loss in losses]
         inputs = float(torch.stack(self._inputs).sum()) if self._inputs else 0.0
         return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses)), inputs]
@@ -391,6 +418,8 @@ class Engine:
             StopIteration: there are too few micro-batches left for an update; none was used.
         """
         self.train()
+        if self.pipelined is not None:
+            return self._train_stages(self.pipelined, [next(data_iter) for _ in range(self._accumulation)])
         whole, updates = self._since_update + self._unsynced == 0, self.global_steps
         losses = []
         for batch in [next(data_iter) for _ in range(self._accumulation)]:  # all, or an update would be left half done
@@ -402,27 +431,94 @@ class Engine:
             return torch.tensor(self._mean_loss, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
 
+    def _train_stages(self, pipelined: Pipelined, given: Sequence[Any]) -> torch.Tensor:
+        try:
+            self._losses = [loss.double().reshape(()) for loss in pipelined.train(self, given)]
+        except BaseException:
+            self.zero_grad()
+            raise
+        self._since_update, self._synced = self._accumulation - 1, True
+        self.micro_steps += self._accumulation - 1
+        self.step()
+        return torch.tensor(self._mean_loss, dtype=self._loss_dtype, device=self.device)
+
+    @property
+    def _loss_dtype(self) -> torch.dtype:
+        found = (p.dtype for p in self.module.parameters() if p.is_floating_point())
+        return torch.promote_types(next(found, torch.float32), torch.float32)
+
+    # Stages of a pipeline.
+
+    def stage_loss(self, stage: int, batch: Any, kept: Kept | None) -> torch.Tensor:
+        """The loss of a micro-batch, as stages compute it together; ``kept`` if its backward is in two parts."""
+        with self._computing_stage(stage, kept):
+            return self._loss(batch)
+
+    @contextmanager
+    def _computing_stage(self, stage: int, kept: Kept | None) -> Iterator[None]:
+        assert self.pipelined is not None
+        order = self.sharded.events.order
+        order.part = self.pipelined.units_of(stage, self.sharded)
+        try:
+            with nullcontext() if kept is None else self.pipelined.later.keeping(kept):
+                yield
+        finally:
+            order.part = None
+
+    def stage_backward(
+        self, stage: int, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None, last: bool,
+        kept: Kept | None,
+    ) -> None:  # fmt: skip
+        """A stage's part of the backward of a micro-batch.
+
+        Args:
+            stage: which.
+            roots: what the stage handed over; of the last one, the loss.
+            gradients: of each root; None where it is the loss.
+            last: whether it is this rank's last one before the update.
+            kept: where what the gradients of weights are made of is kept for ``stage_weights``; None: nothing is.
+        """
+        if gradients is None:
+            roots, gradients = [self._scaled(root / self._accumulation) for root in roots], [None]
+        with self._computing_stage(stage, kept):
+            self._differentiate(roots, gradients, last, reduces=kept is None)
+
+    def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
+        """The backward of the weights of linear layers, which ``stage_backward`` has left."""
+        roots, events = roots_of(kept), self.sharded.events
+        with self._computing_stage(stage, None), self.observer.phase("backward"), events.weights(last):
+            if roots:
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+
     def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """The mean loss of as many micro-batches as ``train_batch`` takes, without gradients; 0-dim, on every rank."""
         modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
         try:
             with torch.no_grad():
-                losses = [self._loss(next(data_iter)) for _ in range(self._accumulation)]
+                given = [next(data_iter) for _ in range(self._accumulation)]
+                losses = (
+                    [self._loss(b) for b in given] if self.pipelined is None else self.pipelined.evaluate(self, given)
+                )
         finally:
             for module, mode in modes:  # some may be in evaluation mode for good
                 module.training = mode
         return self._mean(losses)
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        return batches.loss_of(batches.map_tensors(batch, self._to_device), self, self._loss_fn)
+        def model(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(args, kwargs)
+
+        return batches.loss_of(map_tensors(batch, self._to_device), model, self._loss_fn)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        mean = torch.stack([loss.detach().double() for loss in losses]).mean().reshape(1)
-        return self.mesh.group("world").exchange(mean.cpu()).mean().to(losses[0])
+        total = sum((loss.detach().double().cpu().reshape(()) for loss in losses), torch.zeros((), dtype=torch.float64))
+        rows = self.mesh.group("world").exchange(torch.stack([total, torch.tensor(float(len(losses))).double()]))
+        mean = rows[:, 0].sum() / rows[:, 1].sum()
+        return mean.to(losses[0]) if losses else mean.to(self.device, self._loss_dtype)
 
     # What is the case.
 

@@ -149,7 +149,7 @@ class Settings(Section):
     lora: Lora | None = Field(None, description="Adapters that zeromesh train adds to a model of transformers.")
     data: TextData | None = Field(None, description="The text of zeromesh train.")
     run: Run | None = Field(None, description="Length and output of zeromesh train.")
-    pipeline: Pipeline | None = Field(None, description="The model cut into stages.")
+    pipeline: Pipeline = Field(Pipeline(), description="The model cut into stages.")
     tensor_parallel: TensorParallel = Field(TensorParallel(), description="Layers split over ranks.")
     context_parallel: ContextParallel = Field(ContextParallel(), description="How ranks share one sequence.")
     sequence_parallel_size: PositiveInt = Field(
@@ -225,7 +225,8 @@ class Settings(Section):
             "tensor_parallel.tensor_parallel.tp_size": theirs.tensor_parallel.tp_size,
         }
         context = {"mesh.context": self.mesh.context, "sequence_parallel_size": self.sequence_parallel_size}
-        sizes = {"tensor": _only(tensor), "context": _only(context)}
+        pipeline = {"mesh.pipeline": self.mesh.pipeline, "pipeline.stages": self.pipeline.stages or 1}
+        sizes = {"tensor": _only(tensor), "context": _only(context), "pipeline": _only(pipeline)}
         return solve_mesh(self.mesh.model_dump() | sizes, self._shard_group, world_size)
 
     @property

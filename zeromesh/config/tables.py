@@ -18,6 +18,9 @@ OURS: tuple[str, ...] = (
     "activation_checkpointing.targets",
     "bf16.auto_cast",
     "context_parallel",
+    "pipeline.schedule",
+    "pipeline.chunks",
+    "pipeline.blocks",
     "tensor_parallel.plan",
     "tensor_parallel.sequence",
     "profile",
@@ -93,7 +96,11 @@ WITHOUT_EFFECT: dict[str, str] = {
     "tensor_parallel.preset_model": "a plan is found for every model; tensor_parallel.plan changes it",
     "tensor_parallel.keep_module_on_host": "each rank keeps only its part",
     "tensor_parallel.replace_with_kernel_inject": "there are no inference kernels",
-    "pipeline": "there are no pipeline stages in this version",
+    "pipeline.seed_layers": "each parameter's values follow from its name",
+    "pipeline.activation_checkpoint_interval": "activation_checkpointing says what is recomputed",
+    "pipeline.pipe_partitioned": "activations are sent as they are",
+    "pipeline.grad_partitioned": "gradients of activations are sent as they are",
+    "pipeline.use_reentrant": "activation_checkpointing says how",
     "weight_quantization": "weights are not quantised",
     "datastates_ckpt": "checkpoints have one writer",
     "optimizer.legacy_fusion": "torch's fused updates are used where they exist",
@@ -163,9 +170,7 @@ _OFF = (False,)
 _OFFLOADING = "offloading to the host or to NVMe"
 
 NOT_YET: dict[str, NotYet] = {
-    "mesh.pipeline": NotYet((1,), "pipeline parallelism"),
     "mesh.expert": NotYet((1,), "expert parallelism"),
-    "pipeline": NotYet(({}, None), "pipeline parallelism"),
     "expert_parallel.enabled": NotYet(_OFF, "expert parallelism"),
     "zero_optimization.offload_optimizer.device": NotYet(("none",), _OFFLOADING),
     "zero_optimization.offload_param.device": NotYet(("none",), _OFFLOADING),

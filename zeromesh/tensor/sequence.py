@@ -11,7 +11,7 @@ or latent attention, is given the whole sequence, and computes as it does withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -36,9 +36,16 @@ class Stack:
     blocks: tuple[str, ...]
     whole: tuple[str, ...]
 
+    def part(self, blocks: Collection[str]) -> Stack:
+        """Those of some blocks, as of a stage of a pipeline: there the sequence is spread, and joined, for itself."""
+        whole = [name for name in self.whole if any(_is_in(name, block) for block in blocks)]
+        return Stack(self.name, tuple(block for block in self.blocks if block in blocks), tuple(whole))
+
     def spreads(self, name: str) -> bool:
         """Whether a module inside works on parts of the sequence, or reads one."""
-        return _is_in(name, self.name) and not any(_is_in(name, other) for other in self.whole)
+        return any(_is_in(name, block) for block in self.blocks) and not any(
+            _is_in(name, other) for other in self.whole
+        )
 
 
 def find_stacks(model: nn.Module, resolved: Resolved) -> list[Stack]:

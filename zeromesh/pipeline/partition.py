@@ -1,0 +1,60 @@
+"""Which blocks make up which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def partition(costs: Sequence[float], stages: int) -> list[int]:
+    """Cut a row of blocks into stages of which the most expensive one is as cheap as can be; none is empty.
+
+    Of several such cuts, that with the most blocks in the earlier stages: the last one has the loss.
+
+    Args:
+        costs: of each block, in any unit.
+        stages: their number.
+
+    Returns:
+        The first block of each stage.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
+    """
+    blocks = len(costs)
+    if blocks < stages:
+        raise ValueError(
+            f"{blocks} blocks cannot be cut into {stages} stages, as each needs one; set mesh.pipeline (times the chunks "
+            f"per rank) to {blocks} at the most, or name smaller blocks in pipeline.blocks"
+        )
+    sums = [0.0, *accumulate(costs)]
+    # best[n]: the least cost of the dearest stage, and where the last one starts, for the first n blocks.
+    best: list[tuple[float, int]] = [(sums[n], 0) for n in range(blocks + 1)]
+    tables = [best]
+    for stage in range(1, stages):
+        row = [(float("inf"), 0)] * (blocks + 1)
+        for n in range(stage + 1, blocks + 1):
+            row[n] = min(
+                ((max(best[start][0], sums[n] - sums[start]), -start) for start in range(stage, n)),
+                key=lambda found: found,
+            )
+            row[n] = row[n][0], -row[n][1]
+        tables.append(row)
+        best = row
+    starts, end = [], blocks
+    for table in reversed(tables):
+        starts.append(table[end][1])
+        end = table[end][1]
+    return starts[::-1]
+
+
+def uniform(blocks: int, stages: int) -> list[int]:
+    """Stages of as many blocks each; where they do not divide, the middle ones have one more.
+
+    The first and the last also have what is outside of blocks.
+    """
+    partition([1.0] * blocks, stages)  # raises where there are too few
+    each, rest = divmod(blocks, stages)
+    middle = sorted(range(stages), key=lambda stage: abs(stage - (stages - 1) / 2))
+    sizes = [each + (stage in middle[:rest]) for stage in range(stages)]
+    return [0, *accumulate(sizes[:-1])]

@@ -1,0 +1,281 @@
+"""Runs a schedule: does this rank's actions one after the other, and what must pass between stages with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zeromesh.dist.collectives import Group, Pending
+from zeromesh.pipeline.actions import Action, Kind, Schedule
+from zeromesh.pipeline.stage import Form, Handed, Header, Stages
+from zeromesh.pipeline.weights import Kept
+
+HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
+"""Of the pipeline axis; between two ranks messages of one tag arrive in the order in which they are sent."""
+
+
+class Work(Protocol):
+    """What is done with one stage's part of a micro-batch."""
+
+    def stage_loss(self, stage: int, batch: Any, kept: Kept | None) -> Tensor:
+        """The model's loss; a scalar. With ``kept``, its backward is to be in two parts."""
+
+    def stage_backward(
+        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None, last: bool, kept: Kept | None
+    ) -> None:
+        """Backward from what a stage handed over, or from the loss, which has no gradient.
+
+        ``last`` if it is this rank's last one before the update. With ``kept``, that of weights comes later.
+        """
+
+    def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
+        """The backward of weights that is left."""
+
+
+@dataclass
+class _Flight:
+    """One micro-batch in one stage, from its forward to its backward."""
+
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    kept: Kept | None = None
+
+
+class Messages:
+    """Tensors between the stages of a pipeline.
+
+    Args:
+        group: the ranks along the pipeline axis.
+        placement: the rank of each stage.
+        device: of the tensors.
+    """
+
+    def __init__(self, group: Group, placement: Sequence[int], device: torch.device) -> None:
+        self._group, self._placement, self._device = group, tuple(placement), device
+        self._sending: list[Pending] = []
+
+    def is_here(self, stage: int) -> bool:
+        """Whether a stage is this rank's."""
+        return self._placement[stage] == self._group.rank
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> None:
+        """Begin to send tensors to a stage."""
+        peer = self._placement[to]
+        for tensor in tensors:
+            message = tensor.detach().contiguous()
+            self._sending.append(self._group.send_and_receive({peer: message}, {}, tag, what))
+
+    def receive(self, forms: Sequence[Form], of: int, tag: int, what: str) -> tuple[list[Tensor], list[Pending]]:
+        """Begin to receive tensors from a stage."""
+        peer = self._placement[of]
+        tensors = [form.empty(self._device) for form in forms]
+        return tensors, [self._group.send_and_receive({}, {peer: tensor}, tag, what) for tensor in tensors]
+
+    def send_header(self, header: Header, to: int) -> None:
+        """Tell a stage what it is going to receive."""
+        text = torch.frombuffer(bytearray(header.to_json().encode()), dtype=torch.uint8).to(self._device)
+        length = torch.tensor([text.numel()], device=self._device)
+        self.send([length, text], to, HEADER_TAG, "header")
+
+    def receive_header(self, of: int) -> Header:
+        """What ``send_header`` of a stage sends to this rank."""
+        (length,), pending = self.receive([Form((1,), torch.int64, False)], of, HEADER_TAG, "header")
+        _wait(pending)
+        (text,), pending = self.receive([Form((int(length),), torch.uint8, False)], of, HEADER_TAG, "header")
+        _wait(pending)
+        return Header.from_json(bytes(text.cpu().tolist()).decode())
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        _wait(self._sending)
+        self._sending.clear()
+
+
+class Interpreter:
+    """Runs schedules.
+
+    Args:
+        stages: of the model.
+        messages: between them.
+        work: what is done with a micro-batch.
+        sends_all: see ``Stages.run``.
+    """
+
+    def __init__(self, stages: Stages, messages: Messages, work: Work, sends_all: bool = False) -> None:
+        self._stages, self._messages, self._work, self._sends_all = stages, messages, work, sends_all
+        self._headers: dict[tuple[int, Any], Header] = {}
+
+    def run(self, schedule: Schedule, rank: int, batches: Sequence[Any], signatures: Sequence[Any]) -> list[Tensor]:
+        """Do a rank's actions.
+
+        Args:
+            schedule: with messages.
+            rank: along the pipeline axis.
+            batches: the micro-batches; all stages are given the same.
+            signatures: of each; micro-batches of one signature have the same shapes everywhere in the model.
+
+        Returns:
+            The losses, detached, in the order of micro-batches; none unless the last stage is here.
+        """
+        run = _Running(self, schedule, batches, signatures)
+        actions = schedule.ranks[rank]
+        backwards = [action for action in actions if action.kind in (Kind.BACKWARD, Kind.WEIGHT)]
+        for action in actions:
+            with _naming(action):
+                run.do(action, bool(backwards) and action is backwards[-1])
+        self._messages.finish()
+        return [run.losses[number] for number in sorted(run.losses)]
+
+
+class _Running:
+    """One run of a schedule."""
+
+    def __init__(
+        self, interpreter: Interpreter, schedule: Schedule, batches: Sequence[Any], signatures: Sequence[Any]
+    ) -> None:
+        self.losses: dict[int, Tensor] = {}
+        self._all, self._schedule, self._batches, self._signatures = interpreter, schedule, batches, signatures
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._arriving: dict[tuple[Kind, int, int], tuple[list[Tensor], list[Pending]]] = {}
+        self._last = schedule.stages - 1
+        self._splits = any(kind is Kind.INPUT for kind, _, _ in schedule.present)
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._do: dict[Kind, Callable[[int, int], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.SEND_ACTIVATION: self._send_activation,
+            Kind.RECEIVE_ACTIVATION: self._receive_activation,
+            Kind.SEND_GRADIENT: self._send_gradient,
+            Kind.RECEIVE_GRADIENT: self._receive_gradient,
+        }
+
+    def do(self, action: Action, last: bool) -> None:
+        """Do one action; ``last`` if it is the rank's last backward."""
+        if action.kind in (Kind.BACKWARD, Kind.INPUT):
+            assert action.microbatch is not None
+            self._backward(action.stage, action.microbatch, last)
+        elif action.kind is Kind.WEIGHT:
+            assert action.microbatch is not None
+            self._all._work.stage_weights(action.stage, self._kept.pop((action.stage, action.microbatch)), last)
+        elif action.kind in self._do:
+            assert action.microbatch is not None
+            self._do[action.kind](action.stage, action.microbatch)
+
+    def _key(self, boundary: int, microbatch: int) -> tuple[int, Any]:
+        return boundary, self._signatures[microbatch]
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        flight = self._flights.setdefault((stage, microbatch), _Flight())
+        flight.kept = [] if self._splits else None
+        known = self._all._headers.get(self._key(stage + 1, microbatch))
+        # What passes on depends on parameters, which is seen where there are graphs.
+        with torch.set_grad_enabled(torch.is_grad_enabled() or (known is None and stage < self._last)):
+            received = self._take(flight, stage, microbatch) if stage > 0 else None
+            result = self._all._stages.run(
+                stage,
+                lambda: self._all._work.stage_loss(stage, self._batches[microbatch], flight.kept),
+                received,
+                None if known is None else known.places,
+                self._all._sends_all,
+            )
+        if stage == self._last:
+            self.losses[microbatch] = result.detach()
+            flight.outputs = (result,)
+            return
+        flight.outputs = result.tensors
+        self._hand_over(stage, microbatch, result)
+
+    def _take(self, flight: _Flight, stage: int, microbatch: int) -> Handed:
+        """What the stage before handed over."""
+        if not flight.inputs:
+            flight.inputs = self._arrived(Kind.RECEIVE_ACTIVATION, stage, microbatch)
+        header = self._all._headers[self._key(stage, microbatch)]
+        for tensor, form in zip(flight.inputs, header.forms, strict=True):
+            tensor.requires_grad_(form.differentiable and torch.is_grad_enabled())
+        return Handed(flight.inputs, header)
+
+    def _hand_over(self, stage: int, microbatch: int, handed: Handed) -> None:
+        """Have the next stage know what it gets; and, if it is here, get it."""
+        key, messages = self._key(stage + 1, microbatch), self._all._messages
+        known = self._all._headers.get(key)
+        if known is None:
+            self._all._headers[key] = handed.header
+            if not messages.is_here(stage + 1):
+                messages.send_header(handed.header, stage + 1)
+        elif not known.fits(handed.header, torch.is_grad_enabled()):
+            raise RuntimeError(
+                f"stage {stage} handed over {known.forms} for inputs of these shapes before, and {handed.header.forms} "
+                "now; what passes between stages may depend on the shapes of the inputs only"
+            )
+        if messages.is_here(stage + 1):
+            copies = tuple(tensor.detach() for tensor in handed.tensors)
+            self._flights[stage + 1, microbatch] = _Flight(copies)
+
+    def _send_activation(self, stage: int, microbatch: int) -> None:
+        outputs = self._flights[stage, microbatch].outputs
+        self._all._messages.send(outputs, stage + 1, ACTIVATION_TAG, "activations")
+
+    def _receive_activation(self, stage: int, microbatch: int) -> None:
+        key = self._key(stage, microbatch)
+        if key not in self._all._headers:  # this waits, with inputs of these shapes for the first time
+            self._all._headers[key] = self._all._messages.receive_header(stage - 1)
+        self._arriving[Kind.RECEIVE_ACTIVATION, stage, microbatch] = self._all._messages.receive(
+            self._all._headers[key].forms, stage - 1, ACTIVATION_TAG, "activations"
+        )
+
+    def _send_gradient(self, stage: int, microbatch: int) -> None:
+        flight = self._flights.pop((stage, microbatch))
+        self._all._messages.send(
+            list(_gradients_of(flight.inputs)), stage - 1, GRADIENT_TAG, "gradients of activations"
+        )
+
+    def _receive_gradient(self, stage: int, microbatch: int) -> None:
+        forms = [form for form in self._all._headers[self._key(stage + 1, microbatch)].forms if form.differentiable]
+        self._arriving[Kind.RECEIVE_GRADIENT, stage, microbatch] = self._all._messages.receive(
+            forms, stage + 1, GRADIENT_TAG, "gradients of activations"
+        )
+
+    def _backward(self, stage: int, microbatch: int, last: bool) -> None:
+        flight = self._flights[stage, microbatch]
+        roots = [tensor for tensor in flight.outputs if tensor.requires_grad]
+        gradients: Sequence[Tensor] | None = None
+        if stage < self._last and self._all._messages.is_here(stage + 1):
+            gradients = list(_gradients_of(self._flights.pop((stage + 1, microbatch)).inputs))
+        elif stage < self._last:
+            gradients = list(self._arrived(Kind.RECEIVE_GRADIENT, stage, microbatch))
+        self._all._work.stage_backward(stage, roots, gradients, last, flight.kept)
+        if flight.kept is not None:
+            self._kept[stage, microbatch] = flight.kept
+        flight.outputs = ()
+        if stage == 0:
+            del self._flights[stage, microbatch]
+
+    def _arrived(self, kind: Kind, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        tensors, pending = self._arriving.pop((kind, stage, microbatch))
+        _wait(pending)
+        return tuple(tensors)
+
+
+def _gradients_of(inputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Zeros for those that the loss does not depend on."""
+    return (torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
+
+
+def _wait(pending: Sequence[Pending]) -> None:
+    for one in pending:
+        one.wait()
+
+
+@contextmanager
+def _naming(action: Action) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"this was in {action.kind.name.lower()} of stage {action.stage}, micro-batch {action.microbatch}"
+        )
+        raise

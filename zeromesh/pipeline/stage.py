@@ -1,0 +1,319 @@
+"""Stages: parts of a model that run one after the other, on different ranks, through the model's own forward.
+
+The forward is left, and entered again, between two of the model's blocks. While a stage runs, gates stand in the places
+of the blocks: those of earlier stages return something of the right shape, the first of the stage's own is called with
+what came from the stage before, and the first of a later stage ends the forward; what that was called with is handed to
+the next stage. What the model makes of its inputs alone, such as masks and positions, every stage makes itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.model.containers import map_tensors
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a tensor looks like that one stage hands to the next."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        """The form of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a stage must know to take what the one before hands to it.
+
+    Attributes:
+        forms: of the tensors that are sent.
+        places: for each tensor in the arguments of the block that comes next, which of those it is; -1 where the
+            stage makes it itself.
+        returned: by list of blocks so far, what its blocks return; see ``_outline``.
+    """
+
+    forms: tuple[Form, ...]
+    places: tuple[int, ...]
+    returned: Mapping[str, Any]
+
+    def fits(self, other: Header, grad: bool) -> bool:
+        """Whether what another one is of can be taken as what this one is of; ``grad``: with gradients."""
+        mine, theirs = ([(f.shape, f.dtype, f.differentiable and grad) for f in h.forms] for h in (self, other))
+        return mine == theirs and self.places == other.places
+
+    def to_json(self) -> str:
+        """As ``from_json`` reads it."""
+        forms = [[*form.shape, str(form.dtype).removeprefix("torch."), form.differentiable] for form in self.forms]
+        return json.dumps([forms, self.places, self.returned])
+
+    @classmethod
+    def from_json(cls, text: str) -> Header:
+        """What ``to_json`` wrote."""
+        forms, places, returned = json.loads(text)
+        made = [Form(tuple(form[:-2]), getattr(torch, form[-2]), form[-1]) for form in forms]
+        return cls(tuple(made), tuple(places), returned)
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What a stage hands to the next: tensors, and what is to be known of them."""
+
+    tensors: tuple[Tensor, ...]
+    header: Header
+
+
+class Stages:
+    """The stages of a model.
+
+    Args:
+        model: the whole; blocks of other ranks' stages need not have their parameters.
+        blocks: names of its blocks, in the order in which they are called.
+        starts: the first block of each stage, ascending from 0.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], starts: Sequence[int]) -> None:
+        self._model, self._blocks = model, tuple(blocks)
+        self._bounds = (*starts, len(blocks))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._bounds) - 1
+
+    def run(
+        self, stage: int, call: Callable[[], Any], received: Handed | None, places: Sequence[int] | None = None,
+        sends_all: bool = False,
+    ) -> Any:  # fmt: skip
+        """Run one stage of a forward.
+
+        Args:
+            stage: which.
+            call: calls the model, with the same inputs on all stages.
+            received: what the stage before handed over; None for the first.
+            places: as in the header of what is handed over, where that is known; found out otherwise, for which there
+                must be graphs.
+            sends_all: hand over all floating-point tensors, where it cannot be seen which of them depend on parameters
+                because some are frozen.
+
+        Returns:
+            What is to be handed to the next stage; of the last stage, what ``call`` returned.
+
+        Raises:
+            RuntimeError: the model did not call the blocks one after the other.
+        """
+        run = _Run(self._blocks, self._bounds[stage], self._bounds[stage + 1], received, places, sends_all)
+        grad = torch.is_grad_enabled()
+        with self._gates(run):
+            try:
+                torch.set_grad_enabled(grad and run.is_live)
+                result = call()
+            except _Left as left:
+                return left.handed
+            finally:
+                torch.set_grad_enabled(grad)
+        if run.stop < len(self._blocks) or not run.is_live:
+            expected = self._blocks[run.stop if run.is_live else run.first]
+            raise RuntimeError(
+                f"the model's forward ended on stage {stage} without a call of {expected}; blocks of a pipeline are "
+                "called one after the other in every forward: name them in pipeline.blocks, or set mesh.pipeline to 1"
+            )
+        return result
+
+    @contextmanager
+    def _gates(self, run: _Run) -> Iterator[None]:
+        places = [
+            (self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._blocks
+        ]
+        blocks = [parent._modules[child] for parent, child in places]
+        for index, ((parent, child), block) in enumerate(zip(places, blocks, strict=True)):
+            assert block is not None
+            parent._modules[child] = _Gate(block, index, run)
+        try:
+            yield
+        finally:
+            for (parent, child), block in zip(places, blocks, strict=True):
+                parent._modules[child] = block
+
+
+class _Left(Exception):
+    """The forward has come to the end of the stage."""
+
+    def __init__(self, handed: Handed) -> None:
+        super().__init__("a stage of a pipeline ended: not an error")
+        self.handed = handed
+
+
+class _Gate(nn.Module):
+    """Stands in a block's place; asked for anything but its call, it is the block."""
+
+    def __init__(self, block: nn.Module, index: int, run: _Run) -> None:
+        super().__init__()
+        self.__dict__["_gated"] = block, index, run
+        self.training = block.training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_gated"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        block, index, run = self.__dict__["_gated"]
+        return run.called(block, index, args, kwargs)
+
+
+@dataclass
+class _Run:
+    """One forward of one stage."""
+
+    blocks: tuple[str, ...]
+    first: int
+    stop: int
+    received: Handed | None
+    known: Sequence[int] | None
+    sends_all: bool
+    is_live: bool = False
+    _latest: int = -1
+    _returned: dict[str, Any] = field(default_factory=dict)
+    _replaced: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _made: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.is_live = self.received is None
+        self._grad = torch.is_grad_enabled()
+        if self.received is not None:
+            self._returned |= self.received.header.returned
+            self._made += self.received.tensors
+
+    def called(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model calls a block."""
+        if index <= self._latest:
+            raise RuntimeError(
+                f"{self.blocks[index]} was called after {self.blocks[self._latest]}; blocks of a pipeline are called "
+                "one after the other: name them in that order in pipeline.blocks, or set mesh.pipeline to 1"
+            )
+        self._latest = index
+        if index >= self.stop:
+            raise _Left(self._hand(index, args, kwargs))
+        name = self.blocks[index].rpartition(".")[0]
+        if index < self.first:
+            return _imitate(self._returned[name], args, kwargs)
+        args, kwargs = self._as_received(args, kwargs) if self.is_live else self._enter(args, kwargs)
+        given: list[Tensor] = _tensors((args, kwargs))
+        output = block(*args, **kwargs)
+        self._made += [one for one in _tensors(output) if not any(one is other for other in given)]
+        self._returned[name] = _outline(output)
+        return output
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first of the stage's own blocks is called: with what was received."""
+        assert self.received is not None
+        torch.set_grad_enabled(self._grad)
+        self.is_live = True
+        local, places = _tensors((args, kwargs)), self.received.header.places
+        if len(local) != len(places):
+            raise RuntimeError(
+                f"{self.blocks[self.first]} is called with {len(local)} tensors on this stage and with {len(places)} "
+                "on the one before; all stages must be given the same inputs"
+            )
+        values = [one if place < 0 else self.received.tensors[place] for one, place in zip(local, places, strict=True)]
+        self._replaced = [pair for pair in zip(local, values, strict=True) if pair[0] is not pair[1]]
+        following = iter(values)
+        return map_tensors((args, kwargs), lambda _: next(following))
+
+    def _as_received(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What all blocks are given alike, as a decoder's are what the encoder gave, was received once."""
+        if not self._replaced:
+            return args, kwargs
+
+        def pick(tensor: Tensor) -> Tensor:
+            return next((value for one, value in self._replaced if one is tensor), tensor)
+
+        return map_tensors((args, kwargs), pick)
+
+    def _hand(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handed:
+        if not self.is_live:
+            raise RuntimeError(
+                f"{self.blocks[index]} was called, and no block of this stage, {self.blocks[self.first]} to "
+                f"{self.blocks[self.stop - 1]}; blocks of a pipeline are called in every forward"
+            )
+        args, kwargs = self._as_received(args, kwargs)
+        sent: list[Tensor] = []
+        places = []
+        found = _tensors((args, kwargs))
+        if self.known is not None and len(self.known) != len(found):
+            raise RuntimeError(
+                f"{self.blocks[index]} was called with {len(found)} tensors, and with {len(self.known)} for inputs of "
+                "these shapes before; what passes between stages may depend on the shapes of the inputs only"
+            )
+        for number, tensor in enumerate(found):
+            if not self._depends(tensor) if self.known is None else self.known[number] < 0:
+                places.append(-1)
+                continue
+            known = next((number for number, other in enumerate(sent) if other is tensor), len(sent))
+            places.append(known)
+            sent += [tensor] if known == len(sent) else []
+        header = Header(tuple(Form.of(tensor) for tensor in sent), tuple(places), dict(self._returned))
+        return Handed(tuple(sent), header)
+
+    def _depends(self, tensor: Tensor) -> bool:
+        """Whether the next stage cannot make it of the inputs itself."""
+        if tensor.requires_grad or any(tensor is other for other in self._made):
+            return True
+        return self.sends_all and tensor.is_floating_point()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found
+
+
+def _outline(value: Any) -> Any:
+    """What a value is like, in JSON: of a tensor its shape and dtype."""
+    if isinstance(value, Tensor):
+        return {"tensor": [*value.shape, str(value.dtype).removeprefix("torch.")]}
+    if isinstance(value, Mapping):
+        return {"mapping": {str(key): _outline(item) for key, item in value.items()}}
+    if isinstance(value, tuple | list):
+        return {type(value).__name__ if type(value) is list else "tuple": [_outline(item) for item in value]}
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A value of that outline, of which no tensor means anything: one of the arguments, or zeros that take no memory."""
+    given = _tensors((args, kwargs))
+
+    def make(outline: Any) -> Any:
+        if not isinstance(outline, dict):
+            return outline
+        kind, inside = next(iter(outline.items()))
+        if kind == "mapping":
+            return {key: make(item) for key, item in inside.items()}
+        if kind != "tensor":
+            return [make(item) for item in inside] if kind == "list" else tuple(make(item) for item in inside)
+        *shape, dtype = inside
+        same = (one for one in given if one.shape == torch.Size(shape) and one.dtype == getattr(torch, dtype))
+        device = given[0].device if given else None
+        return next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
+
+    return make(outline)

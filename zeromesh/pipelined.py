@@ -1,0 +1,167 @@
+"""A model that is cut into stages: where, in which order they compute, and a batch through all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh import batches
+from zeromesh.config.parts import Pipeline
+from zeromesh.dist.mesh import Mesh
+from zeromesh.model.containers import map_tensors
+from zeromesh.pipeline.actions import Schedule
+from zeromesh.pipeline.cut import costs_of, find_blocks, place_parameters, take_away
+from zeromesh.pipeline.generators import generate
+from zeromesh.pipeline.lowering import add_messages, forward_only
+from zeromesh.pipeline.partition import partition, uniform
+from zeromesh.pipeline.run import Interpreter, Messages, Work
+from zeromesh.pipeline.stage import Stages
+from zeromesh.pipeline.weights import Later
+from zeromesh.shard.sharded import Sharded
+
+
+class Pipelined:
+    """A model that is cut into stages.
+
+    Attributes:
+        cut: where.
+
+    Args:
+        model: the whole; not changed.
+        mesh: the ranks.
+        chosen: the configuration's section.
+        microbatches: of an update.
+
+    Raises:
+        ValueError: the model cannot be cut so, or there is no such schedule.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, chosen: Pipeline, microbatches: int) -> None:
+        self._model, self._mesh, self._chosen = model, mesh, chosen
+        self._group = mesh.group("pipeline")
+        self._schedules: dict[int, Schedule] = {}
+        self._units: dict[int, frozenset[int]] = {}
+        placement = self._compute(microbatches).placement
+        self._placement = placement
+        blocks = find_blocks(model, chosen.blocks)
+        self.cut = place_parameters(model, blocks, self._starts(blocks, len(placement)))
+        self._interpreter: Interpreter | None = None
+
+    @property
+    def stages(self) -> list[int]:
+        """Those of this rank."""
+        return [stage for stage, rank in enumerate(self._placement) if rank == self._group.rank]
+
+    @property
+    def blocks_by_stage(self) -> list[list[str]]:
+        """The blocks of each stage of this rank."""
+        bounds = (*self.cut.starts, len(self.cut.blocks))
+        return [list(self.cut.blocks[bounds[stage] : bounds[stage + 1]]) for stage in self.stages]
+
+    @property
+    def tied(self) -> dict[str, list[int]]:
+        """By name, the ranks along the pipeline that have a parameter, where several do."""
+        ranks = {name: sorted({self._placement[s] for s in needing}) for name, needing in self.cut.stages.items()}
+        return {name: holders for name, holders in ranks.items() if len(holders) > 1}
+
+    def take_away(self, dtype: torch.dtype | None) -> None:
+        """Leave the model the parameters of this rank's stages only; ``dtype`` is what 16-bit runs compute in."""
+        take_away(self._model, self.cut, self.stages, dtype)
+
+    def units_of(self, stage: int, sharded: Sharded) -> frozenset[int] | None:
+        """The units that have parameters of a stage; None where the rank has one stage only."""
+        if len(self.stages) == 1:
+            return None
+        if stage not in self._units:
+            needing = self.cut.stages
+            self._units[stage] = frozenset(
+                unit.index
+                for unit in sharded.units
+                for flat in unit.flats
+                if any(stage in needing[segment.name] for segment in flat.layout.segments)
+            )
+        return self._units[stage]
+
+    @cached_property
+    def later(self) -> Later:
+        """Where the backward is in two parts, what leaves that of weights for later."""
+        return Later(self._model)
+
+    def _starts(self, blocks: Sequence[str], stages: int) -> list[int]:
+        how = self._chosen.partition
+        if isinstance(how, list):
+            if len(how) != stages or how[0] != 0 or sorted(set(how)) != how or how[-1] >= len(blocks):
+                raise ValueError(
+                    f"pipeline.partition is {how}; as a list it has the number of the first block of each of the "
+                    f"{stages} stages, ascending from 0, and there are {len(blocks)} blocks"
+                )
+            return how
+        if how == "uniform":
+            return uniform(len(blocks), stages)
+        return partition(costs_of(self._model, blocks), stages)
+
+    def _compute(self, microbatches: int) -> Schedule:
+        return generate(self._chosen.schedule, self._group.size, microbatches, self._chosen.chunks)
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """That of a training step, with messages.
+
+        Raises:
+            ValueError: there is none for so many micro-batches.
+        """
+        if microbatches not in self._schedules:
+            self._schedules[microbatches] = add_messages(self._compute(microbatches))
+        return self._schedules[microbatches]
+
+    def train(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
+        """Forward and backward of all micro-batches; their losses, detached, where the last stage is, else none."""
+        return self._run(trainer, self.schedule(len(given)), given)
+
+    def evaluate(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
+        """Forwards only."""
+        return self._run(trainer, add_messages(forward_only(self._compute(len(given)))), given)
+
+    def _run(self, trainer: Work, schedule: Schedule, given: Sequence[Any]) -> list[Tensor]:
+        mode = torch.is_grad_enabled(), self._model.training
+        signatures = [(*mode, _signature(batch)) for batch in given]
+        self._require_same(given, signatures)
+        if self._interpreter is None:
+            frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
+            stages = Stages(self._model, self.cut.blocks, self.cut.starts)
+            messages = Messages(self._group, schedule.placement, self._mesh.device)
+            self._interpreter = Interpreter(stages, messages, trainer, frozen)
+        return self._interpreter.run(schedule, self._group.rank, given, signatures)
+
+    def _require_same(self, given: Sequence[Any], signatures: Sequence[Any]) -> None:
+        """All stages are given the same micro-batches, or they would wait for what never comes.
+
+        Raises:
+            ValueError: they are not; on all ranks.
+        """
+        sums = sum((number + 1) * float(batches.checksum(one, self._mesh.device)) for number, one in enumerate(given))
+        own = torch.tensor([len(given), zlib.crc32(repr(signatures).encode()), sums], dtype=torch.float64)
+        first, *others = self._group.exchange(own).tolist()
+        for stage, row in enumerate(others, 1):
+            for name, one, other in zip(("numbers", "shapes", "values"), first, row, strict=True):
+                if one != other:
+                    raise ValueError(
+                        f"ranks 0 and {stage} of a pipeline were given different {name} of micro-batches; give all "
+                        "ranks of a pipeline the same ones: share engine.data_rank of engine.data_size, and let seeds "
+                        "depend on engine.data_rank only"
+                    )
+
+
+def _signature(batch: Any) -> tuple[Any, ...]:
+    forms: list[Any] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        forms.append((tuple(tensor.shape), str(tensor.dtype)))
+        return tensor
+
+    map_tensors(batch, note)
+    return tuple(forms)
