@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from harness import run_ranks
 from zeromesh.dist.collectives import Group
 from zeromesh.dist.mesh import Mesh
-from zeromesh.model.linear import Columns, multiply
 from zeromesh.model import linear
+from zeromesh.model.linear import Columns, multiply
 from zeromesh.tensor.linear import enter, leave
 
 SEQUENCE, WIDTH, INNER = 4, 6, 8

@@ -36,8 +36,8 @@ SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3
 """By so much of them the losses of ranks that compute the same may differ, the latter in runs in 16 bits."""
 
 BY_BATCH = (
-    "call engine.train_batch(iterator) and engine.eval_batch(iterator) on all ranks, with the same micro-batches on the "
-    "ranks of one pipeline, or set mesh.pipeline to 1"
+    "call engine.train_batch(iterator) and engine.eval_batch(iterator) on all ranks, with the same micro-batches on "
+    "the ranks of one pipeline, or set mesh.pipeline to 1"
 )
 
 MOST_SKIPPED = 10

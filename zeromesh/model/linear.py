@@ -51,6 +51,7 @@ class WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Of weight and bias, if the product has left what they are made of."""
         ticket, transposed, then = ctx.settings
         if ticket.operands is None:  # the product gave the gradients itself
             return None, None, None, None, None
@@ -76,6 +77,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Of ``x``; also of the weight and the bias where they cannot be left for later."""
         (x, weight), (ticket, transposed) = ctx.saved_tensors, ctx.settings
         of_x = gradient @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
         token = gradient.new_empty(0) if ctx.needs_input_grad[1] else None

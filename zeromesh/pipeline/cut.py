@@ -60,8 +60,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     blocks = [f"{name}.{child}".lstrip(".") for name, m in outer for child, _ in m.named_children()]
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential) to be cut into stages: name "
-            "them in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
+            f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential) to be cut into stages: "
+            "name them in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
         )
     return blocks
 

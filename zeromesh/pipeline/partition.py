@@ -24,8 +24,8 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     blocks = len(costs)
     if blocks < stages:
         raise ValueError(
-            f"{blocks} blocks cannot be cut into {stages} stages, as each needs one; set mesh.pipeline (times the chunks "
-            f"per rank) to {blocks} at the most, or name smaller blocks in pipeline.blocks"
+            f"{blocks} blocks cannot be cut into {stages} stages, as each needs one; set mesh.pipeline (times "
+            f"pipeline.chunks) to {blocks} at the most, or name smaller blocks in pipeline.blocks"
         )
     sums = [0.0, *accumulate(costs)]
     # best[n]: the least cost of the dearest stage, and where the last one starts, for the first n blocks.

@@ -300,7 +300,7 @@ def _outline(value: Any) -> Any:
 
 
 def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A value of that outline, of which no tensor means anything: one of the arguments, or zeros that take no memory."""
+    """A value of that outline, whose tensors mean nothing: one of the arguments, or zeros that take no memory."""
     given = _tensors((args, kwargs))
 
     def make(outline: Any) -> Any:
