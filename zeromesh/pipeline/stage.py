@@ -232,6 +232,12 @@ class _Run:
             )
         values = [one if place < 0 else self.received.tensors[place] for one, place in zip(local, places, strict=True)]
         self._replaced = [pair for pair in zip(local, values, strict=True) if pair[0] is not pair[1]]
+        for number, (one, value) in enumerate(self._replaced):
+            if any(one is other and value is not received for other, received in self._replaced[:number]):
+                raise RuntimeError(
+                    f"{self.blocks[self.first]} is given one tensor twice on this stage, and two on the one before; give "
+                    "it copies, or cut elsewhere with pipeline.partition"
+                )
         following = iter(values)
         return map_tensors((args, kwargs), lambda _: next(following))
 
@@ -314,6 +320,7 @@ def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         *shape, dtype = inside
         same = (one for one in given if one.shape == torch.Size(shape) and one.dtype == getattr(torch, dtype))
         device = given[0].device if given else None
-        return next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
+        found = next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
+        return found.view_as(found)  # another object than what was given: by that it is known what was received for it
 
     return make(outline)
