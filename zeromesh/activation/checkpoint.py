@@ -35,4 +35,18 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def checkpoint_modules(modules: Iterable[nn.Module]) -> None:
     """Have the forward of each module checkpointed, in place. Their hooks run around it, once."""
     for module in modules:
-        module.forward = partial(checkpoint, module.forward)
+        module.forward = partial(_without_cache, module.forward)
+
+
+def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As ``checkpoint``; what is computed twice must not be added to a cache of keys and values twice."""
+    if torch.is_grad_enabled():
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
+    return checkpoint(forward, *args, **kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is one of transformers', in which each block leaves its keys and values."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")

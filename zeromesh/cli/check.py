@@ -84,6 +84,11 @@ def check(settings: Settings) -> Job:
     if settings.optimizer is None:
         raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
     sizes = _mesh(job)
+    if sizes["pipeline"] > 1:
+        raise ValueError(
+            f"mesh.pipeline is {sizes['pipeline']}, and zeromesh train does not run pipelines yet; set it to 1, or call "
+            "engine.train_batch in a script of your own (docs/pipeline.md)"
+        )
     if sizes["context"] > 1:
         _check_sequences(job, sizes["context"])
     resolved = _resolved(job)
