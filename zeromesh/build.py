@@ -344,8 +344,8 @@ def plan_stages(model: nn.Module, settings: Resolved, mesh: Mesh) -> Pipelined |
         return None
     if mesh.sizes["context"] > 1:
         raise ValueError(
-            f"mesh.pipeline is {ranks} and mesh.context is {mesh.sizes['context']}: sequences cannot be spread over the "
-            "ranks of a stage yet; set one of them to 1"
+            f"mesh.pipeline is {ranks} and mesh.context is {mesh.sizes['context']}: sequences cannot be spread over "
+            "the ranks of a stage yet; set one of them to 1"
         )
     from zeromesh.pipelined import Pipelined
 

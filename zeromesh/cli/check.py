@@ -86,8 +86,8 @@ def check(settings: Settings) -> Job:
     sizes = _mesh(job)
     if sizes["pipeline"] > 1:
         raise ValueError(
-            f"mesh.pipeline is {sizes['pipeline']}, and zeromesh train does not run pipelines yet; set it to 1, or call "
-            "engine.train_batch in a script of your own (docs/pipeline.md)"
+            f"mesh.pipeline is {sizes['pipeline']}, and zeromesh train does not run pipelines yet; set it to 1, or "
+            "call engine.train_batch in a script of your own (docs/pipeline.md)"
         )
     if sizes["context"] > 1:
         _check_sequences(job, sizes["context"])

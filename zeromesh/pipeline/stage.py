@@ -235,8 +235,8 @@ class _Run:
         for number, (one, value) in enumerate(self._replaced):
             if any(one is other and value is not received for other, received in self._replaced[:number]):
                 raise RuntimeError(
-                    f"{self.blocks[self.first]} is given one tensor twice on this stage, and two on the one before; give "
-                    "it copies, or cut elsewhere with pipeline.partition"
+                    f"{self.blocks[self.first]} is given one tensor twice on this stage, and two on the one before; "
+                    "give it copies, or cut elsewhere with pipeline.partition"
                 )
         following = iter(values)
         return map_tensors((args, kwargs), lambda _: next(following))
