@@ -167,6 +167,13 @@ class _Gate(nn.Module):
         super().__init__()
         self.__dict__["_gated"] = block, index, run
         self.training = block.training
+        for name in ("_modules", "_parameters", "_buffers"):  # a forward may look for what is inside of its model
+            self.__dict__[name] = getattr(block, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """As ``isinstance`` sees it."""
+        return type(self.__dict__["_gated"][0])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_gated"][0], name)
