@@ -15,10 +15,10 @@ from zeromesh.config.parts import Pipeline
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.containers import map_tensors
 from zeromesh.pipeline.actions import Schedule
-from zeromesh.pipeline.cut import costs_of, find_blocks, place_parameters, take_away
+from zeromesh.pipeline.cut import examine, take_away
 from zeromesh.pipeline.generators import generate
 from zeromesh.pipeline.lowering import add_messages, forward_only
-from zeromesh.pipeline.partition import partition, uniform
+from zeromesh.pipeline.partition import starts_of
 from zeromesh.pipeline.run import Interpreter, Messages, Work
 from zeromesh.pipeline.stage import Stages
 from zeromesh.pipeline.weights import Later
@@ -48,8 +48,8 @@ class Pipelined:
         self._units: dict[int, frozenset[int]] = {}
         placement = self._compute(microbatches).placement
         self._placement = placement
-        blocks = find_blocks(model, chosen.blocks)
-        self.cut = place_parameters(model, blocks, self._starts(blocks, len(placement)))
+        blocks = examine(model, chosen.blocks)
+        self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(placement)))
         self._interpreter: Interpreter | None = None
 
     @property
@@ -91,19 +91,6 @@ class Pipelined:
     def later(self) -> Later:
         """Where the backward is in two parts, what leaves that of weights for later."""
         return Later(self._model)
-
-    def _starts(self, blocks: Sequence[str], stages: int) -> list[int]:
-        how = self._chosen.partition
-        if isinstance(how, list):
-            if len(how) != stages or how[0] != 0 or sorted(set(how)) != how or how[-1] >= len(blocks):
-                raise ValueError(
-                    f"pipeline.partition is {how}; as a list it has the number of the first block of each of the "
-                    f"{stages} stages, ascending from 0, and there are {len(blocks)} blocks"
-                )
-            return how
-        if how == "uniform":
-            return uniform(len(blocks), stages)
-        return partition(costs_of(self._model, blocks), stages)
 
     def _compute(self, microbatches: int) -> Schedule:
         return generate(self._chosen.schedule, self._group.size, microbatches, self._chosen.chunks)

@@ -162,7 +162,11 @@ class Pipeline(Section):
     stages: PositiveInt | None = Field(None, description="Ranks that share the layers, as mesh.pipeline.")
     schedule: str = Field("1f1b", description="Order of forwards and backwards; `zeromesh schedule --list` has all.")
     chunks: PositiveInt | None = Field(None, description="Stages per rank, where the schedule has several.")
-    partition: str | list[int] = Field("best", description="How blocks are dealt to the stages.")
+    partition: str | list[int] = Field(
+        "best",
+        description="How blocks are dealt to the stages: best (by estimated operations), parameters, uniform, "
+        "type:REGEX (as many of the classes that match), or the first block of each.",
+    )
     blocks: list[str] = Field([], description="Patterns of names of the blocks, in the order in which they are called.")
     seed_layers: bool = Field(False, description="Seed each layer on its own.")
     activation_checkpoint_interval: CountInt = Field(0, description="Layers between checkpoints; 0 means none.")

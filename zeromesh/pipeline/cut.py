@@ -9,7 +9,12 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from zeromesh.pipeline.samples import LENGTH
+from zeromesh.pipeline.trace import Trace, trace
+
 LISTS = (nn.ModuleList, nn.Sequential)
+
+REMEDY = "name others in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,97 @@ class Cut:
         return max(stage for stage, start in enumerate(self.starts) if start <= block)
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model. What is computed between a block and the next belongs to that block.
+
+    Attributes:
+        names: in the order in which they are called. Each may be the first of a stage.
+        types: the names of their classes.
+        uses: by parameter, under the first of its names, the numbers of the blocks that need it, ascending.
+        parameters: how many elements each needs.
+        operations: floating-point operations of each; None where they could not be counted.
+    """
+
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    uses: Mapping[str, tuple[int, ...]]
+    parameters: tuple[float, ...]
+    operations: tuple[float, ...] | None
+
+    def cut(self, starts: Sequence[int]) -> Cut:
+        """The model cut before these blocks."""
+        cut = Cut(self.names, tuple(starts), {})
+        stages = {name: tuple(sorted({cut.stage_of(b) for b in blocks})) for name, blocks in self.uses.items()}
+        return Cut(cut.blocks, cut.starts, stages)
+
+
+def examine(model: nn.Module, patterns: Sequence[str] = (), length: int = LENGTH) -> Blocks:
+    """The blocks of a model, by a trace of its forward; or by the order of registration, where it cannot be traced.
+
+    Args:
+        model: its parameters may be on any device, meta included; it is not changed.
+        patterns: as for ``find_blocks``.
+        length: of texts, in tokens, for which operations are counted.
+
+    Raises:
+        ValueError: there are no blocks, or they are not called one after the other.
+    """
+    names = find_blocks(model, patterns)
+    traced = trace(model, names, length)
+    calls = list(range(len(names))) if traced is None else _separable(model, names, traced)
+    # The number of the block that each section belongs to.
+    owners = [0] * (len(names) + 1)
+    uses: Mapping[str, frozenset[int]] = {}
+    operations: list[float] | None = None
+    if traced is not None:
+        owners = [max(sum(call < section for call in calls) - 1, 0) for section in range(len(traced.calls) + 1)]
+        operations, uses = [0.0] * len(calls), traced.uses
+        for section, count in enumerate(traced.operations):
+            operations[owners[section]] += count
+    kept = [names[call if traced is None else traced.calls[call]] for call in calls]
+    placed = _by_registration(model, kept)
+    placed |= {name: {owners[section] for section in sections} for name, sections in uses.items()}
+    sizes = [0.0] * len(kept)
+    for name, parameter in model.named_parameters():
+        for block in placed[name]:
+            sizes[block] += parameter.numel()
+    types = tuple(type(model.get_submodule(name)).__name__ for name in kept)
+    counted = None if operations is None or not any(operations) else tuple(operations)
+    ordered = {name: tuple(sorted(blocks)) for name, blocks in placed.items()}
+    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted)
+
+
+def _separable(model: nn.Module, names: Sequence[str], traced: Trace) -> list[int]:
+    """The calls at which the forward can be left and entered again, by their numbers, and the first.
+
+    Raises:
+        ValueError: there are several blocks, and none but the first is such, or one with parameters is called twice.
+    """
+    repeated = {block for block in traced.calls if traced.calls.count(block) > 1}
+    for block in repeated:
+        if _has_parameters(model.get_submodule(names[block])):
+            raise ValueError(
+                f"{names[block]} is called {traced.calls.count(block)} times in a forward of {type(model).__name__}; "
+                f"blocks of a pipeline are called once, one after the other: {REMEDY}"
+            )
+    once = [number for number, block in enumerate(traced.calls) if block not in repeated]
+    crossed = {number for made, read in traced.crossings for number in range(made, read)}
+    found = [number for position, number in enumerate(once) if position == 0 or number not in crossed]
+    if len(found) < 2 <= len(once):
+        made, read = min(traced.crossings)
+        raise ValueError(
+            f"{type(model).__name__} reads, after its call of {names[traced.calls[read - 1]]} and outside of what that "
+            f"is called with, what it computed before its call of {names[traced.calls[made]]}; between blocks of a "
+            f"pipeline nothing passes but what blocks are called with: {REMEDY}"
+        )
+    if not found:
+        raise ValueError(f"a forward of {type(model).__name__} calls none of {', '.join(names[:3])}: {REMEDY}")
+    return found
+
+
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
-    """The blocks of a model: the children of its outermost lists of modules, in order of registration.
+    """What may be blocks of a model: the children of its outermost lists of modules, in order of registration.
 
     Args:
         model: its parameters may be on any device, meta included.
@@ -66,26 +160,21 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     return blocks
 
 
-def place_parameters(model: nn.Module, blocks: Sequence[str], starts: Sequence[int]) -> Cut:
-    """Which stages need each parameter.
-
-    What is outside of the blocks is taken to be used in the order of registration: before the first block, or right
-    after the block that is registered before it. A stage also computes what comes between its last block and the next.
-    """
-    cut = Cut(tuple(blocks), tuple(starts), {})
+def _by_registration(model: nn.Module, blocks: Sequence[str]) -> dict[str, set[int]]:
+    """By parameter, the blocks that need it, if all is used in the order of registration."""
     position: dict[str, int] = {}
     latest = 0
-    for name, _ in model.named_modules():
+    for name, _ in model.named_modules(remove_duplicate=False):
         block = next((number for number, block in enumerate(blocks) if _is_in(name, block)), None)
         latest = max(latest, block) if block is not None else latest
         position[name] = latest if block is None else block
     # A module around blocks holds parameters that are used before them.
-    stages: dict[int, set[int]] = {}
+    found: dict[str, set[int]] = {}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first.setdefault(id(parameter), name)
-        stages.setdefault(id(parameter), set()).add(cut.stage_of(position[name.rpartition(".")[0]]))
-    return Cut(cut.blocks, cut.starts, {first[key]: tuple(sorted(found)) for key, found in stages.items()})
+        known = first.setdefault(id(parameter), name)
+        found.setdefault(known, set()).add(position[name.rpartition(".")[0]])
+    return found
 
 
 def take_away(model: nn.Module, cut: Cut, stages: Sequence[int], dtype: torch.dtype | None = None) -> None:
@@ -115,14 +204,3 @@ def _is_in(name: str, around: str) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def costs_of(model: nn.Module, blocks: Sequence[str]) -> list[float]:
-    """What each block costs: its parameters, and those of what is computed around it."""
-    cut = place_parameters(model, blocks, range(len(blocks)))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    costs = [0.0] * len(blocks)
-    for name, needing in cut.stages.items():
-        for block in needing:
-            costs[block] += sizes[name]
-    return costs

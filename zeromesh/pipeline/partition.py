@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+
+from zeromesh.pipeline.cut import Blocks
 
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
@@ -24,8 +27,8 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     blocks = len(costs)
     if blocks < stages:
         raise ValueError(
-            f"{blocks} blocks cannot be cut into {stages} stages, as each needs one; set mesh.pipeline (times "
-            f"pipeline.chunks) to {blocks} at the most, or name smaller blocks in pipeline.blocks"
+            f"{blocks} blocks cannot be cut into {stages} stages, as each needs one; set mesh.pipeline (times the "
+            f"chunks per rank) to {blocks} at the most, or name smaller blocks in pipeline.blocks"
         )
     sums = [0.0, *accumulate(costs)]
     # best[n]: the least cost of the dearest stage, and where the last one starts, for the first n blocks.
@@ -58,3 +61,46 @@ def uniform(blocks: int, stages: int) -> list[int]:
     middle = sorted(range(stages), key=lambda stage: abs(stage - (stages - 1) / 2))
     sizes = [each + (stage in middle[:rest]) for stage in range(stages)]
     return [0, *accumulate(sizes[:-1])]
+
+
+WAYS: dict[str, Callable[[Blocks, int], list[int]]] = {
+    "best": lambda blocks, stages: partition(blocks.operations or blocks.parameters, stages),
+    "parameters": lambda blocks, stages: partition(blocks.parameters, stages),
+    "uniform": lambda blocks, stages: uniform(len(blocks.names), stages),
+}
+"""Values of ``pipeline.partition``; there are ``type:REGEX`` and a list of first blocks, too."""
+
+
+def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int]:
+    """The first block of each stage, as ``pipeline.partition`` says.
+
+    Raises:
+        ValueError: it says nothing that is known, or that fits.
+    """
+    if not isinstance(how, str):
+        found = list(how)
+        if len(found) != stages or found[0] != 0 or sorted(set(found)) != found or found[-1] >= len(blocks.names):
+            raise ValueError(
+                f"pipeline.partition is {how}; as a list it has the number of the first block of each of the {stages} "
+                f"stages, ascending from 0, and there are {len(blocks.names)} blocks"
+            )
+        return found
+    if how.lower().startswith("type:"):
+        return _by_type(how[len("type:") :], blocks, stages)
+    if how not in WAYS:
+        raise ValueError(
+            f"pipeline.partition is {how!r}; use one of {', '.join(WAYS)}, type:REGEX, where blocks whose class's name "
+            "matches count, or a list of the number of the first block of each stage"
+        )
+    return WAYS[how](blocks, stages)
+
+
+def _by_type(pattern: str, blocks: Blocks, stages: int) -> list[int]:
+    try:
+        counts = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in blocks.types]
+    except re.error as error:
+        raise ValueError(f"pipeline.partition: {pattern!r} is no regular expression: {error}") from None
+    if not any(counts):
+        known = ", ".join(sorted({*blocks.types}))
+        raise ValueError(f"pipeline.partition: type:{pattern} matches none of the blocks, whose classes are {known}")
+    return partition(counts, stages)

@@ -1,0 +1,490 @@
+"""Where models are cut into stages: their blocks, which stage needs which parameter, and what blocks cost.
+
+That a parameter is where it is needed is seen by running the stages, each on a copy of the model that has its own
+parameters only: losses and gradients are those of the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zeromesh
+from huggingface_models import MODELS, Model
+from zeromesh.pipeline.cut import Blocks, Cut, examine, take_away
+from zeromesh.pipeline.partition import starts_of
+from zeromesh.pipeline.stage import Handed, Header, Stages
+
+Call = Callable[[Any], Tensor]
+"""From a model to its loss."""
+
+
+def run_stages(model: nn.Module, cut: Cut, call: Call) -> tuple[Tensor, dict[str, Tensor], set[tuple[str, int]]]:
+    """The loss, the gradients, and which parameters had one on which stage."""
+    copies, handed, taken = [], [], [None]
+    for stage in range(len(cut.starts)):
+        one = copy.deepcopy(model)
+        take_away(one, cut, [stage])
+        copies.append(one)
+        result = Stages(one, cut.blocks, cut.starts).run(stage, lambda one=one: call(one), taken[-1])
+        if stage < len(cut.starts) - 1:
+            handed.append(result)
+            forms = result.header.forms
+            tensors = [t.detach().requires_grad_(f.differentiable) for t, f in zip(result.tensors, forms, strict=True)]
+            taken.append(Handed(tuple(tensors), Header.from_json(result.header.to_json())))
+    result.backward()
+    for sent, received in reversed(list(zip(handed, taken[1:], strict=True))):
+        pairs = [(a, b.grad) for a, b in zip(sent.tensors, received.tensors, strict=True) if a.requires_grad]
+        pairs = [(a, torch.zeros_like(a) if gradient is None else gradient) for a, gradient in pairs]
+        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+    gradients: dict[str, Tensor] = {}
+    used = set()
+    for stage, one in enumerate(copies):
+        for name, parameter in one.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients.get(name, 0) + parameter.grad
+                used.add((name, stage))
+    return result.detach(), gradients, used
+
+
+def check(model: nn.Module, blocks: Blocks, stages: int, call: Call, tolerance: float = 1e-9) -> None:
+    """Stages compute what the whole model does, and none has a parameter that it does not use."""
+    whole = copy.deepcopy(model)
+    loss = call(whole)
+    loss.backward()
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    cut = blocks.cut(starts_of("uniform", blocks, stages))
+    ours, gradients, used = run_stages(model, cut, call)
+    torch.testing.assert_close(ours, loss.detach(), rtol=tolerance, atol=tolerance)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda m: name + m)  # noqa: B023
+    assert used == {(name, stage) for name in expected for stage in cut.stages[name]}
+
+
+ROUTED = replace(MODELS["mixtral"], options={**MODELS["mixtral"].options, "output_router_logits": False})
+HUGGINGFACE = {**{name: model for name, model in MODELS.items() if name not in ("albert", "clip")}, "mixtral": ROUTED}
+
+
+def made(case: Model) -> tuple[nn.Module, Call]:
+    torch.manual_seed(0)
+    model = case.build().to(case.dtype).train()
+    batch = case.batch(torch.Generator().manual_seed(0))
+    batch = {k: v.to(case.dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    return model, lambda one: one(**batch, **case.arguments).loss
+
+
+def names_of(case: Model) -> list[str]:
+    """The blocks, by the table, that are not inside of others."""
+    outer = {
+        kind: n for kind, n in case.blocks.items() if not any(kind.startswith(f"{other}.") for other in case.blocks)
+    }
+    return [kind.replace("#", str(number)) for kind, count in outer.items() for number in range(count)]
+
+
+OTHERWISE = {
+    "swin": [f"swin.encoder.layers.{n}" for n in range(2)],
+    "resnet": [*(f"resnet.encoder.stages.{n}" for n in range(3)), "classifier.0", "classifier.1"],
+    "convnext": [f"convnext.encoder.stages.{n}" for n in range(2)],
+}
+"""Blocks of models of which units are other parts."""
+
+
+@pytest.mark.parametrize("name", HUGGINGFACE)
+def test_stages_of_one_block_compute_what_the_model_does(name: str) -> None:
+    case = HUGGINGFACE[name]
+    model, call = made(case)
+    blocks = examine(model)
+    assert blocks.operations is not None  # it was traced
+    assert list(blocks.names) == OTHERWISE.get(name, names_of(case))
+    check(model, blocks, len(blocks.names), call, case.tolerance)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", HUGGINGFACE)
+def test_stages_of_several_blocks_compute_what_the_model_does(name: str, stages: int) -> None:
+    case = HUGGINGFACE[name]
+    model, call = made(case)
+    blocks = examine(model)
+    check(model, blocks, min(stages, len(blocks.names)), call, case.tolerance)
+
+
+def test_of_two_towers_the_one_that_is_called_first_is_cut() -> None:
+    """What it ends with is not among what the blocks of the other are called with."""
+    model, call = made(MODELS["clip"])
+    blocks = examine(model)
+    assert blocks.names == ("vision_model.encoder.layers.0", "vision_model.encoder.layers.1")
+    assert blocks.uses["text_model.embeddings.token_embedding.weight"] == (1,)
+    check(model, blocks, 2, call)
+
+
+def test_blocks_that_are_called_several_times_or_read_by_the_loss_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"albert_layer_groups.0 is called 3 times .* pipeline.blocks"):
+        examine(MODELS["albert"].build())
+    with pytest.raises(
+        ValueError, match=r"MixtralForCausalLM reads, after its call of model.layers.2 .*layers.1; .* pipeline.blocks"
+    ):
+        examine(MODELS["mixtral"].build())
+
+
+# Plain models.
+
+WIDTH, VOCABULARY = 8, 20
+
+
+class Known(nn.Module):
+    """A model that tells its inputs, as those of transformers do."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(max_position_embeddings=16)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Decoder(Known):
+    """The norm is registered before the blocks, which are registered in another order than they are called in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.halves = nn.ModuleDict({"last": self.some(2), "first": self.some(2)})
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def some(self, count: int) -> nn.ModuleList:
+        return nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.halves["first"]:
+            x = block(x)
+        x = Scaled.apply(x, self.scale)
+        for block in self.halves["last"]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, scale: Tensor) -> Tensor:
+        context.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = context.saved_tensors
+        return gradient * scale, (gradient * x).flatten(0, -2).sum(0)
+
+
+def of_tokens(model: Any) -> Tensor:
+    ids = torch.arange(12).reshape(2, 6)
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def test_parameters_are_where_a_forward_uses_them() -> None:
+    model = Decoder().double()
+    blocks = examine(model)
+    assert blocks.names == ("halves.first.0", "halves.first.1", "halves.last.0", "halves.last.1")
+    outside = {name: numbers for name, numbers in blocks.uses.items() if "halves" not in name and "unused" not in name}
+    assert outside == {"embedding.weight": (0, 3), "norm.weight": (3,), "norm.bias": (3,), "scale": (1,)}
+    for stages in (2, 3, 4):
+        check(model, blocks, stages, of_tokens)
+
+
+class Adding(Decoder):
+    """The sum is outside of the blocks."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in (*self.halves["first"], *self.halves["last"]):
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+class Skipping(Decoder):
+    """What comes before the second block is read after the third."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        a, b, c, d = (*self.halves["first"], *self.halves["last"])
+        x = a(x)
+        return self.head(self.norm(d(c(b(x)) + x * self.scale)))
+
+
+class Stacking(Decoder):
+    """Written into memory that was there before."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        kept = x.new_empty(4, *x.shape)
+        for index, block in enumerate((*self.halves["first"], *self.halves["last"])):
+            x = block(x)
+            kept[index] = x
+        return self.head(self.norm(kept.mean(0)))
+
+
+class Twice(Decoder):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in (*self.halves["first"], *self.halves["first"]):
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            Adding,
+            r"Adding reads, after its call of halves.first.0 .* before its call of halves.first.0; .*pipeline.blocks",
+        ),
+        (Stacking, r"Stacking reads, after its call of halves.first.1 .* before its call of halves.first.1"),
+        (Twice, r"halves.first.0 is called 2 times in a forward of Twice"),
+    ],
+)
+def test_values_that_would_not_pass_from_stage_to_stage_are_refused(kind: type[Decoder], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        examine(kind())
+
+
+def test_blocks_between_which_more_passes_stay_together() -> None:
+    model = Skipping().double()
+    blocks = examine(model)
+    assert blocks.names == ("halves.first.0", "halves.last.1")
+    assert blocks.uses["scale"] == (0,)
+    check(model, blocks, 2, of_tokens)
+
+
+class Residual(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(before, after, 3, padding=1)
+        self.norm = nn.BatchNorm2d(after)
+        self.down = nn.Conv2d(before, after, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.convolution(x)) + self.down(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.layer1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
+        self.layer2 = nn.Sequential(Residual(4, 8), Residual(8, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer2(self.layer1(F.relu(self.norm(self.stem(x)))))
+        return self.head(x.mean((2, 3)))
+
+
+class Vgg(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.ReLU())
+        self.classifier = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.0), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+def of_images(model: Any) -> Tensor:
+    images = torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return F.cross_entropy(model(images), torch.tensor([0, 1, 2, 0]))
+
+
+RELU = nn.ReLU()
+PLAIN = {
+    "resnet": (ResNet, of_images, ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
+    "vgg": (Vgg, of_images, [f"features.{n}" for n in range(5)] + [f"classifier.{n}" for n in range(4)]),
+    "sequential": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 10), RELU, nn.Flatten(), nn.Linear(4, 4), RELU, nn.Linear(4, 3)),
+        of_images, ["0", "1", "2", "3", "5"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_models_whose_inputs_are_not_known_count_as_used_in_the_order_of_registration(name: str) -> None:
+    build, call, names = PLAIN[name]
+    model = build().double()
+    blocks = examine(model)
+    assert (list(blocks.names), blocks.operations) == (names, None)
+    for stages in (2, 3, len(names)):
+        check(model, blocks, stages, call)
+
+
+class Looking(Decoder):
+    """What it does depends on values, as where layers are dropped at random, or on the kinds of blocks."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for index, block in enumerate((*self.halves["first"], *self.halves["last"])):
+            assert isinstance(block, Block)
+            if not torch.rand([]) < -1.0 * index:
+                x = block(x)
+        assert sum(isinstance(module, nn.Linear) for module in self.modules()) == 6
+        return self.head(self.norm(x))
+
+
+def test_a_forward_may_look_at_values_and_at_its_blocks() -> None:
+    model = Looking().double()
+    blocks = examine(model)
+    assert len(blocks.names) == 4
+    assert blocks.operations is not None
+    check(model, blocks, 4, of_tokens)
+
+
+def test_why_a_forward_was_not_traced_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Decoder):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            raise RuntimeError("the sun is too bright")
+
+    with caplog.at_level(logging.DEBUG, "zeromesh.pipeline"):
+        blocks = examine(Broken())
+    assert (len(blocks.names), blocks.operations) == (4, None)
+    assert "Broken is not traced" in caplog.text
+    assert "RuntimeError: the sun is too bright" in caplog.text
+
+
+def test_a_trace_leaves_everything_as_it_was() -> None:
+    class Changing(Decoder):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.normal, self.cache = nn.BatchNorm1d(WIDTH), {}
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            self.calls += 1
+            self.cache["ids"] = input_ids
+            random.random(), numpy.random.rand(), torch.rand(3)
+            x = self.dropout(super().forward(input_ids))
+            self.normal(x[..., :WIDTH].flatten(0, 1))
+            return x
+
+    def everything() -> list[Any]:
+        return [
+            torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state()), seen, model.calls,
+            dict(model.cache), {k: v.tolist() for k, v in model.state_dict().items()},
+            [(name, id(m), m.training, {k: id(v) for k, v in vars(m).items() if k not in ("training", "calls")})
+             for name, m in model.named_modules()],
+            [(name, id(p), p.requires_grad, p.grad, p._version) for name, p in model.named_parameters()],
+            [(name, id(b), b._version) for name, b in model.named_buffers()],
+        ]  # fmt: skip
+
+    model, seen = Changing().train(), []
+    model.normal.eval()
+    model.norm.weight.requires_grad_(False)
+    model.embedding.register_forward_hook(lambda *given: seen.append(given))
+    before = everything()
+    assert examine(model).operations is not None
+    assert everything() == before
+
+
+def test_a_model_that_is_not_there_yet_is_examined_as_it_will_be() -> None:
+    case = replace(MODELS["opt"], options={**MODELS["opt"].options, "vocab_size": 1000})
+    expected = examine(case.build())
+    with zeromesh.zero.Init():
+        model = case.build()
+    devices = [parameter.device.type for parameter in model.parameters()]
+    assert "meta" in devices
+    assert examine(model) == expected
+    assert [parameter.device.type for parameter in model.parameters()] == devices
+
+
+# What blocks cost.
+
+
+def test_operations_are_those_of_products_with_what_is_around_a_block() -> None:
+    options = {
+        **MODELS["llama"].options,
+        "hidden_size": 64,
+        "head_dim": 16,
+        "intermediate_size": 100,
+        "vocab_size": 500,
+    }
+    blocks = examine(replace(MODELS["llama"], options=options).build(), length=8)
+    projections = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 100
+    attention = 2 * 8 * 64  # scores, and sums of values, for each token
+    layer = 2 * 8 * 2.0 * (projections + attention)
+    assert blocks.operations == (layer, layer, layer + 2 * 8 * 2 * 64 * 500)
+    assert blocks.parameters[0] - blocks.parameters[1] == 64 * 500
+
+
+def described(**changes: Any) -> Blocks:
+    names = tuple(f"layers.{n}" for n in range(6))
+    types = ("Stem", "MyLayer", "MyLayer", "Pool", "MyLayer", "MyLayer")
+    base = Blocks(names, types, {}, (9.0, 1.0, 1.0, 1.0, 1.0, 9.0), (0.0, 2.0, 2.0, 2.0, 2.0, 4.0))
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("how", "starts"),
+    [
+        ("best", [0, 4]),
+        ("parameters", [0, 3]),
+        ("uniform", [0, 3]),
+        ("type:layer", [0, 4]),
+        ("type:^stem|pool", [0, 3]),
+        ([0, 5], [0, 5]),
+    ],
+)
+def test_blocks_are_dealt_to_stages_as_the_configuration_says(how: str | Sequence[int], starts: list[int]) -> None:
+    assert starts_of(how, described(), 2) == starts
+
+
+def test_without_operations_parameters_count() -> None:
+    uneven = (1.0, 1.0, 1.0, 1.0, 1.0, 9.0)
+    assert starts_of("best", described(operations=None, parameters=uneven), 2) == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("bets", "'bets'; use one of best, parameters, uniform, type:REGEX"),
+        ("type:transformer", "matches none of the blocks, whose classes are MyLayer, Pool, Stem"),
+        ("type:(", "is no regular expression"),
+        ([0], "as a list it has the number of the first block of each of the 2 stages"),
+        ([1, 2], "ascending from 0"),
+        ([0, 6], "there are 6 blocks"),
+    ],
+)
+def test_a_partition_that_says_nothing_known_is_refused(how: str | Sequence[int], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        starts_of(how, described(), 2)
+
+
+def test_patterns_name_blocks_in_place_of_those_found() -> None:
+    model = Decoder()
+    assert examine(model, ["halves.*.1"]).names == ("halves.first.1", "halves.last.1")
+    with pytest.raises(ValueError, match="pipeline.blocks: 'layers.\\*' matches no module"):
+        examine(model, ["layers.*"])

@@ -1,0 +1,97 @@
+"""Inputs with which a model's forward can be traced: few and small, as only their shapes count."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Inputs = dict[str, Any]
+
+SAMPLES = 2
+"""Batch norms want several."""
+LENGTH = 16
+"""Of a text, in tokens. Some models go through it in a loop of Python."""
+IMAGE = 64
+"""Width and height of images, where the configuration tells none."""
+
+
+def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[Inputs]:
+    """Inputs to try one after the other, the most telling first; none where it is not known what the model is given.
+
+    Models of transformers tell by their configuration and by the arguments of their forward.
+    """
+    main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
+    if not isinstance(main, str) or config is None:
+        return
+    accepted = inspect.signature(model.forward).parameters
+    longest = _option(config, "max_position_embeddings", "n_positions", "max_target_positions") or length
+    texts = SAMPLES, min(length, longest)
+    inputs: Inputs = {name: make(config, texts) for name, make in _INPUTS.items() if name in accepted and name != main}
+    inputs |= {name: value for name, value in _OPTIONS.items() if name in accepted}
+    if not getattr(config, "is_encoder_decoder", False) or main not in _INPUTS:
+        inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+    if main != "input_ids" and main in _INPUTS:
+        inputs.pop("attention_mask", None)
+    inputs[main] = _INPUTS.get(main, _INPUTS["input_ids"])(config, texts)
+    labels = [_tokens(config, texts), torch.zeros(SAMPLES, dtype=torch.long)] if "labels" in accepted else []
+    if "Classification" in type(model).__name__:
+        labels.reverse()
+    tried = [{**inputs, "labels": one} for one in labels] + [inputs]
+    for one in tried:
+        yield one
+    for one in tried:  # of models of several kinds of inputs, perhaps only the main one
+        if len(one) > 2:
+            yield {name: value for name, value in one.items() if name in (main, "labels", *_OPTIONS)}
+
+
+def _option(config: Any, *names: str) -> Any:
+    """An option of a configuration, or of one inside it; 0 where there is none."""
+    inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
+    for one in (config, *inner):
+        for name in names:
+            if value := getattr(one, name, None):
+                return value
+    return 0
+
+
+def _tokens(config: Any, texts: tuple[int, int]) -> Tensor:
+    return torch.ones(texts, dtype=torch.long)
+
+
+def _mask(config: Any, texts: tuple[int, int]) -> Tensor:
+    return torch.ones(texts, dtype=torch.long)
+
+
+def _images(config: Any, texts: tuple[int, int]) -> Tensor:
+    size = _option(config, "image_size") or IMAGE
+    if isinstance(size, Mapping):
+        size = size["height"], size["width"]
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return torch.zeros(SAMPLES, _option(config, "num_channels") or 3, height, width)
+
+
+def _spectra(config: Any, texts: tuple[int, int]) -> Tensor:
+    bins, positions = _option(config, "num_mel_bins") or 80, _option(config, "max_source_positions")
+    if "Whisper" in type(config).__name__:  # it halves the length, and wants just as many as it has positions for
+        return torch.zeros(SAMPLES, bins, 2 * positions)
+    return torch.zeros(SAMPLES, 8 * texts[1], bins)
+
+
+def _waves(config: Any, texts: tuple[int, int]) -> Tensor:
+    return torch.zeros(SAMPLES, 16000)
+
+
+_INPUTS: dict[str, Callable[[Any, tuple[int, int]], Tensor]] = {
+    "input_ids": _tokens,
+    "attention_mask": _mask,
+    "pixel_values": _images,
+    "input_features": _spectra,
+    "input_values": _waves,
+    "decoder_input_ids": _tokens,
+}
+"""By name of an argument: what it is given."""
+_OPTIONS: Inputs = {"return_loss": True, "use_cache": False}

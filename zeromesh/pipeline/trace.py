@@ -1,0 +1,268 @@
+"""Where in a model's forward each parameter is used, found by running that forward on tensors without memory."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import arg_tree_leaves, tree_leaves
+
+from zeromesh.model.containers import map_tensors
+from zeromesh.observe.operations import FORMULAS
+from zeromesh.pipeline.samples import samples_of
+from zeromesh.pipeline.stage import _Gate
+
+_log = logging.getLogger(__name__)
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a forward did.
+
+    It is in sections: the first before the first call of a block, and one from each call of a block to the next.
+
+    Attributes:
+        calls: the blocks in the order in which they were called, by their numbers.
+        uses: by parameter, under the first of its names, the sections in which it was used.
+        operations: floating-point operations of each section.
+        crossings: pairs of a section in which a value was computed and a later one that read it, other than as an
+            argument of a block; between the two, the forward cannot be left and entered again.
+    """
+
+    calls: tuple[int, ...]
+    uses: Mapping[str, frozenset[int]]
+    operations: tuple[float, ...]
+    crossings: frozenset[tuple[int, int]]
+
+
+def trace(model: nn.Module, blocks: Sequence[str], length: int) -> Trace | None:
+    """Trace a model's forward; it is not changed. None where that cannot be done, with the reason in the log.
+
+    Args:
+        model: its parameters may be on any device, meta included.
+        blocks: names of those whose calls are noted.
+        length: of texts, in tokens.
+    """
+    reason = "it is not known what inputs it takes"
+    for inputs in samples_of(model, length):
+        for guess in (False, True):
+            try:
+                with _undisturbed(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    found, guessed = _trace(model, blocks, inputs, guess)
+                return found
+            except Exception as error:
+                _log.debug("%s cannot be traced with %s", type(model).__name__, list(inputs), exc_info=True)
+                reason, guessed = f"{type(error).__name__}: {error}", getattr(error, "guessed", True)
+            if not guessed:
+                break
+    _log.debug("%s is not traced, so what is outside of its blocks counts as used in the order of registration: %s",
+               type(model).__name__, reason)  # fmt: skip
+    return None
+
+
+def _trace(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any], guess: bool) -> tuple[Trace, bool]:
+    copied, copies = _copy(model)
+    names = {id(copies[id(parameter)]): name for name, parameter in model.named_parameters()}
+    run = _Tracing(names, len(blocks), guess)
+    for index, name in enumerate(blocks):
+        parent, _, child = name.rpartition(".")
+        holder = copied.get_submodule(parent)
+        block = holder._modules[child]
+        assert block is not None
+        holder._modules[child] = _Gate(block, index, run)  # type: ignore[arg-type]
+        for buffer_name, buffer in block.named_buffers():
+            owner, _, key = buffer_name.rpartition(".")
+            if key not in block.get_submodule(owner)._non_persistent_buffers_set:
+                run.states.add(id(buffer))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    try:
+        given = map_tensors(dict(inputs), lambda x: x.to(META, dtype if x.is_floating_point() else x.dtype))
+        with torch.no_grad(), run:
+            copied(**given)
+    except Exception as error:
+        vars(error)["guessed"] = run.guessed
+        raise
+    uses = {name: frozenset(sections) for name, sections in run.uses.items()}
+    return Trace(tuple(run.calls), uses, tuple(run.operations), frozenset(run.crossings)), run.guessed
+
+
+class _Tracing(TorchDispatchMode):
+    """Notes what each operator reads and makes. To the gates of blocks it is the run that they are of."""
+
+    def __init__(self, names: Mapping[int, str], blocks: int, guess: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names, self._guess = names, guess
+        self.states: set[int] = set()
+        self.calls: list[int] = []
+        self.uses: dict[str, set[int]] = defaultdict(set)
+        self.operations = [0.0]
+        self.crossings: set[tuple[int, int]] = set()
+        self.guessed = False
+        self._inside = False
+        self._given: frozenset[int] = frozenset()
+        self._handed: set[int] = set()
+        # The sections in which tensors were made that depend on parameters; tensors are kept, as are their ids then.
+        self._made: dict[int, int] = {}
+        self._views: dict[int, list[Tensor]] = defaultdict(list)
+
+    @property
+    def _section(self) -> int:
+        return len(self.calls)
+
+    def called(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model calls a block."""
+        if self._inside:  # by another one, whose affair it is
+            return block(*args, **kwargs)
+        given: list[Tensor] = []
+        map_tensors((args, kwargs), lambda x: given.append(x) or x)  # type: ignore[func-returns-value]
+        for tensor in given:  # what blocks are given is handed on: it is needed where the first one gets it
+            if id(tensor) in self._names and id(tensor) not in self._handed:
+                self._use(tensor)
+                self._handed.add(id(tensor))
+        self.calls.append(index)
+        self.operations.append(0.0)
+        self._inside, self._given = True, frozenset(map(id, given))
+        try:
+            output = block(*args, **kwargs)
+            # What a block returns is another value than what it was given, even where it is the same tensor.
+            return map_tensors(output, lambda x: x.view_as(x) if id(x) in self._given else x)
+        finally:
+            self._inside, self._given = False, frozenset()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As torch calls it, for every operator."""
+        kwargs = kwargs or {}
+        operator = func._overloadpacket
+        read = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+        depends = [self._read(x) for x in read] if operator not in _OF_SHAPES else []
+        # All is on the meta device, but for numbers, whose values may be asked for.
+        if not all(x.is_meta or x.ndim == 0 for x in read):
+            args, kwargs = map_tensors((args, dict(kwargs)), lambda x: x if x.ndim == 0 else x.to(META))
+        if "device" in kwargs or (not read and any(one.name == "device" for one in func._schema.arguments)):
+            kwargs = {**kwargs, "device": META}
+        if operator in _OF_VALUES and args[0].is_meta:
+            self.guessed, result = True, _OF_VALUES[operator](args[0], self._guess)
+        elif operator is torch.ops.aten._grouped_mm:  # of which torch knows the shape for some dtypes only
+            result = _grouped_product(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        formula = FORMULAS.get(operator)
+        if formula is not None:
+            self.operations[self._section] += int(formula(*args, **kwargs, out_val=result))
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for tensor in made:
+            self._views[_storage(tensor)].append(tensor)
+        if self._inside or any(depends):
+            if func._schema.is_mutable:
+                named = zip(func._schema.arguments, args, strict=False)
+                written = [x for declared, x in named if declared.is_write and isinstance(x, Tensor)]
+                made += [view for x in written for view in (x, *self._views[_storage(x)])]
+            for tensor in made:
+                self._made[id(tensor)] = self._section
+        return result
+
+    def _read(self, tensor: Tensor) -> bool:
+        """Note that a tensor is read; whether it depends on parameters."""
+        if id(tensor) in self._names:
+            if id(tensor) not in self._given:
+                self._use(tensor)
+            return True
+        made = self._made.get(id(tensor))
+        if made is not None and made < self._section and id(tensor) not in self._given:
+            self.crossings.add((made, self._section))
+        return made is not None or id(tensor) in self.states
+
+    def _use(self, parameter: Tensor) -> None:
+        self.uses[self._names[id(parameter)]].add(self._section)
+
+
+_OF_SHAPES = {
+    getattr(torch.ops.aten, how)
+    for how in (
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    )
+}
+"""Operators that read no values."""
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+    if a.ndim == b.ndim == 2:
+        assert offsets is not None
+        return a.new_empty((len(offsets), a.shape[0], b.shape[1]))
+    return a.new_empty((*a.shape[int(b.ndim == 2 and a.ndim == 3) : -1], b.shape[-1]))
+
+
+def _number(tensor: Tensor, guess: bool) -> bool | int | float:
+    return guess if tensor.dtype is torch.bool else float(guess) if tensor.is_floating_point() else int(guess)
+
+
+_OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
+    torch.ops.aten._local_scalar_dense: _number,
+    torch.ops.aten.nonzero: lambda tensor, guess: tensor.new_empty((1, tensor.ndim), dtype=torch.long),
+    torch.ops.aten.equal: lambda tensor, guess: guess,
+}
+"""Operators that want values, which are not there; and something in their place."""
+
+
+def _copy(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+    """A copy whose tensors have no memory, and by the id of each of the model's, that of the copy.
+
+    Hooks are left out, as they may do anything outside of the model, but for those of torch that make weights of
+    parameters.
+    """
+    copies: dict[int, Any] = {}
+
+    def imitate(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            copies[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        return tensor
+
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in _HOOKS:
+                copies[id(value)] = type(value)(
+                    (key, hook)
+                    for key, hook in value.items()
+                    if name in ("_forward_hooks", "_forward_pre_hooks") and type(hook).__module__.startswith("torch.")
+                )
+            elif name != "_modules":
+                map_tensors(value, imitate)
+    return copy.deepcopy(model, copies), copies
+
+
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """What a forward does to the world around: random numbers, if any, are drawn as if they had not been."""
+    state = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state[0])
+        numpy.random.set_state(state[1])
