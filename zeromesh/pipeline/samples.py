@@ -22,19 +22,20 @@ IMAGE = 64
 def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[Inputs]:
     """Inputs to try one after the other, the most telling first; none where it is not known what the model is given.
 
-    Models of transformers tell by their configuration and by the arguments of their forward.
+    Models of transformers tell by their configuration and by the arguments of their forward, others by the latter.
     """
-    main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
-    if not isinstance(main, str) or config is None:
-        return
     accepted = inspect.signature(model.forward).parameters
+    first = next(iter(accepted), "")
+    main, config = getattr(model, "main_input_name", first), getattr(model, "config", None)
+    if main not in accepted or (config is None and main not in _INPUTS):
+        return
     longest = _option(config, "max_position_embeddings", "n_positions", "max_target_positions") or length
     texts = SAMPLES, min(length, longest)
     inputs: Inputs = {name: make(config, texts) for name, make in _INPUTS.items() if name in accepted and name != main}
     inputs |= {name: value for name, value in _OPTIONS.items() if name in accepted}
     if not getattr(config, "is_encoder_decoder", False) or main not in _INPUTS:
         inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
-    if main != "input_ids" and main in _INPUTS:
+    if _INPUTS.get(main, _tokens) is not _tokens:
         inputs.pop("attention_mask", None)
     inputs[main] = _INPUTS.get(main, _INPUTS["input_ids"])(config, texts)
     labels = [_tokens(config, texts), torch.zeros(SAMPLES, dtype=torch.long)] if "labels" in accepted else []
@@ -50,7 +51,7 @@ def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[Inputs]:
 
 def _option(config: Any, *names: str) -> Any:
     """An option of a configuration, or of one inside it; 0 where there is none."""
-    inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
+    inner = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "to_dict")]
     for one in (config, *inner):
         for name in names:
             if value := getattr(one, name, None):
@@ -87,6 +88,8 @@ def _waves(config: Any, texts: tuple[int, int]) -> Tensor:
 
 _INPUTS: dict[str, Callable[[Any, tuple[int, int]], Tensor]] = {
     "input_ids": _tokens,
+    "tokens": _tokens,
+    "idx": _tokens,
     "attention_mask": _mask,
     "pixel_values": _images,
     "input_features": _spectra,
