@@ -281,6 +281,23 @@ def test_blocks_between_which_more_passes_stay_together() -> None:
     check(model, blocks, 2, of_tokens)
 
 
+def test_a_parameter_that_a_stage_needs_and_does_not_have_is_told() -> None:
+    """As where a forward cannot be traced, and uses in another order than that of registration."""
+    model = Decoder().double()
+    cut = examine(model).cut([0, 2])
+    wrong = replace(cut, stages={**cut.stages, "norm.weight": (0,)})
+    with pytest.raises(RuntimeError, match=r"norm.weight is needed on a stage of the pipeline that does not have it"):
+        run_stages(model, wrong, of_tokens)
+
+
+def test_what_stands_in_for_parameters_is_where_and_as_they_would_be() -> None:
+    model = Decoder()
+    cut = examine(model).cut([0, 2])
+    take_away(model, cut, [0], torch.bfloat16, torch.device("meta"))
+    stand_in: Any = model.norm.weight
+    assert (stand_in.device.type, stand_in.dtype, stand_in.shape) == ("meta", torch.bfloat16, (WIDTH,))
+
+
 class Residual(nn.Module):
     def __init__(self, before: int, after: int) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ class Pipelined:
 
     def take_away(self, dtype: torch.dtype | None) -> None:
         """Leave the model the parameters of this rank's stages only; ``dtype`` is what 16-bit runs compute in."""
-        take_away(self._model, self.cut, self.stages, dtype)
+        take_away(self._model, self.cut, self.stages, dtype, self._mesh.device)
 
     def units_of(self, stage: int, sharded: Sharded) -> frozenset[int] | None:
         """The units that have parameters of a stage; None where the rank has one stage only."""

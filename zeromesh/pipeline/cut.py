@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from zeromesh.pipeline.elsewhere import Elsewhere
 from zeromesh.pipeline.samples import LENGTH
 from zeromesh.pipeline.trace import Trace, trace
 
@@ -177,11 +178,21 @@ def _by_registration(model: nn.Module, blocks: Sequence[str]) -> dict[str, set[i
     return found
 
 
-def take_away(model: nn.Module, cut: Cut, stages: Sequence[int], dtype: torch.dtype | None = None) -> None:
+def take_away(
+    model: nn.Module, cut: Cut, stages: Sequence[int], dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> None:  # fmt: skip
     """Leave the model the parameters, and buffers that are state, of some stages only.
 
     In the places of the others there are zeros that take no memory, with which what comes before a stage's blocks can
-    be computed, in ``dtype`` if there is one to compute in; blocks of other stages are not called.
+    be computed; blocks of other stages are not called.
+
+    Args:
+        model: the whole.
+        cut: where it is cut.
+        stages: those that stay.
+        dtype: in which parameters are to compute, but for those of batch norms; None where it is their own.
+        device: on which the model computes.
     """
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = {name for name, needing in cut.stages.items() if any(stage in needing for stage in stages)}
@@ -189,9 +200,9 @@ def take_away(model: nn.Module, cut: Cut, stages: Sequence[int], dtype: torch.dt
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and by_id[id(parameter)] not in kept:
                 del module._parameters[name]
-                narrow = dtype is not None and parameter.is_floating_point()
-                zero = torch.zeros((), dtype=dtype if narrow else parameter.dtype)
-                vars(module)[name] = zero.expand(parameter.shape)
+                keeps = isinstance(module, nn.modules.batchnorm._BatchNorm)
+                full = f"{path}.{name}".lstrip(".")
+                vars(module)[name] = Elsewhere.make(full, parameter, device, None if keeps else dtype)
         block = next((number for number, block in enumerate(cut.blocks) if _is_in(path, block)), None)
         if block is not None and cut.stage_of(block) not in stages:
             for name in [n for n in module._buffers if n not in module._non_persistent_buffers_set]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.model.containers import map_tensors
+from zeromesh.pipeline.elsewhere import counting, counts
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,11 @@ class Stages:
         """
         run = _Run(self._blocks, self._bounds[stage], self._bounds[stage + 1], received, places, sends_all)
         grad = torch.is_grad_enabled()
-        with self._gates(run):
+        with self._gates(run), counting():
             try:
                 torch.set_grad_enabled(grad and run.is_live)
+                if run.is_live:
+                    counts()
                 result = call()
             except _Left as left:
                 return left.handed
@@ -231,6 +234,7 @@ class _Run:
         assert self.received is not None
         torch.set_grad_enabled(self._grad)
         self.is_live = True
+        counts()
         local, places = _tensors((args, kwargs)), self.received.header.places
         if len(local) != len(places):
             raise RuntimeError(

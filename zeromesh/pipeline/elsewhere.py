@@ -1,0 +1,78 @@
+"""What stands in the places of parameters that other stages have: zeros that take no memory.
+
+What comes before a stage's blocks, which it computes for the shapes only, is computed with them. Nothing that counts
+may be, or a parameter that is on the wrong stage would go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_counts: ContextVar[bool] = ContextVar("what is computed counts", default=False)
+
+_SHAPES = ("type_as", "expand_as", "view_as", "reshape_as")
+"""Functions that look at the shape or the dtype of their second argument."""
+
+
+class Elsewhere(Tensor):
+    """Such zeros."""
+
+    path: str
+
+    @classmethod
+    def make(cls, path: str, like: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Elsewhere:
+        """In place of a parameter; what is floating-point on a device and of a dtype, if these are given."""
+        dtype = like.dtype if dtype is None or not like.is_floating_point() else dtype
+        made = torch.zeros((), dtype=dtype, device=device).expand(like.shape).as_subclass(cls)
+        made.path = path
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As torch calls it, for every function that is given such a tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if _counts.get() and not _is_of_shapes(func.__name__, args) and any(map(_is_tensor, tree_leaves(result))):
+            path = next((x.path for x in tree_leaves((args, kwargs)) if isinstance(x, Elsewhere)), "a parameter")
+            raise RuntimeError(
+                f"{path} is needed on a stage of the pipeline that does not have it, as it is used elsewhere in a "
+                "trace of the model's forward, or in the order of registration where that cannot be traced; name "
+                "other blocks in pipeline.blocks, register the module that has it after the blocks before which it "
+                "is not needed, or set mesh.pipeline to 1"
+            )
+        return result
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_of_shapes(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a function reads no values."""
+    if name in _SHAPES or name == "to":
+        return not isinstance(args[0], Elsewhere)
+    return name.startswith("new_") or name.endswith("_like")
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Around a stage's run: it begins with what does not count, until ``counts``."""
+    token = _counts.set(False)
+    try:
+        yield
+    finally:
+        _counts.reset(token)
+
+
+def counts() -> None:
+    """What is computed from now on counts."""
+    _counts.set(True)
