@@ -161,7 +161,7 @@ def initialize(
     share(world, "spread its sequences over ranks", failure)
     require_agreement(world, "the tensor-parallel plan", "" if plan is None else describe_plan(plan[0]))
     require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
-    sharded = None
+    sharded, everywhere = None, [] if built is None else list(model.parameters())
     try:
         if cut is not None:
             owned, plan = _take_stage(model, cut, owned, plan, resolved.precision.compute)
@@ -181,7 +181,7 @@ def initialize(
             chunk_losses(model, heads_over_vocabulary(model), _while_it_lives(sharded.events.using))
         share(world, "read its part of the weights", values.failure)
         if built is not None:
-            _adopt(built, sharded, resolved)
+            _adopt(built, sharded, resolved, everywhere)
         else:
             exchange = FlatExchange(sharded.flats, sharded.row, mesh)
             built = _build_optimizer(model, mesh, resolved, owned, sharded.pieces, exchange)
@@ -560,11 +560,13 @@ def _check_users_optimizer(user: Optimizer, model: nn.Module, mesh: Mesh, settin
     factory.check_users(user, trained, _is_cut(mesh, settings), settings.zero_allow_untested_optimizer)
 
 
-def _adopt(user: Optimizer, sharded: Sharded, settings: Resolved) -> None:
+def _adopt(user: Optimizer, sharded: Sharded, settings: Resolved, everywhere: Sequence[nn.Parameter]) -> None:
+    """Have it update this rank's pieces; ``everywhere`` are the parameters of all stages."""
     from zeromesh.optim import factory
 
     pieces = sharded.pieces
-    by_parameter = {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
+    by_parameter: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
+    by_parameter |= {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
     factory.adopt(user, by_parameter, _is_cut(sharded.mesh, settings), settings.zero_allow_untested_optimizer)
 
 
