@@ -171,9 +171,7 @@ def initialize(
         assert values is not None
         require_agreement(world, "the checkpoint that is read", described or "")
         _place_buffers(model, mesh.device, resolved.precision.compute)
-        sharded = shard(
-            model, mesh, resolved, values, None if plan is None else plan[0].held, None if cut is None else cut.tied
-        )
+        sharded = shard(model, mesh, resolved, values, None if plan is None else plan[0].held, cut)
         if plan is not None:
             apply(model, plan[0], mesh.group("tensor"), mesh.device, plan[1], _while_it_lives(sharded.events.using))
             share_random_state(mesh.group("tensor"))
@@ -296,7 +294,7 @@ def _links(settings: Settings, environment: Environment) -> Links:
 
 def shard(
     model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None, split: Mapping[str, Held] | None = None,
-    tied: Mapping[str, Sequence[int]] | None = None,
+    cut: Pipelined | None = None,
 ) -> Sharded:  # fmt: skip
     """Place the model's states over the mesh as the configuration says; ``split`` as ``Sharded`` takes it."""
     return Sharded(
@@ -310,7 +308,8 @@ def shard(
         predivide=settings.gradient_predivide,
         materialise=materialise,
         split=split,
-        tied=tied,
+        tied=None if cut is None else cut.tied,
+        idle=frozenset() if cut is None else cut.idle,
     )
 
 

@@ -15,7 +15,7 @@ from zeromesh.config.parts import Pipeline
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.containers import map_tensors
 from zeromesh.pipeline.actions import Schedule
-from zeromesh.pipeline.cut import examine, take_away
+from zeromesh.pipeline.cut import Place, examine, take_away
 from zeromesh.pipeline.generators import generate
 from zeromesh.pipeline.lowering import add_messages, forward_only
 from zeromesh.pipeline.partition import starts_of
@@ -30,6 +30,7 @@ class Pipelined:
 
     Attributes:
         cut: where.
+        taken: where parameters of other ranks' stages were; attributes with zeros are in their places.
 
     Args:
         model: the whole; not changed.
@@ -51,6 +52,7 @@ class Pipelined:
         blocks = examine(model, chosen.blocks)
         self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(placement)))
         self._interpreter: Interpreter | None = None
+        self.taken: list[Place] = []
 
     @property
     def stages(self) -> list[int]:
@@ -69,9 +71,14 @@ class Pipelined:
         ranks = {name: sorted({self._placement[s] for s in needing}) for name, needing in self.cut.stages.items()}
         return {name: holders for name, holders in ranks.items() if len(holders) > 1}
 
+    @property
+    def idle(self) -> frozenset[str]:
+        """Names of the buffers that other ranks compute with: of what is outside of blocks, all ranks have some."""
+        return frozenset(n for n, stage in self.cut.buffers.items() if self._placement[stage] != self._group.rank)
+
     def take_away(self, dtype: torch.dtype | None) -> None:
         """Leave the model the parameters of this rank's stages only; ``dtype`` is what 16-bit runs compute in."""
-        take_away(self._model, self.cut, self.stages, dtype, self._mesh.device)
+        self.taken = take_away(self._model, self.cut, self.stages, dtype, self._mesh.device)
 
     def units_of(self, stage: int, sharded: Sharded) -> frozenset[int] | None:
         """The units that have parameters of a stage; None where the rank has one stage only."""

@@ -15,6 +15,9 @@ from zeromesh.pipeline.trace import Trace, trace
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
+Place = tuple[nn.Module, str]
+"""Of a parameter: the module, and its name there."""
+
 REMEDY = "name others in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
 
 
@@ -27,11 +30,13 @@ class Cut:
         starts: the first block of each stage.
         stages: by parameter, under the first of its names, the stages that need it, ascending. Several where it is
             tied.
+        buffers: by name, the stage whose values of it count; outside of blocks all have it.
     """
 
     blocks: tuple[str, ...]
     starts: tuple[int, ...]
     stages: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, int]
 
     def stage_of(self, block: int) -> int:
         """The stage of a block, by its number."""
@@ -46,6 +51,7 @@ class Blocks:
         names: in the order in which they are called. Each may be the first of a stage.
         types: the names of their classes.
         uses: by parameter, under the first of its names, the numbers of the blocks that need it, ascending.
+        buffers: by name, the number of the block that writes it.
         parameters: how many elements each needs.
         operations: floating-point operations of each; None where they could not be counted.
     """
@@ -53,14 +59,15 @@ class Blocks:
     names: tuple[str, ...]
     types: tuple[str, ...]
     uses: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, int]
     parameters: tuple[float, ...]
     operations: tuple[float, ...] | None
 
     def cut(self, starts: Sequence[int]) -> Cut:
         """The model cut before these blocks."""
-        cut = Cut(self.names, tuple(starts), {})
+        cut = Cut(self.names, tuple(starts), {}, {})
         stages = {name: tuple(sorted({cut.stage_of(b) for b in blocks})) for name, blocks in self.uses.items()}
-        return Cut(cut.blocks, cut.starts, stages)
+        return Cut(cut.blocks, cut.starts, stages, {name: cut.stage_of(block) for name, block in self.buffers.items()})
 
 
 def examine(model: nn.Module, patterns: Sequence[str] = (), length: int = LENGTH) -> Blocks:
@@ -87,7 +94,8 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), length: int = LENGTH
         for section, count in enumerate(traced.operations):
             operations[owners[section]] += count
     kept = [names[call if traced is None else traced.calls[call]] for call in calls]
-    placed = _by_registration(model, kept)
+    position = _positions(model, kept)
+    placed = _by_registration(model, position)
     placed |= {name: {owners[section] for section in sections} for name, sections in uses.items()}
     sizes = [0.0] * len(kept)
     for name, parameter in model.named_parameters():
@@ -96,7 +104,8 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), length: int = LENGTH
     types = tuple(type(model.get_submodule(name)).__name__ for name in kept)
     counted = None if operations is None or not any(operations) else tuple(operations)
     ordered = {name: tuple(sorted(blocks)) for name, blocks in placed.items()}
-    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted)
+    buffers = {name: position[name.rpartition(".")[0]] for name, _ in model.named_buffers()}
+    return Blocks(tuple(kept), types, ordered, buffers, tuple(sizes), counted)
 
 
 def _separable(model: nn.Module, names: Sequence[str], traced: Trace) -> list[int]:
@@ -161,8 +170,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     return blocks
 
 
-def _by_registration(model: nn.Module, blocks: Sequence[str]) -> dict[str, set[int]]:
-    """By parameter, the blocks that need it, if all is used in the order of registration."""
+def _positions(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
+    """By module, the block that it belongs to, if all is used in the order of registration."""
     position: dict[str, int] = {}
     latest = 0
     for name, _ in model.named_modules(remove_duplicate=False):
@@ -170,6 +179,11 @@ def _by_registration(model: nn.Module, blocks: Sequence[str]) -> dict[str, set[i
         latest = max(latest, block) if block is not None else latest
         position[name] = latest if block is None else block
     # A module around blocks holds parameters that are used before them.
+    return position
+
+
+def _by_registration(model: nn.Module, position: Mapping[str, int]) -> dict[str, set[int]]:
+    """By parameter, the blocks that need it, if all is used in the order of registration."""
     found: dict[str, set[int]] = {}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -181,7 +195,7 @@ def _by_registration(model: nn.Module, blocks: Sequence[str]) -> dict[str, set[i
 def take_away(
     model: nn.Module, cut: Cut, stages: Sequence[int], dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-) -> None:  # fmt: skip
+) -> list[Place]:  # fmt: skip
     """Leave the model the parameters, and buffers that are state, of some stages only.
 
     In the places of the others there are zeros that take no memory, with which what comes before a stage's blocks can
@@ -193,7 +207,11 @@ def take_away(
         stages: those that stay.
         dtype: in which parameters are to compute, but for those of batch norms; None where it is their own.
         device: on which the model computes.
+
+    Returns:
+        The places of the parameters.
     """
+    taken = []
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = {name for name, needing in cut.stages.items() if any(stage in needing for stage in stages)}
     for path, module in model.named_modules():
@@ -201,12 +219,15 @@ def take_away(
             if parameter is not None and by_id[id(parameter)] not in kept:
                 del module._parameters[name]
                 keeps = isinstance(module, nn.modules.batchnorm._BatchNorm)
+                taken.append((module, name))
                 full = f"{path}.{name}".lstrip(".")
                 vars(module)[name] = Elsewhere.make(full, parameter, device, None if keeps else dtype)
         block = next((number for number, block in enumerate(cut.blocks) if _is_in(path, block)), None)
         if block is not None and cut.stage_of(block) not in stages:
             for name in [n for n in module._buffers if n not in module._non_persistent_buffers_set]:
                 vars(module)[name] = module._buffers.pop(name)
+    return taken
+
 
 
 def _is_in(name: str, around: str) -> bool:

@@ -49,13 +49,13 @@ def boxes(engine: Run) -> Iterator[Box]:
     """The ranges that this rank is to write: its shard, whatever it holds beyond; replicas write nothing twice."""
     sharded = engine.sharded
     if sharded.mesh.replicate.rank == 0:
-        for flat in sharded.flats:
+        for flat in filter(sharded.is_first, sharded.flats):
             yield from _parameter_boxes(sharded, flat)
             if engine.optimizer is not None:
                 for index, _, piece in flat.pieces:
                     yield from _optimizer_boxes(engine.optimizer, flat, index, piece)
-    if sharded.mesh.rank == 0:
-        for name, buffer in buffers(sharded):
+    if sharded.mesh.group("stage").rank == 0:
+        for name, buffer in own_buffers(sharded):
             if buffer.numel():
                 yield Box(f"buffer/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.flatten())
     state = random_state()
@@ -118,13 +118,18 @@ def pieces(sharded: Sharded) -> Iterator[tuple[Flat, Piece]]:
 
 
 def buffers(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that are part of the model's state, by name."""
+    """The buffers here that are part of the model's state, by name."""
     persistent = {id(buffer) for buffer in sharded.buffers.state()}
     return ((name, buffer) for name, buffer in sharded.model.named_buffers() if id(buffer) in persistent)
 
 
+def own_buffers(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those whose values are the model's: another stage's are not, where it has them but does not compute with them."""
+    return ((name, buffer) for name, buffer in buffers(sharded) if name not in sharded.idle)
+
+
 def parameters(sharded: Sharded) -> dict[str, dict[str, Any]]:
-    """By name: the dtype that the model computes in, and whether it is trained."""
+    """By name, of those that are here: the dtype that the model computes in, and whether it is trained."""
     return {
         segment.name: {"dtype": str(flat.layout.dtype).removeprefix("torch."), "trainable": flat.layout.trainable}
         for flat in sharded.flats

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.config.errors import nearest
-from zeromesh.saving.contents import Run, buffers, model_fields
+from zeromesh.saving.contents import Run, model_fields, own_buffers
+from zeromesh.saving.stages import of_all_stages
 from zeromesh.shard.sharded import Sharded
 
 _log = logging.getLogger(__name__)
@@ -18,13 +19,12 @@ MOST_SHOWN = 20
 """So many tensors of each kind are named when a checkpoint does not fit."""
 
 
-def require_same_model(engine: Run, reader: Reader, strict: bool) -> None:
-    """Raise ValueError unless the tensors of the checkpoint are the model's.
+def require_same_model(engine: Run, reader: Reader, wanted: Shapes, strict: bool) -> None:
+    """Raise ValueError unless the tensors of the checkpoint are the model's, which are ``wanted``.
 
     Without ``strict``, those that are in one of them only are left out, with a warning; shapes must be equal anyway.
     """
     saved = {name: reader.shape(name) for name in reader.names if name.startswith(("parameter/", "buffer/"))}
-    wanted = _shapes(engine.sharded)
     # Of a tensor without elements there is nothing to write.
     saved, wanted = ({name: shape for name, shape in found.items() if 0 not in shape} for found in (saved, wanted))
     missing = {name: shape for name, shape in wanted.items() if name not in saved}
@@ -45,9 +45,11 @@ def require_same_model(engine: Run, reader: Reader, strict: bool) -> None:
         raise ValueError(f"{reader.folder} is of another model:\n{text}{_fields(engine, reader)}{hint}")
 
 
-def _shapes(sharded: Sharded) -> Shapes:
+def shapes(sharded: Sharded) -> Shapes:
+    """Of the model's parameters and buffers, those of all stages; all ranks call it."""
     found = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
-    return found | {f"buffer/{name}": tuple(buffer.shape) for name, buffer in buffers(sharded)}
+    found |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
+    return {name: tuple(shape) for name, shape in of_all_stages(sharded.mesh, found).items()}
 
 
 def _fields(engine: Run, reader: Reader) -> str:

@@ -18,7 +18,7 @@ from zeromesh.checkpoint.packing import unpack
 from zeromesh.dist.collectives import Group
 from zeromesh.dist.launch import may_restart
 from zeromesh.saving.contents import Run, buffers, held
-from zeromesh.saving.fit import require_same_model, some
+from zeromesh.saving.fit import require_same_model, shapes, some
 from zeromesh.saving.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
 from zeromesh.saving.random_state import derive_random_state, restore_random_state, share_random_state
 from zeromesh.saving.schedule import require_same_scheduler
@@ -63,9 +63,11 @@ def load(
     optimizer = engine.optimizer if optimizer_states else None
     loader = engine.training_dataloader if data_position else None
 
+    wanted = shapes(engine.sharded)
+
     def prepare() -> Reader:
         reader = _open(folder, chosen)
-        require_same_model(engine, reader, strict)
+        require_same_model(engine, reader, wanted, strict)
         if may_restart():
             _require_same_batch(engine, reader.manifest.get("train_batch_size"))
         if optimizer is not None:
@@ -148,6 +150,8 @@ def _load_tensors(sharded: Sharded, optimizer: Optimizer | None, reader: Reader)
             buffer.copy_(reader.tensor(f"buffer/{name}"))
     _load_random_state(reader, sharded.mesh.rank)
     share_random_state(sharded.mesh.group("tensor"))
+    if reader.manifest.get("mesh", {}).get("pipeline", 1) != sharded.mesh.sizes["pipeline"]:
+        share_random_state(sharded.mesh.group("pipeline"))  # or they would draw different samples
 
 
 def _load_random_state(reader: Reader, rank: int) -> None:

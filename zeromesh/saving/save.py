@@ -62,7 +62,10 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
         if not draft.is_dir():
             raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
         entry = write_shard(draft, rank, mine)
-        write_json(draft / f"rank_{rank:05d}.json", {"shard": entry, "scalars": scalars(engine)})
+        numbers = {"shard": entry, "scalars": scalars(engine)}
+        if engine.mesh.group("stage").rank == 0:
+            numbers |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}
+        write_json(draft / f"rank_{rank:05d}.json", numbers)
 
     def finish() -> None:
         if rank == 0:
@@ -89,15 +92,16 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
 def _joined(draft: Path, ranks: int) -> dict[str, Any]:
     """What the ranks wrote about their shards, in one; their own files go away."""
     shards: list[Any] = []
-    numbers: dict[str, Any] = {}
+    joined: dict[str, dict[str, Any]] = {"scalars": {}, "parameters": {}, "tied": {}}
     for path in sorted(draft.glob("rank_*.json")):
         part = json.loads(path.read_text(encoding="utf-8"))
         shards.append(part["shard"])
-        numbers |= part["scalars"]
+        for key, found in joined.items():
+            found |= part.get(key, {})
         path.unlink()
     if len(shards) != ranks:
         raise OSError(f"the first rank sees the files of {len(shards)} of {ranks} ranks in {draft}; {ONE_FOLDER}")
-    return {"shards": shards, "scalars": numbers}
+    return {"shards": shards, **joined}
 
 
 def _require_json(engine: Run, client_state: dict[str, Any]) -> None:
@@ -129,6 +133,4 @@ def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
         "groups": [pack(options(group)) for group in groups],
         "client_state": pack(client_state),
         "model": model_fields(engine),
-        "parameters": parameters(sharded),
-        "tied": tied(sharded),
     }

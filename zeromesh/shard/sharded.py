@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,18 +76,20 @@ class Sharded:
         split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
             axis; all others are whole on each of its ranks.
         tied: by name, the places along the pipeline that have a parameter, where several have it.
+        idle: names of buffers that are here, and that another stage computes with.
     """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, row: Row, precision: Precision | None = None, slots: Slots | None = None,
         targets: Sequence[str] = (), accumulates: bool = False, predivide: float | None = None,
         materialise: Materialise | None = None, split: Mapping[str, Held] | None = None,
-        tied: Mapping[str, Sequence[int]] | None = None,
+        tied: Mapping[str, Sequence[int]] | None = None, idle: Collection[str] = (),
     ) -> None:  # fmt: skip
         precision, slots = precision or Precision(), slots or Slots()
         self.model = model
         self.mesh = mesh
         self.row = row
+        self.idle = idle
         self.sharded = row.parameter is Placement.SHARDED
         self.units = make_units(model, targets)
         place_units(self.units, mesh, row, precision, materialise, split, tied)
@@ -113,6 +115,7 @@ class Sharded:
         if mesh.sizes["pipeline"] > 1:  # stages have parts of the model of different sizes
             lengths = mesh.group("world").exchange(torch.tensor([self._most_flags]))
             self._most_flags = int(lengths.max())
+        self._counts = self._count()
         if self.sharded:
             for unit in self.units:
                 self._switch(unit, False)
@@ -167,8 +170,18 @@ class Sharded:
 
     def count(self, trained: bool = False) -> int:
         """Elements of all parameters, or of those that are trained, that all ranks together hold."""
-        layouts = [flat.layout for flat in self.flats if flat.layout.trainable or not trained]
-        return sum(prod(segment.held.whole) for layout in layouts for segment in layout.segments)
+        return self._counts[trained]
+
+    def _count(self) -> list[int]:
+        layouts = [flat.layout for flat in self.flats if self.is_first(flat)]
+        sizes = [(prod(segment.held.whole), layout.trainable) for layout in layouts for segment in layout.segments]
+        own = torch.tensor([sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)])
+        found: list[int] = self.mesh.group("pipeline").exchange(own).sum(0).tolist()
+        return found
+
+    def is_first(self, flat: Flat) -> bool:
+        """Whether it is the first rank along the pipeline that has these; of tied ones, there are several."""
+        return not flat.holders or flat.holders[0] == self.mesh.group("pipeline").rank
 
     @property
     def is_split(self) -> bool:
