@@ -692,23 +692,31 @@ class Engine:
         return loaded
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As the model's own; parameters that are sharded or split are in it as whole copies. All ranks call it."""
-        if not (self.sharded.sharded or self.sharded.is_split):
+        """As the model's own; all ranks call it.
+
+        Parameters that are sharded, split or of other stages of a pipeline are in it as whole copies: every rank has
+        all of the model then. ``gathered_state_dict`` gives it to the first rank alone.
+        """
+        if not (self.sharded.sharded or self.sharded.is_split or self.pipelined):
             found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
             return found
         found = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
-        whole: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}
         for unit in self.sharded.units:
             members = [parameter for flat in unit.flats for parameter in flat.parameters]
             with self.sharded.gathered([unit]):
-                whole |= {id(parameter): parameter.detach().clone() for parameter in members}
-        return {key: whole.get(id(value), value) for key, value in found.items()}
+                copies |= {id(parameter): parameter.detach().clone() for parameter in members}
+        found = {key: copies.get(id(value), value) for key, value in found.items()}
+        return whole.add_stages(self.sharded, found, kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """As the model's own, and the masters take the values too. All ranks call it with the same values."""
+        """As the model's own, and the masters take the values too. All ranks call it with the same values.
+
+        Of a model in stages, these are all of the model's, as ``state_dict`` gives them.
+        """
         sharded = self.sharded
         with sharded.gathered(sharded.units):
-            result = self.module.load_state_dict(state_dict, strict)
+            result = whole.load_here(sharded, state_dict, strict)
             for flat in sharded.flats:
                 for index, segment in enumerate(flat.layout.segments):
                     sharded.take_value(flat, index, rank=0)
@@ -740,7 +748,8 @@ class Engine:
             OSError: the first rank could not write; RuntimeError on the others.
             ValueError: there are no adapters to merge.
         """
-        export.save_model(self.sharded, Path(save_dir), save_filename, merge_adapters)
+        taken = () if self.pipelined is None else self.pipelined.taken
+        export.save_model(self.sharded, Path(save_dir), save_filename, merge_adapters, taken)
         return True
 
     def destroy(self) -> None:

@@ -6,7 +6,8 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.agree import attempt, share, texts
+from zeromesh.agree import attempt, share, texts, together
 from zeromesh.pretrained import first_names
+from zeromesh.saving.stages import on_first_rank, shows
 from zeromesh.shard.sharded import Sharded
 from zeromesh.shard.unit import Flat, Unit
 
@@ -95,11 +97,15 @@ class Files:
         self._state = {}
 
 
-def save_model(sharded: Sharded, folder: Path, filename: str, merge_adapters: bool = False) -> None:
+def save_model(
+    sharded: Sharded, folder: Path, filename: str, merge_adapters: bool = False,
+    taken: Sequence[tuple[nn.Module, str]] = (),
+) -> None:  # fmt: skip
     """Write the model in the dtype it computes in, with what its library needs beside the weights; all ranks call it.
 
     Of a model with PEFT's adapters these alone are written, in the precision of their masters, as ``PeftModel``
-    reads them; with ``merge_adapters``, the model that they are added to.
+    reads them; with ``merge_adapters``, the model that they are added to. ``taken`` are the places of parameters that
+    other stages of a pipeline have.
 
     Raises:
         OSError: the first rank could not write; every rank raises.
@@ -118,19 +124,22 @@ def save_model(sharded: Sharded, folder: Path, filename: str, merge_adapters: bo
             "model.parameters()), on the first rank, model.save_pretrained(folder) writes them"
         )
     if adapted and not merge_adapters:
-        _save_adapters(sharded, folder)
+        _save_adapters(sharded, folder, taken)
         return
     first = sharded.mesh.rank == 0
     files, failure = attempt(lambda: Files(folder, filename, LARGEST_FILE) if first else None)
-    for tensors in _unit_tensors(sharded):
-        if first and failure is None:
-            assert files is not None
-            failure = attempt(lambda: _add(files, model, plain_state(model, tensors)))[1]  # noqa: B023
-    if first and failure is None:
-        failure = attempt(lambda: _finish(files, folder, model))[1]
-    if files is not None and failure is not None:
-        files.discard()
-    share(sharded.mesh.group("world"), "write the model", failure)
+    failures = [failure]
+    for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures)):
+        if files is not None and not any(failures):
+            failures.append(attempt(lambda: _add(files, model, state))[1])  # noqa: B023
+    world = sharded.mesh.group("world")
+    try:
+        share(world, "write the model", next(filter(None, failures), None))
+        together(world, "write the model", lambda: None if files is None else _finish(files, folder, model))
+    except BaseException:
+        if files is not None:
+            files.discard()
+        raise
 
 
 def write_model(model: nn.Module, states: Iterable[State], folder: Path, filename: str) -> None:
@@ -182,22 +191,33 @@ def _is_adapted_layer(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "merge")
 
 
+def _plain_states(sharded: Sharded, failures: list[Exception | None]) -> Iterator[State]:
+    """What each unit adds to the plain model's state, on the ranks where it is to be shown."""
+    shown = shows(sharded.mesh)
+    for tensors in _unit_tensors(sharded):
+        state = None
+        if shown and not any(failures):
+            state, failure = attempt(lambda: plain_state(sharded.model, tensors))  # noqa: B023
+            failures.append(failure)
+        yield state or {}
+
+
 def _unit_tensors(sharded: Sharded) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of each unit, with their values on the first rank until the next are taken; then the buffers.
+    """The tensors of each unit, with their values until the next are taken; then the buffers.
 
     A parameter that stands at several places is there once, unless adapters make several of it.
     """
-    model, first = sharded.model, sharded.mesh.rank == 0
+    model = sharded.model
     written = written_names(model)
     names = {id(parameter): written[name] for name, parameter in model.named_parameters()}
     for unit in sharded.units:
         members: dict[str, torch.Tensor] = {
-            name: p for flat in unit.flats for p in flat.parameters for name in names[id(p)]
+            name: p for flat in filter(sharded.is_first, unit.flats) for p in flat.parameters for name in names[id(p)]
         }
         with sharded.gathered(_with_adapters(sharded, unit, members)):
             yield members
     kept = frozenset(model.state_dict(keep_vars=True))
-    yield {name: buffer for name, buffer in model.named_buffers() if name in kept and first}
+    yield {name: buffer for name, buffer in model.named_buffers() if name in kept and name not in sharded.idle}
 
 
 def _with_adapters(sharded: Sharded, unit: Unit, names: Iterable[str]) -> list[Unit]:
@@ -291,8 +311,7 @@ def _add(files: Files, model: nn.Module, state: State) -> None:
     files.add(state)
 
 
-def _finish(files: Files | None, folder: Path, model: nn.Module) -> None:
-    assert files is not None
+def _finish(files: Files, folder: Path, model: nn.Module) -> None:
     files.finish()
     for name in ADAPTERS:  # they would be added to the model once more
         (folder / name).unlink(missing_ok=True)
@@ -315,28 +334,50 @@ def write_configuration(folder: Path, adapted: nn.Module) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _save_adapters(sharded: Sharded, folder: Path) -> None:
+def _save_adapters(sharded: Sharded, folder: Path, taken: Sequence[tuple[nn.Module, str]]) -> None:
     """The trained parameters as PEFT keeps them: PEFT chooses which of them, and what they are called."""
     model: Any = sharded.model
     world, first = sharded.mesh.group("world"), sharded.mesh.rank == 0
     # PEFT looks into the modules that are trained whole instead of being adapted.
     copies = {id(p) for m in model.modules() if hasattr(m, "adapter_state_dict") for p in m.parameters()}
     units = [unit for unit in sharded.units if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
-    with sharded.gathered(units):
+    with sharded.gathered(units), _standing_in(taken if first else ()):
         # The first rank's choice is that of all: PEFT looks for the base model's folder, which others may not see.
         chosen, failure = attempt(lambda: "\n".join(sorted(adapter_names(model))) if first else "")
         share(world, "choose what to write of the adapters", failure)
         wanted, others = texts(world, chosen or "")[0].split("\n"), first_names(model)
         state: State = {}
-        for unit in sharded.units:
-            for flat in unit.flats:
-                for index, segment in enumerate(flat.layout.segments):
-                    if names := {name for name in wanted if others.get(name, name) == segment.name}:
-                        value = _whole(sharded, unit, flat, index)
-                        state |= {name: value.to("cpu", copy=True) for name in names} if first else {}
-        state |= {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers() if name in wanted}
+        for part in on_first_rank(sharded.mesh, _chosen_states(sharded, wanted, others)):
+            state |= part
         failure = attempt(lambda: model.save_pretrained(str(folder), state_dict=state) if first else None)[1]
     share(world, "write the adapters", failure)
+
+
+def _chosen_states(sharded: Sharded, wanted: Sequence[str], others: Mapping[str, str]) -> Iterator[State]:
+    """The masters of some parameters, and buffers, on the ranks where they are to be shown."""
+    shown = shows(sharded.mesh)
+    for unit in sharded.units:
+        for flat in filter(sharded.is_first, unit.flats):
+            for index, segment in enumerate(flat.layout.segments):
+                if names := {name for name in wanted if others.get(name, name) == segment.name}:
+                    value = _whole(sharded, unit, flat, index)
+                    yield {name: value.to("cpu", copy=True) for name in names} if shown else {}
+    buffers = ((name, buffer) for name, buffer in sharded.model.named_buffers() if name in wanted)
+    yield {name: buffer.detach().cpu().clone() for name, buffer in buffers if shown and name not in sharded.idle}
+
+
+@contextmanager
+def _standing_in(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+    """In this context what stands in the places of other stages' parameters is parameters, so that PEFT sees them."""
+    zeros = [vars(module).pop(name) for module, name in places]
+    for (module, name), value in zip(places, zeros, strict=True):
+        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(places, zeros, strict=True):
+            del module._parameters[name]
+            vars(module)[name] = value
 
 
 def _whole(sharded: Sharded, unit: Unit, flat: Flat, index: int) -> torch.Tensor:
