@@ -1,6 +1,9 @@
 """What users of ``deepspeed.zero`` know: building sharded, and reading and changing whole tensors.
 
-All functions here are collective: every rank calls them, in the same order.
+All functions here are collective: every rank calls them, in the same order. Of a model that is cut into stages, a rank
+has the parameters of its own, and what is called for one of them concerns the ranks of that stage (``engine.mesh.
+stage_ranks``). In the places of those of other stages are zeros that are no parameters: these functions return None for
+them, and change nothing. What several stages have, such as tied embeddings, is to be changed alike on all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.shard.deferred import Recording
 from zeromesh.shard.sharded import Pick
@@ -25,13 +29,18 @@ if TYPE_CHECKING:
 # The functions below are given a bare parameter. Which engine it belongs to is kept here, and not on the parameter, so
 # that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
 _OWNERS: Any = WeakIdKeyDictionary()
+_ELSEWHERE: Any = WeakIdKeyDictionary()
+"""What stands in the places of other stages' parameters."""
 
 
 def register(engine: Engine) -> None:
-    """Let the functions below find these parameters' engine."""
+    """Let the functions below find these parameters' engine, and know those of other stages."""
     for flat in engine.sharded.flats:
         for parameter in flat.parameters:
             _OWNERS[parameter] = ref(engine)
+    if engine.pipelined is not None:
+        for module, name in engine.pipelined.taken:
+            _ELSEWHERE[vars(module)[name]] = True
 
 
 class Init:
@@ -69,6 +78,11 @@ def _owner(parameter: nn.Parameter) -> Engine:
     return engine
 
 
+def _is_elsewhere(parameter: torch.Tensor) -> bool:
+    """Whether it stands for a parameter of another stage."""
+    return parameter in _ELSEWHERE
+
+
 def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
     engine = _owner(parameter)
     for unit in engine.sharded.units:
@@ -90,32 +104,46 @@ def GatheredParameters(
 
     Args:
         params: parameters of one model; those of any other module are left alone, as they are whole anyway.
-        modifier_rank: the rank whose changes every rank takes at the end.
+        modifier_rank: the rank whose changes every rank takes at the end. Of a model that is cut into stages, one of
+            ``engine.mesh.stage_ranks``, which are others on each stage.
         enabled: False does nothing.
         options: DeepSpeed's other arguments; they have no effect here.
 
     Raises:
         RuntimeError: the parameters were changed and no ``modifier_rank`` says whose values count.
+        ValueError: ``modifier_rank`` does not have these parameters.
     """
-    members = [params] if isinstance(params, nn.Parameter) else list(params)
+    members: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
     members = [p for p in members if enabled and _OWNERS.get(p) is not None]
     if not members:
         yield
         return
     sharded = _owner(members[0]).sharded
     found = [_find(parameter) for parameter in members]
+    place = None if modifier_rank is None else _place_in_stage(sharded.mesh, modifier_rank)
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
     with sharded.gathered(units):
-        before = [] if modifier_rank is not None else [_fingerprint(parameter) for parameter in members]
+        before = [] if place is not None else [_fingerprint(parameter) for parameter in members]
         yield
-        if modifier_rank is not None:
+        if place is not None:
             for flat, index in [(flat, index) for _, _, flat, index in found]:
-                sharded.take_value(flat, index, modifier_rank)
+                sharded.take_value(flat, index, place)
         elif before != [_fingerprint(parameter) for parameter in members]:
             raise RuntimeError(
                 "parameters were changed inside GatheredParameters, and ranks may have changed them differently: pass "
                 "modifier_rank, the rank whose values all ranks are to take"
             )
+
+
+def _place_in_stage(mesh: Mesh, rank: int) -> int:
+    """A rank's number in the group of those that have the same part of the model."""
+    if rank not in mesh.stage_ranks:
+        raise ValueError(
+            f"modifier_rank is {rank}, but it is ranks {', '.join(map(str, mesh.stage_ranks))} that have these "
+            "parameters; pass one of these, as engine.mesh.stage_ranks[0]"
+        )
+    ranks = mesh.group("stage").exchange(torch.tensor([mesh.rank])).flatten().tolist()
+    return int(ranks.index(rank))
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
@@ -124,19 +152,23 @@ def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
-    """A whole tensor of the parameter's shape from what each rank has of it; None for a frozen one."""
+    """A whole tensor of the parameter's shape from what each rank has of it; None for frozen ones and other stages'."""
+    if _is_elsewhere(parameter):
+        return None
     engine, _, flat, index = _find(parameter)
     engine.sharded.take_changes()
     return engine.sharded.assemble(flat, index, pick) if flat.layout.trainable else None
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole master of a parameter, in the master's dtype; None if it is frozen."""
+    """The whole master of a parameter, in the master's dtype; None if it is frozen, or another stage's."""
     return _whole(param, lambda flat, local, piece: piece.parameter.detach())
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The whole gradient, averaged over ranks; None if no rank has one. To be called between backward and ``step``."""
+    if _is_elsewhere(param):
+        return None
     engine, _, flat, index = _find(param)
     gradient = flat.gradient
     if gradient is None or not engine.sharded.reducer.begun:
@@ -144,7 +176,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     engine.sharded.reducer.complete()
     factor, home = engine.gradient_factor, gradient.home
     used = torch.tensor([float(gradient.used[index])], dtype=torch.float64)
-    if not bool(engine.mesh.group("world").exchange(used).any()):
+    if not bool(engine.mesh.group("stage").exchange(used).any()):
         return None
     if home is None:
         return None
@@ -169,6 +201,8 @@ def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | No
 
 
 def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
+    if _is_elsewhere(parameter):
+        return
     engine, _, flat, index = _find(parameter)
     engine.sharded.take_changes()
     segment = flat.layout.segments[index]
@@ -191,8 +225,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ValueError: the value has another shape, or the parameter is frozen.
     """
-    _set(param, value, lambda flat, local, piece: piece.parameter.data)
-    _owner(param).sharded.publish()
+    if not _is_elsewhere(param):
+        _set(param, value, lambda flat, local, piece: piece.parameter.data)
+        _owner(param).sharded.publish()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -202,6 +237,8 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: the value has another shape, or the parameter is frozen.
         RuntimeError: this is not between backward and ``step``.
     """
+    if _is_elsewhere(param):
+        return
     engine, _, flat, index = _find(param)
     gradient = flat.gradient
     if gradient is not None:
