@@ -229,7 +229,10 @@ def name(case: dict[str, Any]) -> str:
     return ", ".join(map(str, case.values()))
 
 
-@pytest.mark.parametrize("case", pairwise(FACTORS, seed=6), ids=name)
+SOME = {**FACTORS, "kind": ["tied", "mapping", "gpt2", "bert", "t5"]}
+
+
+@pytest.mark.parametrize("case", pairwise(SOME, seed=6), ids=name)
 def test_stages_train_to_the_numbers_of_one_process(case: dict[str, Any]) -> None:
     check(case)
 

@@ -229,7 +229,6 @@ def take_away(
     return taken
 
 
-
 def _is_in(name: str, around: str) -> bool:
     return name == around or not around or name.startswith(f"{around}.")
 
