@@ -37,6 +37,7 @@ def random_costs(draw: random.Random, stages: int) -> Costs:
         latency=draw.choice((0.0, 0.3, 2.0)),
         size=draw.choice((0.0, some())),
         bandwidth=draw.choice((1.0, 10.0)),
+        other={kind: draw.uniform(0, 4) for kind in (Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD, Kind.RELOAD)},
         activation=draw.choice((1.0, [draw.choice((0.5, 1.0, 2.0)) for _ in range(stages)])),
     )  # fmt: skip
 
@@ -188,13 +189,13 @@ def check_search(seed: int, largest: int) -> None:
 
 
 def test_the_search_is_never_worse_than_a_named_schedule_that_fits() -> None:
-    for seed in range(100):
+    for seed in range(60):
         check_search(seed, largest=3)
 
 
 @pytest.mark.full
 def test_the_search_is_never_worse_than_a_named_schedule_that_fits_many_times() -> None:
-    for seed in range(100, 400):
+    for seed in range(60, 400):
         check_search(seed, largest=6)
 
 

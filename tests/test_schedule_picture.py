@@ -44,8 +44,13 @@ def test_long_lines_go_on_below_and_lose_nothing() -> None:
 
 
 def test_times_that_are_no_multiples_of_each_other_keep_their_order_and_take_a_column_at_least() -> None:
-    for costs in (Costs(1, 1.3, 0.7), Costs([1, 2.5], 1.5, 0.45, latency=0.2)):
-        timeline = simulate(generate("zb-h1", 2, 4, costs=costs), costs)
+    # In the last one an input gradient is from 2.5 to 3.4999... columns.
+    for ranks, costs in (
+        (2, Costs(1, 1.3, 0.7)),
+        (2, Costs([1, 2.5], 1.5, 0.45, latency=0.2)),
+        (1, Costs(0.25, 0.1, 0.3)),
+    ):
+        timeline = simulate(generate("zb-h1", ranks, 4, costs=costs), costs)
         for line, steps in zip(grid(timeline).splitlines(), timeline.ranks, strict=True):
             shown = [word.rstrip("─") for word in line.split()[2:] if word != "·"]
             assert shown == [f"{step.action.kind}{step.action.microbatch}" for step in steps]

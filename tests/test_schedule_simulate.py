@@ -74,7 +74,11 @@ def test_what_goes_on_beside_the_computation_keeps_no_rank_busy_but_is_waited_fo
 def test_the_bubble_counts_from_a_rank_s_first_to_its_last_computation() -> None:
     """Waiting for the first message, and for the others at the end, is no bubble; receives are begun in that time."""
     schedule = add_messages(generate("gpipe", 4, 3))
-    assert simulate(schedule).bubbles == [3 * (3 - rank) / 9 for rank in range(4)]
+    timeline = simulate(schedule)
+    assert timeline.bubbles == [3 * (3 - rank) / 9 for rank in range(4)]
+    assert str(timeline.ranks[3][0].action) == "RA3.0"
+    assert timeline.ranks[3][0].start == 0
+    assert timeline.ranks[3][2].start == 3
 
 
 def test_a_schedule_that_gets_stuck_has_no_times() -> None:

@@ -156,6 +156,8 @@ def test_memory_is_counted_per_rank_over_its_stages() -> None:
     validate(two, memory=4)
     with pytest.raises(ScheduleError, match="memory on rank 0"):
         validate(two, memory=3)
+    with pytest.raises(ScheduleError, match="memory on rank 0 at position 3, F1.1: activations take 4 of 3"):
+        validate(generate("breadth-first", 1, 2), memory=3)  # each stage holds 2
     with pytest.raises(ScheduleError, match="activations take 4.5 of 4"):
         validate(schedule, memory=4, costs=Costs(activation=[1, 1.5]))
 

@@ -62,7 +62,7 @@ class Row:
         placement: which stages a rank has.
         split: whether input and weight gradients are actions of their own.
         order: what a rank does.
-        full: so many micro-batches fill the pipeline. The order is made for no less, and what is too many is left out.
+        full: so many micro-batches fill the pipeline.
         bubble: idle time in parts of busy time, if the pipeline is full, a forward and either gradient take the same
             time, and messages none.
         formula: the same for the reader.
@@ -109,7 +109,10 @@ def _interleaved(shape: Shape, rank: int) -> Order:
 
 
 def _vee_order(shape: Shape, rank: int) -> Order:
-    """Forwards of the first chunk until the second one can begin; then chunks in turn, 6 actions per micro-batch."""
+    """Forwards of the first chunk until the second one can begin; then chunks in turn, 6 actions per micro-batch.
+
+    With few micro-batches this names some that there are not; they are left out.
+    """
     ranks, count = shape.ranks, shape.microbatches
     after = ranks - rank
     steady = [chunk for turn in range(count - ranks) for chunk in (0 if turn <= count - 2 * ranks + rank else None, 1)]
@@ -244,12 +247,11 @@ def _of_row(row: Row, shape: Shape, costs: Costs) -> Schedule:
 
 
 def _fixed_order(row: Row, shape: Shape) -> Schedule:
-    padded = Shape(shape.ranks, max(shape.microbatches, row.full(shape)), shape.chunks, shape.group)
     placement = row.placement(shape.ranks, shape.chunks)
     orders = []
     for rank in range(shape.ranks):
         own = [stage for stage, here in enumerate(placement) if here == rank]
-        forwards, backwards, warm_up = row.order(padded, rank)
+        forwards, backwards, warm_up = row.order(shape, rank)
         first = _numbered(Kind.FORWARD, forwards, own)
         second = _numbered(Kind.BACKWARD, list(backwards), own)
         turns = [action for pair in zip_longest(first[warm_up:], second) for action in pair]

@@ -98,7 +98,7 @@ class ListScheduler:
             )
         return Schedule(self._microbatches, self._placement, tuple(map(tuple, orders)))
 
-    def _choices(self, rank: int, taken: int, clock: float) -> Iterator[tuple[int, float, Kind, int]]:
+    def _choices(self, rank: int, taken: int, clock: float) -> Iterator[tuple[int, int, Kind, int]]:
         """What a rank can begin, with its place in the order of preference."""
         if self._rule.sequence:
             weights = sum(self._done.get((WEIGHT, stage), 0) for stage in self._own[rank])
@@ -113,12 +113,8 @@ class ListScheduler:
                 continue
             for stage in self._own[rank]:
                 if self._ready(kind, stage, clock):
-                    yield order, self._preference(kind, stage), kind, stage
-
-    def _preference(self, kind: Kind, stage: int) -> float:
-        if kind is WEIGHT:
-            return self._end[INPUT, stage, self._done[WEIGHT, stage]]
-        return -stage if (self._rule.deep_forward if kind is FORWARD else self._rule.deep_backward) else stage
+                    deep = self._rule.deep_forward if kind is FORWARD else self._rule.deep_backward
+                    yield order, -stage if deep else stage, kind, stage
 
     def _ready(self, kind: Kind, stage: int, clock: float) -> bool:
         number = self._done[kind, stage]
