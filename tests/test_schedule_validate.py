@@ -76,6 +76,7 @@ def test_both_are_valid() -> None:
         (PLAIN, "B0.0 B0.1", "B0.0 B0.1 RECOMPUTE0.1", "wrong order", (0, 3, "B0.1"), "RECOMPUTE0.1"),
         (PLAIN, "F0.0", "RECOMPUTE0.0 F0.0", "wrong order", (0, 0, "RECOMPUTE0.0"), "F0.0"),
         (PLAIN, "F0.1", "RELOAD0.0 OFFLOAD0.0 F0.1", "wrong order", (0, 1, "RELOAD0.0"), "OFFLOAD0.0"),
+        (PLAIN, "F0.1", "OFFLOAD0.0 F0.1 RECOMPUTE0.0 RELOAD0.0", "wrong order", (0, 3, "RECOMPUTE0.0"), "RELOAD0.0"),
         (PLAIN, "B0.0 B0.1", "RELOAD0.1 B0.0 B0.1", "missing action", (0, 2, "RELOAD0.1"), "OFFLOAD0.1"),
     ],
 )  # fmt: skip

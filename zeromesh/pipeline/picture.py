@@ -61,14 +61,14 @@ def grid(timeline: Timeline, width: int | None = None) -> str:
     wide = max(len(_label(timeline, step)) for step in steps) + 1
 
     def column(time: float) -> int:
-        return int(time / unit + 0.5)
+        return int(round(time / unit, 6) + 0.5)  # so that no error of rounding makes a column too few
 
     columns = max(column(step.end) for step in steps)
     lines = []
     for row in rows:
         line = list(IDLE.ljust(wide) * columns)
         for step in row:
-            begin, end = column(step.start) * wide, max(column(step.end), column(step.start) + 1) * wide
+            begin, end = column(step.start) * wide, column(step.end) * wide
             line[begin:end] = (_label(timeline, step).ljust(end - begin - 1, GOES_ON) + " ").ljust(end - begin)
         lines.append("".join(line))
     names = [f"rank {rank} " for rank in range(len(rows))]
