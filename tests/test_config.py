@@ -60,13 +60,7 @@ def test_the_resolved_configuration_reads_back_as_itself(path: Path) -> None:
         ("zero_infinity", ["zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"]),
         ("onebit", ["optimizer.type"]),
         ("apex", ["amp"]),
-        (
-            "parallel",
-            [
-                "pipeline",
-                "zero_optimization.zero_quantized_nontrainable_weights",
-            ],
-        ),
+        ("parallel", ["zero_optimization.zero_quantized_nontrainable_weights"]),
     ],
 )
 def test_files_that_need_more_are_refused_naming_each_key_once(name: str, keys: list[str]) -> None:
@@ -218,12 +212,12 @@ def test_all_problems_come_in_one_error_that_is_a_value_error() -> None:
         "train_batch_size": "8",
         "grdient_clipping": 1,
         "amp": {"enabled": True},
-        "mesh": {"pipeline": 2},
+        "mesh": {"expert": 2},
         "optimizer": {"type": "OneBitLamb"},
     }
     with pytest.raises(ValueError, match="has 5 problems") as caught:
         Settings.load(document)
-    for key in ("train_batch_size", "grdient_clipping", "amp", "mesh.pipeline", "optimizer.type"):
+    for key in ("train_batch_size", "grdient_clipping", "amp", "mesh.expert", "optimizer.type"):
         assert f"\n  - {key}" in str(caught.value)
 
 
@@ -282,7 +276,7 @@ def test_auto_means_unset_for_every_key(path: str) -> None:
         document["huggingface"] = required["huggingface"]
     if "." in path and top in required:
         document[top].update(required[top])
-    off = ("expert_parallel", "weight_quantization", "pipeline", "zero_optimization.zenflow")
+    off = ("expert_parallel", "weight_quantization", "zero_optimization.zenflow")
     if path.startswith(tuple(f"{section}." for section in off)):
         document = nested(path.rpartition(".")[0], "auto")
     settings = Settings.load(document)
@@ -369,8 +363,8 @@ def test_what_is_not_yet_possible_is_refused_in_those_words(path: str) -> None:
         value = not entry.default if "true" in entry.rule else "cpu" if "cpu" in entry.rule else 2
         given = {"gradient_allreduce_op": "sum", "data_types.keep_in_fp32_modules": ["Linear"]}
         value = given.get(path, "fp32" if "fp32" in entry.rule else value)
-    elif path in ("pipeline", "weight_quantization"):
-        value = {"stages": 2} if path == "pipeline" else {"num_bits": 4}
+    elif path == "weight_quantization":
+        value = {"num_bits": 4}
     (problem,) = problems(nested(path, value))
     assert problem.startswith(f"{path} = ")
     assert "is not in this version yet" in problem

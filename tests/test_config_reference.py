@@ -97,7 +97,7 @@ def test_the_page_marks_where_keys_come_from() -> None:
     assert lines["`train_batch_size`"].endswith("| DeepSpeed |")
     assert lines["`units`"].endswith("| ours |")
     assert "*no effect*" in lines["`overlap_comm`"]
-    assert "*not yet*" in lines["`pipeline`"]
+    assert "*not yet*" in lines["`expert`"]
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
