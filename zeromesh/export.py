@@ -371,7 +371,7 @@ def _standing_in(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
     """In this context what stands in the places of other stages' parameters is parameters, so that PEFT sees them."""
     zeros = [vars(module).pop(name) for module, name in places]
     for (module, name), value in zip(places, zeros, strict=True):
-        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+        module._parameters[name] = nn.Parameter(value.as_subclass(torch.Tensor), requires_grad=False)
     try:
         yield
     finally:

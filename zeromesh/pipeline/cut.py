@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -51,17 +51,17 @@ class Blocks:
         names: in the order in which they are called. Each may be the first of a stage.
         types: the names of their classes.
         uses: by parameter, under the first of its names, the numbers of the blocks that need it, ascending.
-        buffers: by name, the number of the block that writes it.
         parameters: how many elements each needs.
         operations: floating-point operations of each; None where they could not be counted.
+        buffers: by name, the number of the block that writes it.
     """
 
     names: tuple[str, ...]
     types: tuple[str, ...]
     uses: Mapping[str, tuple[int, ...]]
-    buffers: Mapping[str, int]
     parameters: tuple[float, ...]
     operations: tuple[float, ...] | None
+    buffers: Mapping[str, int] = field(default_factory=dict)
 
     def cut(self, starts: Sequence[int]) -> Cut:
         """The model cut before these blocks."""
@@ -105,7 +105,7 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), length: int = LENGTH
     counted = None if operations is None or not any(operations) else tuple(operations)
     ordered = {name: tuple(sorted(blocks)) for name, blocks in placed.items()}
     buffers = {name: position[name.rpartition(".")[0]] for name, _ in model.named_buffers()}
-    return Blocks(tuple(kept), types, ordered, buffers, tuple(sizes), counted)
+    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers)
 
 
 def _separable(model: nn.Module, names: Sequence[str], traced: Trace) -> list[int]:
