@@ -93,11 +93,6 @@ class Stages:
         self._model, self._blocks = model, tuple(blocks)
         self._bounds = (*starts, len(blocks))
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self._bounds) - 1
-
     def run(
         self, stage: int, call: Callable[[], Any], received: Handed | None, places: Sequence[int] | None = None,
         sends_all: bool = False,
