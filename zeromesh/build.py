@@ -338,17 +338,11 @@ def plan_stages(model: nn.Module, settings: Resolved, mesh: Mesh) -> Pipelined |
     Raises:
         ValueError: it cannot be cut so, or there is no such schedule.
     """
-    ranks, chosen = mesh.sizes["pipeline"], settings.pipeline
-    if ranks == 1:
+    if mesh.sizes["pipeline"] == 1:
         return None
-    if mesh.sizes["context"] > 1:
-        raise ValueError(
-            f"mesh.pipeline is {ranks} and mesh.context is {mesh.sizes['context']}: sequences cannot be spread over "
-            "the ranks of a stage yet; set one of them to 1"
-        )
     from zeromesh.pipelined import Pipelined
 
-    return Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps)
+    return Pipelined(model, mesh, settings.pipeline, settings.gradient_accumulation_steps)
 
 
 def _take_stage(
