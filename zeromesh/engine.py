@@ -455,15 +455,16 @@ class Engine:
             return self._loss(batch)
 
     @contextmanager
-    def _computing_stage(self, stage: int, kept: Kept | None) -> Iterator[None]:
+    def _computing_stage(self, stage: int, kept: Kept | None, last: bool = False) -> Iterator[None]:
         assert self.pipelined is not None
         order = self.sharded.events.order
         order.part = self.pipelined.units_of(stage, self.sharded)
+        order.again = self.pipelined.units_after(stage, self.sharded) if last else frozenset()
         try:
             with nullcontext() if kept is None else self.pipelined.later.keeping(kept):
                 yield
         finally:
-            order.part = None
+            order.part, order.again = None, frozenset()
 
     def stage_backward(
         self, stage: int, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None, last: bool,
@@ -475,18 +476,18 @@ class Engine:
             stage: which.
             roots: what the stage handed over; of the last one, the loss.
             gradients: of each root; None where it is the loss.
-            last: whether it is this rank's last one before the update.
+            last: whether it is the stage's last one before the update.
             kept: where what the gradients of weights are made of is kept for ``stage_weights``; None: nothing is.
         """
         if gradients is None:
             roots, gradients = [self._scaled(root / self._accumulation) for root in roots], [None]
-        with self._computing_stage(stage, kept):
+        with self._computing_stage(stage, kept, last):
             self._differentiate(roots, gradients, last, reduces=kept is None)
 
     def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
         """The backward of the weights of linear layers, which ``stage_backward`` has left."""
         roots, events = roots_of(kept), self.sharded.events
-        with self._computing_stage(stage, None), self.observer.phase("backward"), events.weights(last):
+        with self._computing_stage(stage, None, last), self.observer.phase("backward"), events.weights(last):
             if roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 

@@ -47,6 +47,7 @@ class Pipelined:
         self._group = mesh.group("pipeline")
         self._schedules: dict[int, Schedule] = {}
         self._units: dict[int, frozenset[int]] = {}
+        self._open: set[int] = set()
         placement = self._compute(microbatches).placement
         self._placement = placement
         blocks = examine(model, chosen.blocks)
@@ -94,6 +95,11 @@ class Pipelined:
             )
         return self._units[stage]
 
+    def units_after(self, stage: int, sharded: Sharded) -> frozenset[int]:
+        """A stage is done with for this update; the units of those that are not."""
+        self._open.discard(stage)
+        return frozenset().union(*(self.units_of(other, sharded) or () for other in self._open))
+
     @cached_property
     def later(self) -> Later:
         """Where the backward is in two parts, what leaves that of weights for later."""
@@ -114,6 +120,7 @@ class Pipelined:
 
     def train(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
         """Forward and backward of all micro-batches; their losses, detached, where the last stage is, else none."""
+        self._open = set(self.stages)
         return self._run(trainer, self.schedule(len(given)), given)
 
     def evaluate(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:

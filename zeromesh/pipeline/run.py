@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeromesh.dist.collectives import Group, Pending
 from zeromesh.pipeline.actions import Action, Kind, Schedule
+from zeromesh.pipeline.lowering import LAST
 from zeromesh.pipeline.stage import Form, Handed, Header, Stages
 from zeromesh.pipeline.weights import Kept
 
@@ -30,7 +31,7 @@ class Work(Protocol):
     ) -> None:
         """Backward from what a stage handed over, or from the loss, which has no gradient.
 
-        ``last`` if it is this rank's last one before the update. With ``kept``, that of weights comes later.
+        ``last`` if it is the stage's last one before the update. With ``kept``, that of weights comes later.
         """
 
     def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
@@ -124,10 +125,10 @@ class Interpreter:
         """
         run = _Running(self, schedule, batches, signatures)
         actions = schedule.ranks[rank]
-        backwards = [action for action in actions if action.kind in (Kind.BACKWARD, Kind.WEIGHT)]
+        last = {action.stage: action for action in actions if action.kind in LAST}
         for action in actions:
             with _naming(action):
-                run.do(action, bool(backwards) and action is backwards[-1])
+                run.do(action, action == last.get(action.stage))
         self._messages.finish()
         return [run.losses[number] for number in sorted(run.losses)]
 
@@ -154,7 +155,7 @@ class _Running:
         }
 
     def do(self, action: Action, last: bool) -> None:
-        """Do one action; ``last`` if it is the rank's last backward."""
+        """Do one action; ``last`` if it is its stage's last backward."""
         if action.kind in (Kind.BACKWARD, Kind.INPUT):
             assert action.microbatch is not None
             self._backward(action.stage, action.microbatch, last)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ class Stages:
     def __init__(self, model: nn.Module, blocks: Sequence[str], starts: Sequence[int]) -> None:
         self._model, self._blocks = model, tuple(blocks)
         self._bounds = (*starts, len(blocks))
+        inside = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
+        self._outside = [module for module in model.modules() if id(module) not in inside]
 
     def run(
         self, stage: int, call: Callable[[], Any], received: Handed | None, places: Sequence[int] | None = None,
@@ -115,17 +118,13 @@ class Stages:
             RuntimeError: the model did not call the blocks one after the other.
         """
         run = _Run(self._blocks, self._bounds[stage], self._bounds[stage + 1], received, places, sends_all)
-        grad = torch.is_grad_enabled()
-        with self._gates(run), counting():
+        with self._gates(run), self._without_graph(run), self._spared(run), counting():
             try:
-                torch.set_grad_enabled(grad and run.is_live)
                 if run.is_live:
                     counts()
                 result = call()
             except _Left as left:
                 return left.handed
-            finally:
-                torch.set_grad_enabled(grad)
         if run.stop < len(self._blocks) or not run.is_live:
             expected = self._blocks[run.stop if run.is_live else run.first]
             raise RuntimeError(
@@ -148,6 +147,46 @@ class Stages:
         finally:
             for (parent, child), block in zip(places, blocks, strict=True):
                 parent._modules[child] = block
+
+    @contextmanager
+    def _without_graph(self, run: _Run) -> Iterator[None]:
+        """Have the forward of the model, but not its hooks, make no graph until a stage's own blocks are called."""
+        model: Any = self._model
+        own, forward = vars(model).get("forward"), model.forward
+
+        @wraps(forward)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and run.is_live):
+                return forward(*args, **kwargs)
+
+        model.forward = begin
+        try:
+            yield
+        finally:
+            del model.forward
+            if own is not None:
+                model.forward = own
+
+    @contextmanager
+    def _spared(self, run: _Run) -> Iterator[None]:
+        """Copies in the places of the buffers outside of blocks, until a stage's own blocks are called.
+
+        What comes before these is computed again for each stage, and is to change buffers for the first one only.
+        """
+        buffers = [] if run.is_live else [(m, name, own) for m in self._outside for name, own in m._buffers.items()]
+        for module, name, own in buffers:
+            module._buffers[name] = None if own is None else own.clone()
+
+        def restore() -> None:
+            while buffers:
+                module, name, own = buffers.pop()
+                module._buffers[name] = own
+
+        run.restore = restore
+        try:
+            yield
+        finally:
+            restore()
 
 
 class _Left(Exception):
@@ -192,6 +231,7 @@ class _Run:
     known: Sequence[int] | None
     sends_all: bool
     is_live: bool = False
+    restore: Callable[[], None] = lambda: None
     _latest: int = -1
     _returned: dict[str, Any] = field(default_factory=dict)
     _replaced: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -229,6 +269,7 @@ class _Run:
         assert self.received is not None
         torch.set_grad_enabled(self._grad)
         self.is_live = True
+        self.restore()
         counts()
         local, places = _tensors((args, kwargs)), self.received.header.places
         if len(local) != len(places):

@@ -299,12 +299,17 @@ class Events:
             self._reduced.discard(unit)
         if unit.flats:
             needed = unit is self._root or unit.index in self.order.fetched([unit.index])
-            self._residency.enter_backward(unit, needed, self._done_with() if self._last else ())
+            self._residency.enter_backward(unit, needed, self._done_with())
 
     def _done_with(self) -> list[Unit]:
         """The units whose parameters this backward has looked at for the last time, as far as can be foreseen."""
         outside = {index for forward in self._walks for index in forward.outside}
-        return [unit for unit in self._begun if unit.index not in outside and not self._pending(unit)]
+        ending = [unit for unit in self._begun if self._ends(unit)]
+        return [unit for unit in ending if unit.index not in outside and not self._pending(unit)]
+
+    def _ends(self, unit: Unit) -> bool:
+        """Whether this backward is the unit's last one before the update."""
+        return self._last and self.order.is_present(unit.index) and unit.index not in self.order.again
 
     def _reduce_finished(self, current: Unit) -> None:
         """Reduce the units whose backward is over: each call's has begun, and that of a unit outside it begins now."""
@@ -322,7 +327,7 @@ class Events:
         self._reduced.add(unit)
         if not self._reduces:
             return
-        self._reducer.reduce([flat.gradient for flat in unit.flats if flat.gradient])
+        self._reducer.reduce([flat.gradient for flat in unit.flats if flat.gradient], self._ends(unit))
 
     def _end_backward(self) -> None:
         if not self._reached:
@@ -332,14 +337,13 @@ class Events:
         if self._last and self._root.sharded:
             # All of them, as ranks may differ in what they used outside: the next fetches must be the same on all.
             self._residency.leave_backward()
-            for unit in self._units[1:]:
+            for unit in filter(self._ends, self._units[1:]):
                 self._residency.release(unit)
         self._reducer.finish()
 
     def _reduce_rest(self) -> None:
         for unit in reversed(self._units):
-            present = unit is self._root or self.order.is_present(unit.index)
-            if unit not in self._reduced and (self._last or present):
+            if unit not in self._reduced and self.order.is_present(unit.index):
                 self._reduce(unit)
 
     def _listen_to_other(self) -> None:

@@ -203,7 +203,6 @@ class Reducer:
             self._choose_dtype(gradient)
         self.predivide = self._predivide() if policy.predivide is None else policy.predivide
         self.begun = False
-        self._last = True
         self._completed = False
         self._waiting = False
         count = policy.slots or (2 if policy.sharded else len(self.gradients))
@@ -254,7 +253,7 @@ class Reducer:
 
     def begin(self, last: bool) -> None:
         """A backward begins; ``last`` if an update follows it."""
-        self.begun, self._last = True, last
+        self.begun = True
         self._waiting = self._waiting and not last  # at its end all are reduced
         if self._completed:
             self._count_sums_once()
@@ -311,9 +310,12 @@ class Reducer:
             return False
         return True
 
-    def reduce(self, gradients: Sequence[Gradient]) -> None:
-        """Start to sum these over the ranks, if it is time. All ranks call this in the same order."""
-        if not (self.policy.sharded or self._last):
+    def reduce(self, gradients: Sequence[Gradient], last: bool) -> None:
+        """Start to sum these over the ranks, if it is time; ``last``: no more is added before the update.
+
+        All ranks call this in the same order.
+        """
+        if not (self.policy.sharded or last):
             self._waiting = True
             return
         for gradient in gradients:
@@ -406,11 +408,12 @@ class Reducer:
         """Reduce what has not been, sum over the replicas, and wait. Without effect until the next backward."""
         if self._completed:
             return
-        self._last = self._completed = True
+        self._completed = True
         self.finish()
         # After backwards without a reduction all of them, as ranks may differ in which gradients arrived. Else those of
         # weights that were used outside of their unit's forward, after the unit was reduced.
-        self.reduce([gradient for gradient in self.gradients if self._waiting or gradient.full is not None])
+        rest = [gradient for gradient in self.gradients if self._waiting or gradient.full is not None]
+        self.reduce(rest, last=True)
         self._waiting = False
         self.finish()
         if self._mesh.replicate.size > 1:

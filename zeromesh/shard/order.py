@@ -98,6 +98,7 @@ class Order:
         last_forward: the same before the last backward.
         part: of the units that are used, where only a part of the model computes, as one of several stages of a
             pipeline does; None where all of it does. The others have not been skipped.
+        again: of the part, those that another one uses again before the update.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -108,6 +109,7 @@ class Order:
         self.forward: list[int] = []
         self.last_forward: list[int] = []
         self.part: frozenset[int] | None = None
+        self.again: frozenset[int] = frozenset()
         self._recorded = True
         self._before = self.current
         self._passes = 1
@@ -160,7 +162,7 @@ class Order:
 
     def _note(self, index: int, used: bool) -> None:
         self._seen.add(index)
-        if not self._recorded:
+        if not (self._recorded and self.is_present(index)):
             return
         if used:
             self.current.used.add(index)
@@ -173,7 +175,7 @@ class Order:
 
     def done(self, index: int, graph: bool | None = None) -> None:
         """A unit's forward ends; ``graph`` says whether it left one, None that this is not known."""
-        if self._recorded:
+        if self._recorded and self.is_present(index):
             self.current.ended.append(index)
             need = Need.UNKNOWN if graph is None else Need.BACKWARD if graph else Need.NO_BACKWARD
             self._observed[index] = max(need, self._observed.get(index, Need.UNKNOWN))
