@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -53,8 +55,29 @@ class Plain(nn.Module):
         return cross_entropy(self.head(self.norm(x)), labels)
 
 
+class Named(NamedTuple):
+    x: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    x: Tensor
+    count: Tensor
+
+
+class Output(OrderedDict[str, Tensor]):
+    """As transformers' outputs: a mapping with attributes."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 class Pair(nn.Module):
-    """Takes and gives a tuple, of which one is made without a gradient, or a mapping."""
+    """Takes and gives a tuple, of which one is made without a gradient, a mapping, or objects of other classes."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -62,9 +85,24 @@ class Pair(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, given: Any) -> Any:
-        x, count = (given["x"], given["count"]) if isinstance(given, dict) else given
+        x, count = taken(given, self.kind)
         x, count = x + self.linear(x).tanh() / count, count + 1
-        return {"x": x, "count": count} if self.kind == "mapping" else (x, count)
+        return GIVEN[self.kind](x, count)
+
+
+GIVEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": lambda x, count: (x, count),
+    "mapping": lambda x, count: {"x": x, "count": count},
+    "named tuple": Named,
+    "dataclass": State,
+    "output": lambda x, count: Output(x=x, count=count),
+}
+
+
+def taken(given: Any, kind: str) -> tuple[Tensor, Tensor]:
+    if type(given) is tuple:
+        return given
+    return (given["x"], given["count"]) if kind == "mapping" else (given.x, given.count)
 
 
 class Begin(nn.Module):
@@ -81,12 +119,13 @@ class Begin(nn.Module):
 class End(nn.Module):
     """What ``Pair`` gives to logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
+        self.kind = kind
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, given: Any) -> Tensor:
-        return self.head(given["x"] if isinstance(given, dict) else given[0])
+        return self.head(taken(given, self.kind)[0])
 
 
 def hugging_face(kind: str) -> nn.Module:
@@ -114,8 +153,8 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind in ("plain", "tied"):
         return Plain(kind == "tied").double()
-    if kind in ("tuple", "mapping"):
-        return nn.Sequential(Begin(), *(Pair(kind) for _ in range(8)), End()).double()
+    if kind in GIVEN:
+        return nn.Sequential(Begin(), *(Pair(kind) for _ in range(8)), End(kind)).double()
     return hugging_face(kind).double()
 
 
@@ -125,7 +164,7 @@ def batches(kind: str, step: int, count: int, rank: int, size: int) -> Iterator[
         # Shapes differ from step to step, and among the micro-batches of one.
         length = LENGTH + 2 * ((step + number) % 2)
         ids = torch.randint(0, VOCABULARY, (SAMPLES, length), generator=generator).chunk(size)[rank]
-        if kind in ("plain", "tied") or kind in ("tuple", "mapping"):
+        if kind in ("plain", "tied") or kind in GIVEN:
             yield ids, ids.roll(-1, 1)
         else:
             mask = torch.ones_like(ids)
@@ -153,7 +192,7 @@ def train(
         "pipeline": {"schedule": schedule, "chunks": chunks},
         **(further or {}),
     }
-    loss_fn = cross_entropy if kind in ("tuple", "mapping") else None
+    loss_fn = cross_entropy if kind in GIVEN else None
     engine = zeromesh.initialize(model=build(kind), config=settings, loss_fn=loss_fn)[0]
 
     def given(step: int) -> Iterator[Any]:
@@ -211,7 +250,7 @@ MESHES = {
     "2 stages, tensor 2": {"pipeline": 2, "data": 1, "tensor": 2},
 }
 FACTORS = {
-    "kind": ["plain", "tied", "tuple", "mapping", "gpt2", "llama", "bert", "t5"],
+    "kind": ["plain", "tied", *GIVEN, "gpt2", "llama", "bert", "t5"],
     "mesh": list(MESHES),
     "row": [0, 1, 2, 3],
     "schedule": list(SCHEDULES),
@@ -229,7 +268,7 @@ def name(case: dict[str, Any]) -> str:
     return ", ".join(map(str, case.values()))
 
 
-SOME = {**FACTORS, "kind": ["tied", "mapping", "gpt2", "bert", "t5"]}
+SOME = {**FACTORS, "kind": ["tied", "dataclass", "gpt2", "bert", "t5"]}
 
 
 @pytest.mark.parametrize("case", pairwise(SOME, seed=6), ids=name)
@@ -241,6 +280,11 @@ def test_stages_train_to_the_numbers_of_one_process(case: dict[str, Any]) -> Non
 @pytest.mark.parametrize("case", [case for seed in range(4) for case in pairwise(FACTORS, seed)], ids=name)
 def test_more_combinations_train_to_the_numbers_of_one_process(case: dict[str, Any]) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GIVEN if kind != SOME["kind"][1]])
+def test_blocks_pass_on_any_container(kind: str) -> None:
+    compare(kind, "float64", pipeline=2, data=1, tensor=1, row=0, schedule="zb-v", microbatches=4)
 
 
 CUBES = list(product(range(4), SCHEDULES, ["tied", "gpt2", "llama"]))

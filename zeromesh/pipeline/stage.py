@@ -11,8 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from dataclasses import fields as dataclass_fields
 from functools import wraps
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -342,14 +345,41 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _outline(value: Any) -> Any:
-    """What a value is like, in JSON: of a tensor its shape and dtype."""
+    """What a value is like, in JSON: of a tensor its shape and dtype, of an object of a class its fields."""
+    kind = type(value)
     if isinstance(value, Tensor):
         return {"tensor": [*value.shape, str(value.dtype).removeprefix("torch.")]}
+    if kind in (list, tuple):
+        return {kind.__name__: [_outline(item) for item in value]}
+    if kind is dict:
+        return {"dict": {str(key): _outline(item) for key, item in value.items()}}
     if isinstance(value, Mapping):
-        return {"mapping": {str(key): _outline(item) for key, item in value.items()}}
-    if isinstance(value, tuple | list):
-        return {type(value).__name__ if type(value) is list else "tuple": [_outline(item) for item in value]}
-    return value if isinstance(value, bool | int | float | str) else None
+        fields = {str(key): item for key, item in value.items()}
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = dict(zip(value._fields, value, strict=True))
+    elif is_dataclass(value) and not isinstance(value, type):
+        fields = {one.name: getattr(value, one.name, None) for one in dataclass_fields(value)}
+    else:
+        return value if isinstance(value, bool | int | float | str) else None
+    if "<locals>" in kind.__qualname__:
+        raise TypeError(
+            f"a block returned a {kind.__qualname__}, of which other stages cannot make one; define the class at the "
+            "top of a module, or return a tuple or a dict"
+        )
+    return {f"{kind.__module__}:{kind.__qualname__}": {key: _outline(item) for key, item in fields.items()}}
+
+
+def _object(kind: str, fields: dict[str, Any]) -> Any:
+    """An object of a class, which ``_outline`` named."""
+    module, _, name = kind.partition(":")
+    found: Any = attrgetter(name)(import_module(module))
+    has_fields, is_mapping = is_dataclass(found), issubclass(found, Mapping)
+    if has_fields and not is_mapping:
+        made = object.__new__(found)  # what it does at first, and checks, was done on the stage that made the other one
+        for key, value in fields.items():
+            object.__setattr__(made, key, value)
+        return made
+    return found(fields) if is_mapping and not has_fields else found(**fields)
 
 
 def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -360,8 +390,9 @@ def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if not isinstance(outline, dict):
             return outline
         kind, inside = next(iter(outline.items()))
-        if kind == "mapping":
-            return {key: make(item) for key, item in inside.items()}
+        if isinstance(inside, dict):
+            fields = {key: make(item) for key, item in inside.items()}
+            return fields if kind == "dict" else _object(kind, fields)
         if kind != "tensor":
             return [make(item) for item in inside] if kind == "list" else tuple(make(item) for item in inside)
         *shape, dtype = inside
