@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from zeromesh import batches, export, report
 from zeromesh.model.containers import map_tensors
+from zeromesh.model.linear import Kept, keeping
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
-from zeromesh.pipeline.weights import Kept, roots_of
+from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.saving import load, save, whole
 from zeromesh.shard.sharded import Agreement, Sharded
@@ -461,7 +462,7 @@ class Engine:
         order.part = self.pipelined.units_of(stage, self.sharded)
         order.again = self.pipelined.units_after(stage, self.sharded) if last else frozenset()
         try:
-            with nullcontext() if kept is None else self.pipelined.later.keeping(kept):
+            with keeping(kept):
                 yield
         finally:
             order.part, order.again = None, frozenset()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from zeromesh.pipeline.lowering import add_messages, forward_only
 from zeromesh.pipeline.partition import starts_of
 from zeromesh.pipeline.run import Interpreter, Messages, Work
 from zeromesh.pipeline.stage import Stages
-from zeromesh.pipeline.weights import Later
+from zeromesh.pipeline.weights import postpone
 from zeromesh.shard.sharded import Sharded
 
 
@@ -100,11 +99,6 @@ class Pipelined:
         self._open.discard(stage)
         return frozenset().union(*(self.units_of(other, sharded) or () for other in self._open))
 
-    @cached_property
-    def later(self) -> Later:
-        """Where the backward is in two parts, what leaves that of weights for later."""
-        return Later(self._model)
-
     def _compute(self, microbatches: int) -> Schedule:
         return generate(self._chosen.schedule, self._group.size, microbatches, self._chosen.chunks)
 
@@ -115,7 +109,9 @@ class Pipelined:
             ValueError: there is none for so many micro-batches.
         """
         if microbatches not in self._schedules:
-            self._schedules[microbatches] = add_messages(self._compute(microbatches))
+            self._schedules[microbatches] = schedule = add_messages(self._compute(microbatches))
+            if schedule.splits:
+                postpone(self._model)
         return self._schedules[microbatches]
 
     def train(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,49 @@ class Ticket:
     operands: tuple[Tensor, Tensor] | None = None
 
 
+Kept = list[tuple[Tensor, Ticket]]
+"""For each call of a layer, where the gradient of its weight can be asked for, and what it is made of."""
+
+
+class _Now:
+    kept: Kept | None = None
+    """Of the whole process: a backward may run, and call layers again, in threads of autograd's own."""
+
+
+@contextmanager
+def keeping(kept: Kept | None) -> Iterator[None]:
+    """In this context layers leave their weights' gradients for later, and add to ``kept`` where; None: they do not."""
+    before, _Now.kept = _Now.kept, kept
+    try:
+        yield
+    finally:
+        _Now.kept = before
+
+
+def is_keeping() -> bool:
+    """Whether weights' gradients are left for later."""
+    return _Now.kept is not None
+
+
 def multiply(x: Tensor, columns: Columns) -> Tensor:
-    """What a layer gives, as plain torch computes it."""
-    weight = columns.weight.t() if columns.transposed else columns.weight
-    return torch.nn.functional.linear(x, weight, columns.bias)
+    """What a layer gives, as plain torch computes it; ``keeping`` says when its weight's gradient is computed."""
+    weight, bias = columns.weight, columns.bias
+    if _Now.kept is None or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+        return torch.nn.functional.linear(x, weight.t() if columns.transposed else weight, bias)
+    ticket = Ticket()
+    token: Tensor = WeightGradient.apply(weight, bias, ticket, columns.transposed, None)  # type: ignore[no-untyped-call]
+    _Now.kept.append((token, ticket))
+    fixed = _cast(weight.detach()), None if bias is None else _cast(bias.detach())
+    y: Tensor = Product.apply(_cast(x), None, *fixed, ticket, columns.transposed)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _cast(value: Tensor) -> Tensor:
+    """As autocast does it, where it is on."""
+    device = value.device.type
+    if not torch.is_autocast_enabled(device) or value.dtype is torch.float64:
+        return value
+    return value.to(torch.get_autocast_dtype(device))
 
 
 class WeightGradient(torch.autograd.Function):
@@ -46,7 +86,7 @@ class WeightGradient(torch.autograd.Function):
         ctx: Any, weight: Tensor, bias: Tensor | None, ticket: Ticket, transposed: bool, then: Callable[[], None] | None
     ) -> Tensor:
         """An empty tensor, whose gradient leads here; ``then`` is called when the weight's is there."""
-        ctx.settings = ticket, transposed, then
+        ctx.settings, ctx.dtype = (ticket, transposed, then), weight.dtype
         return weight.new_empty(0)
 
     @staticmethod
@@ -58,6 +98,7 @@ class WeightGradient(torch.autograd.Function):
         x, gradient = ticket.operands
         ticket.operands = None
         weight, bias = _gradients(x, gradient, transposed, ctx.needs_input_grad[:2])
+        weight, bias = (None if one is None else one.to(ctx.dtype) for one in (weight, bias))
         if then is not None:
             then()
         return weight, bias, None, None, None

@@ -133,6 +133,11 @@ class Schedule:
         return frozenset(action for actions in self.ranks for action in actions)
 
     @cached_property
+    def splits(self) -> bool:
+        """Whether some backwards are in two parts."""
+        return any(kind is Kind.INPUT for kind, _, _ in self.present)
+
+    @cached_property
     def has_messages(self) -> bool:
         """Whether sends and receives are among the actions, and not left to be understood."""
         return any(kind in MESSAGES for kind, _, _ in self.present)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from zeromesh.dist.collectives import Group, Pending
+from zeromesh.model.linear import Kept
 from zeromesh.pipeline.actions import Action, Kind, Schedule
 from zeromesh.pipeline.lowering import LAST
 from zeromesh.pipeline.stage import Form, Handed, Header, Stages
-from zeromesh.pipeline.weights import Kept
 
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
 """Of the pipeline axis; between two ranks messages of one tag arrive in the order in which they are sent."""
@@ -144,7 +144,7 @@ class _Running:
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arriving: dict[tuple[Kind, int, int], tuple[list[Tensor], list[Pending]]] = {}
         self._last = schedule.stages - 1
-        self._splits = any(kind is Kind.INPUT for kind, _, _ in schedule.present)
+        self._splits = schedule.splits
         self._kept: dict[tuple[int, int], Kept] = {}
         self._do: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,

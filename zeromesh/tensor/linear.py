@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.dist.collectives import Group, Pending
-from zeromesh.model.linear import Columns, Product, Ticket, WeightGradient
+from zeromesh.model.linear import Columns, Product, Ticket, WeightGradient, is_keeping
 from zeromesh.tensor.operators import move, scatter
 
 
@@ -50,11 +50,12 @@ def enter(
         dim: which one is spread over the ranks outside (sequence parallelism); None: none is.
 
     Returns:
-        The whole activation, and the layers in their order; none where there are no gradients to be computed, or one
-        rank only, and layers are to be called as they are. A layer that is called otherwise works, too.
+        The whole activation, and the layers in their order; none where there are no gradients to be computed, one
+        rank only, or weights' gradients come later, and layers are to be called as they are. A layer that is called
+        otherwise works, too.
     """
     # Under autocast products are cast where autograd does not see it.
-    plain = torch.is_autocast_enabled(x.device.type) or torch.is_anomaly_enabled()
+    plain = torch.is_autocast_enabled(x.device.type) or torch.is_anomaly_enabled() or is_keeping()
     if group.size == 1 or plain or not torch.is_grad_enabled():
         return (move(x, "copy", group, tag) if dim is None else move(x, "gather", group, tag, dim)), []
     passage = _Passage(group, tag, dim)

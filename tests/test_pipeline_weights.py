@@ -1,0 +1,103 @@
+"""Weight gradients that come later than input gradients: of which layers, and what they are then."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeromesh
+from harness import run_ranks
+from test_pipeline import ADAMW, MESHES, SAMPLES, batches, build, compare
+from zeromesh.model.linear import Kept, keeping
+from zeromesh.pipeline.weights import postpone, roots_of
+
+
+def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list[str]]]:
+    """Of each backward of weights: how many layers it is of, and the parameters that it gives gradients to."""
+    settings = {
+        "train_batch_size": SAMPLES * 4,
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "optimizer": ADAMW,
+        "mesh": {"pipeline": 2, "tensor": tensor},
+        "pipeline": {"schedule": "zb-h1"},
+        **further,
+    }
+    engine = zeromesh.initialize(model=build("llama").float(), config=settings)[0]
+    found: list[tuple[int, list[str]]] = []
+    weights, arrive = engine.stage_weights, engine.sharded.reducer.arrive
+
+    def stage_weights(stage: int, kept: Kept, last: bool) -> None:
+        found.append((len(roots_of(kept)), []))
+        weights(stage, kept, last)
+
+    def arrived(gradient: Any, index: int, value: Tensor) -> None:
+        if found:
+            found[-1][1].append(gradient.layout.segments[index].name)
+        arrive(gradient, index, value)
+
+    engine.stage_weights = stage_weights  # type: ignore[method-assign]
+    engine.sharded.reducer.arrive = arrived  # type: ignore[method-assign]
+    engine.train_batch(batches("llama", 0, 4, 0, 1))
+    return found
+
+
+@pytest.mark.parametrize("further", [{}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}], ids=str)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_gradients_of_the_weights_of_all_linear_layers_come_later(tensor: int, further: dict[str, Any]) -> None:
+    for rank, found in enumerate(run_ranks(kept_by_stages, 2 * tensor, further, tensor)):
+        # Four or more layers of seven each; the first reads what has a gradient, too: the embedding.
+        assert len(found) == 4, rank
+        for layers, _ in found:
+            assert layers >= 4 * 7, rank
+        # The last micro-batch's, after which no input gradient comes.
+        assert len({name for name in found[-1][1] if "proj" in name}) >= 4 * 7, rank
+
+
+@pytest.mark.parametrize("further", ["float64", "checkpointing"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_split_layers_whose_weights_come_later_train_to_the_numbers_of_one_process(kind: str, further: str) -> None:
+    compare(kind, further, **MESHES["2 stages, tensor 2"], row=0, schedule="zb-h1", microbatches=4)
+
+
+def model_of(layer: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), layer, nn.Tanh(), nn.Linear(8, 4, bias=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_gradients_that_come_later_are_the_same(dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model = model_of(nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    postpone(model)
+    x = torch.randn(6, 8, requires_grad=True)
+    own = x.detach().clone().requires_grad_()
+    kept: Kept = []
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None), keeping(kept):
+        loss = model(x).float().square().mean()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        plain(own).float().square().mean().backward()
+    loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert own.grad is not None
+    torch.testing.assert_close(x.grad, own.grad)
+    torch.autograd.backward(roots_of(kept), [torch.empty_like(root) for root in roots_of(kept)])
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert one.grad.dtype == other.dtype
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
+    model = model_of(nn.Linear(8, 8))
+    postpone(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert other(torch.ones(2, 8)).abs().max() == 0
+    with keeping([]):
+        assert other(torch.ones(2, 8, requires_grad=True)).abs().max() == 0
