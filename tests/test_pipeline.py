@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
-from harness import run_ranks
+from harness import run_mpi_ranks, run_ranks
 from pairwise import pairwise
 
 LIMIT = 120
@@ -222,12 +222,12 @@ FURTHER: dict[str, dict[str, Any]] = {
 EXACT = ("float64", "checkpointing")
 
 
-def compare(kind: str, further: str, **layout: Any) -> None:
+def compare(kind: str, further: str, run: Callable[..., list[Any]] = run_ranks, **layout: Any) -> None:
     options = {"microbatches": layout["microbatches"], "further": FURTHER[further]}
     expected, values, total, _ = run_ranks(train, 1, kind, timeout=LIMIT, **options)[0]
     ranks = layout["pipeline"] * layout["data"] * layout["tensor"]
     chunks = CHUNKS.get(layout["schedule"])
-    runs = run_ranks(train, ranks, kind, timeout=LIMIT, **{**layout, **options, "chunks": chunks})
+    runs = run(train, ranks, kind, timeout=LIMIT, **{**layout, **options, "chunks": chunks})
     # Losses of transformers are computed in fp32; 16 bits are rounded where ranks sum.
     limit = 1e-9 if further in EXACT and kind not in ("gpt2", "llama", "bert", "t5") else 1e-5
     limit = limit if further in EXACT else 0.05
@@ -285,6 +285,19 @@ def test_more_combinations_train_to_the_numbers_of_one_process(case: dict[str, A
 @pytest.mark.parametrize("kind", [kind for kind in GIVEN if kind != SOME["kind"][1]])
 def test_blocks_pass_on_any_container(kind: str) -> None:
     compare(kind, "float64", pipeline=2, data=1, tensor=1, row=0, schedule="zb-v", microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "schedule", "row"),
+    [
+        ("gpt2", "2 stages", "zb-h1", 0),
+        ("tied", "2 stages, data 2", "zb-v", 3),
+        pytest.param("t5", "4 stages", "interleaved-1f1b", 1, marks=pytest.mark.full),
+        pytest.param("llama", "2 stages, tensor 2", "1f1b", 2, marks=pytest.mark.full),
+    ],
+)
+def test_on_mpi_stages_train_to_the_numbers_of_one_process(kind: str, mesh: str, schedule: str, row: int) -> None:
+    compare(kind, "float64", run_mpi_ranks, **MESHES[mesh], row=row, schedule=schedule, microbatches=4)
 
 
 CUBES = list(product(range(4), SCHEDULES, ["tied", "gpt2", "llama"]))
