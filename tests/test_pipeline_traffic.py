@@ -14,7 +14,9 @@ from test_pipeline import ADAMW, SAMPLES, WIDTH, batches, build
 MICROBATCHES, DATA, LENGTH, BYTES = 4, 2, 6, 8
 
 
-def sent(kind: str, row: int, schedule: str, chunks: int | None) -> tuple[dict[str, Any], list[int], list[int]]:
+def sent(
+    kind: str, row: int, schedule: str, chunks: int | None, slots: int | None = None
+) -> tuple[dict[str, Any], list[int], list[int]]:
     """Of an update, what a rank sends; the sizes of its units in bytes; and by stage, which units it has."""
     settings = {
         "train_batch_size": SAMPLES * MICROBATCHES,
@@ -24,6 +26,7 @@ def sent(kind: str, row: int, schedule: str, chunks: int | None) -> tuple[dict[s
         "mesh": {"pipeline": 2},
         "pipeline": {"schedule": schedule, "chunks": chunks},
         "units": ["Block"],
+        "slots": {"parameter": slots},
     }
     engine = zeromesh.initialize(model=build(kind), config=settings)[0]
 
@@ -66,3 +69,12 @@ def test_what_a_step_sends(row: int, schedule: str, chunks: int | None) -> None:
     # Between stages go the activation and the embedding, which every block is given.
     expected = 2 * tokens * WIDTH * BYTES * boundaries * DATA
     assert along == {"activations": expected, "gradients of activations": expected}
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("zb-v", 2)])
+def test_slots_say_how_often_units_are_gathered_over_micro_batches(schedule: str, chunks: int | None) -> None:
+    """With a slot for each unit, once in an update; with two, at most for each forward and each backward."""
+    for slots in (8, 2):
+        for report, sizes, _ in run_ranks(sent, 2 * DATA, "plain", 3, schedule, chunks, slots):
+            times = report["all_gather/data"]["bytes"] / (sum(sizes) * (DATA - 1) // DATA)
+            assert times == 1 if slots == 8 else MICROBATCHES <= times <= 2 * MICROBATCHES
