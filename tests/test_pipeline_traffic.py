@@ -77,4 +77,4 @@ def test_slots_say_how_often_units_are_gathered_over_micro_batches(schedule: str
     for slots in (8, 2):
         for report, sizes, _ in run_ranks(sent, 2 * DATA, "plain", 3, schedule, chunks, slots):
             times = report["all_gather/data"]["bytes"] / (sum(sizes) * (DATA - 1) // DATA)
-            assert times == 1 if slots == 8 else MICROBATCHES <= times <= 2 * MICROBATCHES
+            assert times == 1 if slots == 8 else MICROBATCHES - 1 < times <= 2 * MICROBATCHES
