@@ -186,7 +186,16 @@ def test_the_end_of_a_step_sums_ties_in_one_order_and_updates_all_stages() -> No
 
 def test_forwards_alone_are_valid_for_evaluation_only() -> None:
     for name in ROWS:
-        schedule = add_messages(forward_only(generate(name, 2, 4)))
-        validate(schedule, rendezvous=True, training=False)
-        with pytest.raises(ValueError, match="missing action"):
-            validate(schedule)
+        for microbatches in (1, 3, 4):
+            schedule = add_messages(forward_only(generate(name, 2, 4).placement, microbatches))
+            validate(schedule, rendezvous=True, training=False)
+            with pytest.raises(ValueError, match="missing action"):
+                validate(schedule)
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)])
+def test_forwards_alone_are_done_as_soon_as_the_ranks_can(placement: tuple[int, ...]) -> None:
+    """The first micro-batch goes through all stages; each further one takes the time in which a rank does its part."""
+    for microbatches in range(1, 12):
+        made = forward_only(placement, microbatches)
+        assert simulate(made).makespan <= len(placement) + placement.count(0) * (microbatches - 1)

@@ -39,7 +39,7 @@ def known() -> dict[str, Schedule]:
     )
     found["interleaved-1f1b-2x4-fetches"] = add_messages(add_fetches(generate("interleaved-1f1b", 2, 4)))
     found["zb-v-2x4-messages"] = add_messages(generate("zb-v", 2, 4))
-    found["breadth-first-2x3-forward-only"] = add_messages(forward_only(generate("breadth-first", 2, 3)))
+    found["loop-2x3-forward-only"] = add_messages(forward_only((0, 1, 0, 1), 3))
     return found
 
 

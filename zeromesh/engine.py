@@ -410,7 +410,7 @@ class Engine:
 
         Args:
             data_iter: yields ``(inputs, labels)``, or whatever the model takes if it returns its loss: a mapping of
-                keyword arguments, a tuple or list of positional ones, or a single tensor.
+                keyword arguments, a tuple or list of positional ones, or a single tensor. Or ``batches.WithLoss``.
 
         Returns:
             The mean loss over micro-batches and ranks: a detached 0-dim tensor, the same on every rank.
@@ -492,13 +492,21 @@ class Engine:
             if roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 
-    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
-        """The mean loss of as many micro-batches as ``train_batch`` takes, without gradients; 0-dim, on every rank."""
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
+        """The mean loss of micro-batches, without gradients; 0-dim, on every rank.
+
+        Args:
+            data_iter: as for ``train_batch``.
+            num_micro_batches: how many to take, the same number on all ranks; None: as many as ``train_batch`` takes.
+        """
+        count = self._accumulation if num_micro_batches is None else num_micro_batches
+        if count < 1:
+            raise ValueError(f"num_micro_batches is {count}; it must be at least 1")
         modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
         try:
             with torch.no_grad():
-                given = [next(data_iter) for _ in range(self._accumulation)]
+                given = [next(data_iter) for _ in range(count)]
                 losses = (
                     [self._loss(b) for b in given] if self.pipelined is None else self.pipelined.evaluate(self, given)
                 )

@@ -45,6 +45,7 @@ class Pipelined:
         self._model, self._mesh, self._chosen = model, mesh, chosen
         self._group = mesh.group("pipeline")
         self._schedules: dict[int, Schedule] = {}
+        self._evaluations: dict[int, Schedule] = {}
         self._units: dict[int, frozenset[int]] = {}
         self._open: set[int] = set()
         placement = self._compute(microbatches).placement
@@ -120,8 +121,10 @@ class Pipelined:
         return self._run(trainer, self.schedule(len(given)), given)
 
     def evaluate(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
-        """Forwards only."""
-        return self._run(trainer, add_messages(forward_only(self._compute(len(given)))), given)
+        """Forwards only, of any number of micro-batches; else as ``train``."""
+        if len(given) not in self._evaluations:
+            self._evaluations[len(given)] = add_messages(forward_only(self._placement, len(given)))
+        return self._run(trainer, self._evaluations[len(given)], given)
 
     def _run(self, trainer: Work, schedule: Schedule, given: Sequence[Any]) -> list[Tensor]:
         mode = torch.is_grad_enabled(), self._model.training

@@ -15,11 +15,22 @@ BACKWARDS = (Kind.INPUT, Kind.BACKWARD)
 LAST = (Kind.WEIGHT, Kind.BACKWARD)
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """For evaluation: the forwards of a schedule, before anything was added to it, in their order."""
-    return _with(
-        schedule, [[action for action in actions if action.kind is Kind.FORWARD] for actions in schedule.ranks]
-    )
+def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
+    """For evaluation: the forwards of any number of micro-batches, whatever trains on that placement of the stages.
+
+    A rank takes, of what can begin, the latest stage: what was begun is done with before more is.
+    """
+    done = [0] * len(placement)
+    ranks: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    while done[-1] < microbatches:
+        ready = [microbatches, *done]
+        busy = set()
+        for stage, rank in reversed([*enumerate(placement)]):
+            if rank not in busy and done[stage] < ready[stage]:
+                ranks[rank].append(Action(Kind.FORWARD, stage, done[stage]))
+                done[stage] += 1
+                busy.add(rank)
+    return Schedule(microbatches, tuple(placement), tuple(map(tuple, ranks)))
 
 
 def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:

@@ -13,7 +13,7 @@ from torch import Tensor
 from zeromesh.dist.collectives import Group, Pending
 from zeromesh.model.linear import Kept
 from zeromesh.pipeline.actions import Action, Kind, Schedule
-from zeromesh.pipeline.lowering import LAST
+from zeromesh.pipeline.lowering import BACKWARDS, LAST
 from zeromesh.pipeline.stage import Form, Handed, Header, Stages
 
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
@@ -145,6 +145,7 @@ class _Running:
         self._arriving: dict[tuple[Kind, int, int], tuple[list[Tensor], list[Pending]]] = {}
         self._last = schedule.stages - 1
         self._splits = schedule.splits
+        self._trains = any(kind in BACKWARDS for kind, _, _ in schedule.present)
         self._kept: dict[tuple[int, int], Kept] = {}
         self._do: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,
@@ -186,9 +187,11 @@ class _Running:
         if stage == self._last:
             self.losses[microbatch] = result.detach()
             flight.outputs = (result,)
-            return
-        flight.outputs = result.tensors
-        self._hand_over(stage, microbatch, result)
+        else:
+            flight.outputs = result.tensors
+            self._hand_over(stage, microbatch, result)
+        if not self._trains and (stage == self._last or self._all._messages.is_here(stage + 1)):
+            del self._flights[stage, microbatch]
 
     def _take(self, flight: _Flight, stage: int, microbatch: int) -> Handed:
         """What the stage before handed over."""
@@ -219,6 +222,8 @@ class _Running:
     def _send_activation(self, stage: int, microbatch: int) -> None:
         outputs = self._flights[stage, microbatch].outputs
         self._all._messages.send(outputs, stage + 1, ACTIVATION_TAG, "activations")
+        if not self._trains:
+            del self._flights[stage, microbatch]
 
     def _receive_activation(self, stage: int, microbatch: int) -> None:
         key = self._key(stage, microbatch)
