@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -90,6 +91,22 @@ def test_a_run_goes_on_under_another_mesh(corpus: Path, alone: Path, tmp_path: P
     steps = [one for one in numbers(tmp_path / "run") if "samples" in one]
     for found, expected in zip(steps, [one for one in numbers(alone) if "samples" in one], strict=True):
         assert found == pytest.approx(expected, rel=1e-3)
+
+
+def drawn_after(path: Path) -> float:
+    train(path, [], resume=False)
+    return float(torch.rand(()))
+
+
+def test_ranks_that_split_layers_drop_the_same(corpus: Path, tmp_path: Path) -> None:
+    model = {"architecture": "gpt", "hidden_size": 8, "layers": 1, "heads": 2, "sequence_length": 8, "dropout": 0.1}
+    run = {"steps": 1, "output": str(tmp_path / "run"), "log_every": 1}
+    layout = {"mesh": {"tensor": 2}, "train_micro_batch_size_per_gpu": 2}
+    first, second, third, fourth = run_ranks(
+        drawn_after, 4, config(corpus, tmp_path, model=model, run=run, **layout), timeout=120
+    )
+    assert (first, third) == (second, fourth)
+    assert first != third
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from zeromesh.engine import Engine
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
 from zeromesh.observe.units import scaled_text
+from zeromesh.saving.random_state import share_random_state
 
 
 def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
@@ -168,7 +169,7 @@ def _loop(engine: Engine, job: Job, prepared: Prepared, start: Progress, display
 def _engine(job: Job) -> tuple[Engine, float]:
     """The model with the weights that the folder or the seed gives, and what a token of training costs.
 
-    Random numbers differ from rank to rank after that.
+    Random numbers differ from rank to rank after that, but for ranks that split layers: each drops the same.
     """
     settings = job.settings
     torch.manual_seed(settings.seed)
@@ -178,6 +179,7 @@ def _engine(job: Job) -> tuple[Engine, float]:
     cost = job.language.cost(model)
     engine, *_ = zeromesh.initialize(model, config=settings)
     torch.manual_seed(settings.seed + 1 + engine.mesh.rank)
+    share_random_state(engine.mesh.group("tensor"))
     return engine, cost
 
 
