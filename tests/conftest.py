@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -25,6 +28,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(10):
         lines = [f"def function_{n}(value):\n    return value + {n * number}\n" for n in range(20)]
         (folder / f"{number}.py").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A local model with a tokenizer that has a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    script = str(Path(__file__).parents[1] / "examples" / "tiny_model.py")
+    with patch.object(sys, "argv", [script, str(folder), "--hidden-size", "32", "--layers", "2"]):
+        runpy.run_path(script, run_name="__main__")
+    generation = folder / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"top_k": 7}))  # config.json has it not
     return folder
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,18 +41,6 @@ def leave_the_group() -> Iterator[None]:
     """Some tests here are the only rank."""
     yield
     shutdown()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A local model with a tokenizer that has a chat template."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    script = str(EXAMPLES / "tiny_model.py")
-    with patch.object(sys, "argv", [script, str(folder), "--hidden-size", "32", "--layers", "2"]):
-        runpy.run_path(script, run_name="__main__")
-    generation = folder / "generation_config.json"
-    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"top_k": 7}))  # config.json has it not
-    return folder
 
 
 def settings(source: Path, output: Path, **changes: Any) -> dict[str, Any]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from zeromesh.model.containers import map_tensors
+
+
+class WithLoss(ABC):
+    """A micro-batch that computes its loss itself; tensors in a dataclass, or another container, are moved."""
+
+    @abstractmethod
+    def loss(self, model: Callable[..., Any]) -> torch.Tensor:
+        """A scalar; ``model`` is called once, with whatever it takes."""
 
 
 def loss_of(
@@ -17,13 +26,15 @@ def loss_of(
 
     Args:
         batch: ``(inputs, labels)`` with ``loss_fn``; else what the model takes: a mapping of keyword arguments, a tuple
-            or list of positional ones, or a single tensor.
+            or list of positional ones, or a single tensor. Or one ``WithLoss``.
         model: is called with it.
         loss_fn: from the model's output and labels to the loss.
 
     Raises:
         ValueError: the model's output has no loss, or one that is no scalar.
     """
+    if isinstance(batch, WithLoss):
+        return check_loss(batch.loss(model), graph=False)
     if loss_fn is not None:
         inputs, labels = batch
         return loss_fn(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs), labels)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from rich.console import Console
 from torch import nn
 
+from zeromesh.build import plan_stages
 from zeromesh.cli.changes import require_unchanged
 from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.model import LanguageModel, Transformer, language_model
@@ -24,9 +28,20 @@ from zeromesh.data.store import first_beyond
 from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.dist.environment import Environment, is_launched
 from zeromesh.dist.launch import may_restart
+from zeromesh.dist.mesh import Mesh
 from zeromesh.shard.find import find_units
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import parse, resolve
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """Stands for the mesh before there are ranks: as its first one sees it."""
+
+    sizes: Mapping[str, int]
+
+    def group(self, axis: str) -> SimpleNamespace:
+        return SimpleNamespace(size=self.sizes[axis], rank=0)
 
 
 @dataclass(frozen=True)
@@ -84,11 +99,6 @@ def check(settings: Settings) -> Job:
     if settings.optimizer is None:
         raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
     sizes = _mesh(job)
-    if sizes["pipeline"] > 1:
-        raise ValueError(
-            f"mesh.pipeline is {sizes['pipeline']}, and zeromesh train does not run pipelines yet; set it to 1, or "
-            "call engine.train_batch in a script of your own (docs/pipeline.md)"
-        )
     if sizes["context"] > 1:
         _check_sequences(job, sizes["context"])
     resolved = _resolved(job)
@@ -98,6 +108,7 @@ def check(settings: Settings) -> Job:
     resolve(
         model, parse(job.settings.tensor_parallel.plan or {}), derive(model, sizes["tensor"])[0], 0, sizes["tensor"]
     )
+    plan_stages(model, resolved, cast(Mesh, _Planned(sizes)))
     check_optimizer(model, resolved, sizes["data"])
     job.folder.check(bool(job.run.resume))
     if job.run.resume:

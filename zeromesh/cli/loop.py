@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from zeromesh.cli.check import Job
-from zeromesh.cli.evaluate import HeldOut, Score, nats
+from zeromesh.cli.evaluate import HeldOut, Score
+from zeromesh.cli.loss import weighted
 from zeromesh.data.loader import Batch, Share
-from zeromesh.data.samples import NO_LABEL
 from zeromesh.engine import Engine
 from zeromesh.observe.machine import peak_flops
 from zeromesh.observe.metrics import MetricsLog
@@ -54,7 +54,6 @@ class Loop:
         """
         peak = self._peak_flops()
         progress = logged = start
-        self.engine.train()
         while progress.step < self.job.run.steps:
             began = time.perf_counter()
             rate = self.engine.get_lr()[0]
@@ -70,17 +69,10 @@ class Loop:
 
     def _step(self, batches: Iterator[Batch]) -> float:
         """One update. Every label of the global batch counts the same, wherever it is. Returns nats per label."""
-        engine, world = self.engine, self.engine.mesh.group("world")
-        micro_batches = [next(batches) for _ in range(self.share.micro_batches)]
-        counts = torch.tensor([sum(int((batch.labels != NO_LABEL).sum()) for batch in micro_batches)])
-        # Ranks that share a batch count the same labels.
-        labels = max(1, int(world.exchange(counts).sum()) * engine.data_size // world.size)
-        # The engine takes the mean over ranks and micro-batches.
-        factor = engine.data_size * self.share.micro_batches / labels
-        for batch in micro_batches:
-            engine.backward(nats(self.job.language, engine, batch) * factor)
-            engine.step()
-        loss = engine.get_mean_loss()
+        given = [next(batches) for _ in range(self.share.micro_batches)]
+        micro_batches, _ = weighted(self.engine, self.job.language, given)
+        self.engine.train_batch(iter(micro_batches))
+        loss = self.engine.get_mean_loss()
         assert loss is not None
         return loss
 
@@ -111,12 +103,13 @@ class Loop:
             f"step {progress.step}/{self.job.run.steps}  validation loss {score.loss:.3f}{bits}, on {text}"
         )
 
-    def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak: float) -> float:
+    def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak_speed: float) -> float:
         """Log a step. Returns the peak operations per second, which the step may have shown to be higher."""
         tokens = (progress.samples - logged.samples) * self.job.language.sequence_length
         speed = tokens / (progress.seconds - logged.seconds)
         achieved = speed * self.flops_per_token
-        peak = max(peak, achieved)
+        peak_speed = max(peak_speed, achieved)
+        peak = torch.tensor([float(peak_bytes(self.engine.device))], dtype=torch.float64)
         norm = self.engine.get_global_grad_norm()
         assert norm is not None
         figures = Figures(
@@ -125,14 +118,14 @@ class Loop:
             learning_rate=rate,
             gradient_norm=norm,
             tokens_per_second=speed,
-            utilization=achieved / peak,
-            memory=peak_bytes(self.engine.device),
+            utilization=achieved / peak_speed,
+            memory=int(self.engine.mesh.group("world").exchange(peak).max()),
             seconds_left=(self.job.run.steps - progress.step) * self.tokens_per_step / speed,
         )
         self.display.step(figures)
         if self.metrics is not None:
             self._write(progress, figures)
-        return peak
+        return peak_speed
 
     @property
     def tokens_per_step(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import nn
 import zeromesh
 from zeromesh.architectures.decoder import Decoder
 from zeromesh.architectures.flops import training_cost, training_flops_per_token
+from zeromesh.batches import WithLoss
 from zeromesh.config.errors import nearest
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, Lora, ModelShape
@@ -58,8 +59,8 @@ class LanguageModel(Protocol):
     def cost(self, model: nn.Module) -> float:
         """Operations of forward and backward for one token, of the model that was built."""
 
-    def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
-        """Shape ``(rows, length, vocabulary)``."""
+    def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
+        """Shape ``(rows, length, vocabulary)``; the engine may be called as the model."""
 
 
 def language_model(settings: Settings) -> LanguageModel:
@@ -115,9 +116,9 @@ class BuiltIn:
         """By the formula."""
         return training_flops_per_token(self.shape)
 
-    def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
+    def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Shape ``(rows, length, vocabulary)``."""
-        found: torch.Tensor = engine(batch.tokens, positions=batch.positions, documents=batch.documents)
+        found: torch.Tensor = model(batch.tokens, positions=batch.positions, documents=batch.documents)
         return found
 
 
@@ -245,10 +246,10 @@ class Transformer:
             model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length
         ).operations
 
-    def logits(self, engine: Engine, batch: Batch) -> torch.Tensor:
+    def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Shape ``(rows, length, vocabulary)``."""
         positions = {} if batch.positions is None else {"position_ids": batch.positions}
-        found: torch.Tensor = engine(input_ids=batch.tokens, use_cache=False, **positions).logits
+        found: torch.Tensor = model(input_ids=batch.tokens, use_cache=False, **positions).logits
         return found
 
 
@@ -301,7 +302,25 @@ def _require_modules(model: nn.Module, lora: Lora) -> None:
                 )
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class _Trial(WithLoss):
+    """Two rows of tokens, whose loss says whether the model predicts something else for one of them in some places."""
+
+    batch: Batch
+    language: LanguageModel
+    places: slice
+
+    def loss(self, model: Callable[..., Any]) -> torch.Tensor:
+        """0 or 1."""
+        logits = self.language.logits(model, self.batch)[:, self.places].float()
+        same = torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4)
+        return torch.zeros((), device=logits.device) if same else torch.ones((), device=logits.device)
+
+    def differs(self, engine: Engine) -> bool:
+        """Whether it does on some rank; all ranks call it."""
+        return bool(engine.eval_batch(iter([self]), 1))
+
+
 def require_document_attention(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
     """Try whether attention stays within documents: what is in the first must not matter in the second.
 
@@ -325,14 +344,11 @@ def require_document_attention(engine: Engine, language: LanguageModel, vocabula
     tokens = torch.stack(rows)
     documents = torch.tensor([0] * PROBE + [1] * PROBE).expand_as(tokens)
     positions = torch.arange(PROBE).repeat(2).expand_as(tokens)
-    engine.eval()
-    logits = language.logits(engine, Batch(tokens, tokens, positions, documents).to(engine.device))[:, PROBE:].float()
-    engine.train()
-    if not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4):
+    trial = _Trial(Batch(tokens, tokens, positions, documents), language, slice(PROBE, None))
+    if trial.differs(engine):
         raise ValueError(_leaks(language))
 
 
-@torch.no_grad()
 def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
     """Try whether a token matters to what is predicted before it. All ranks call it.
 
@@ -341,12 +357,10 @@ def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> 
     """
     tokens = torch.stack([torch.arange(PROBE) % vocabulary] * 2)
     tokens[1, -1] = vocabulary - 1 - tokens[1, -1]
-    engine.eval()
     spread = engine.context_parallel
     with nullcontext() if spread is None else spread.paused():  # so few tokens may be too few
-        logits = language.logits(engine, Batch(tokens, tokens).to(engine.device))[:, :-1].float()
-    engine.train()
-    if not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4):
+        differs = _Trial(Batch(tokens, tokens), language, slice(-1)).differs(engine)
+    if differs:
         raise ValueError(
             f"huggingface.path: {language.name} is no causal model: what it predicts depends on later tokens; choose a "
             "model that generates text (examples/bert_mlm.py trains on masked tokens)"

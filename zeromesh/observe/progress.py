@@ -28,7 +28,7 @@ class Figures:
         gradient_norm: before clipping.
         tokens_per_second: over all ranks.
         utilization: share of the peak operations per second that the model's arithmetic makes use of (MFU).
-        memory: peak bytes of this process so far, on the device where there is one.
+        memory: peak bytes so far of the rank that has used most, on the device where there is one.
         seconds_left: estimate for the rest of the steps.
     """
 
