@@ -225,6 +225,49 @@ def test_buffers_are_those_of_the_stage_that_computes_with_them(chosen: dict[str
         torch.testing.assert_close(found[name], value)
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.linspace(0.5, 1.5, 8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.values
+
+
+def share_buffers(folder: str, pipeline: int) -> Any:
+    """Losses and what is saved and shown of a model whose blocks share a module, and a buffer under two names."""
+    torch.manual_seed(0)
+    model, scale = Decoder(), Scale()
+    for number, layer in enumerate(model.layers):
+        layer.norm = nn.Sequential(layer.norm, scale)
+        layer.register_buffer("same", model.layers[0].same if number else torch.ones(8))
+    config = {"train_batch_size": 8, "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW"}}
+    model, config = model.double(), config | {"mesh": {"pipeline": pipeline}}
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    losses = train(engine, 2)
+    assert list(scale._buffers) == ["values", "calls"], "all stages compute with it"
+    engine.save_checkpoint(folder, "shared")
+    engine.load_checkpoint(folder, "shared")
+    return losses, engine.gathered_state_dict(), engine.state_dict()
+
+
+def test_a_buffer_that_blocks_of_several_stages_have_is_one(tmp_path: Path) -> None:
+    (losses, expected, state), (first, second) = (
+        run_ranks(share_buffers, 1, str(tmp_path / "1"), 1)[0],
+        run_ranks(share_buffers, 2, str(tmp_path / "2"), 2),
+    )
+    assert saved(tmp_path / "2" / "shared").keys() == saved(tmp_path / "1" / "shared").keys()
+    assert first[1].keys() == expected.keys()
+    for found, _, shown in (first, second):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert shown.keys() == state.keys()
+        # What blocks write is each stage's own, and that of the first stage with the buffer is shown under all names.
+        calls = [float(value) for name, value in shown.items() if name.endswith("calls")]
+        assert calls == [2 * 4 * 3.0] * LAYERS
+
+
 def load_into_other(folder: str) -> list[str]:
     """Models that lack a layer on the last stage, or have one more; then what is in both is taken."""
     said = []

@@ -30,7 +30,7 @@ class Cut:
         starts: the first block of each stage.
         stages: by parameter, under the first of its names, the stages that need it, ascending. Several where it is
             tied.
-        buffers: by name, the stage whose values of it count; outside of blocks all have it.
+        buffers: by name, of all that it has, the stage whose values of it count; outside of blocks all have it.
     """
 
     blocks: tuple[str, ...]
@@ -53,7 +53,7 @@ class Blocks:
         uses: by parameter, under the first of its names, the numbers of the blocks that need it, ascending.
         parameters: how many elements each needs.
         operations: floating-point operations of each; None where they could not be counted.
-        buffers: by name, the number of the block that writes it.
+        buffers: by name, of all that it has, the number of the first block that has it.
     """
 
     names: tuple[str, ...]
@@ -104,7 +104,13 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), length: int = LENGTH
     types = tuple(type(model.get_submodule(name)).__name__ for name in kept)
     counted = None if operations is None or not any(operations) else tuple(operations)
     ordered = {name: tuple(sorted(blocks)) for name, blocks in placed.items()}
-    buffers = {name: position[name.rpartition(".")[0]] for name, _ in model.named_buffers()}
+    firsts: dict[int, int] = {}
+    places = [
+        (name, id(b), position[name.rpartition(".")[0]]) for name, b in model.named_buffers(remove_duplicate=False)
+    ]
+    for _, buffer, block in places:
+        firsts[buffer] = min(block, firsts.get(buffer, block))
+    buffers = {name: firsts[buffer] for name, buffer, _ in places}
     return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers)
 
 
@@ -214,6 +220,7 @@ def take_away(
     taken = []
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = {name for name, needing in cut.stages.items() if any(stage in needing for stage in stages)}
+    idle = _idle(model, cut, stages)
     for path, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and by_id[id(parameter)] not in kept:
@@ -222,11 +229,19 @@ def take_away(
                 taken.append((module, name))
                 full = f"{path}.{name}".lstrip(".")
                 vars(module)[name] = Elsewhere.make(full, parameter, device, None if keeps else dtype)
-        block = next((number for number, block in enumerate(cut.blocks) if _is_in(path, block)), None)
-        if block is not None and cut.stage_of(block) not in stages:
-            for name in [n for n in module._buffers if n not in module._non_persistent_buffers_set]:
+        for name in [n for n in module._buffers if n not in module._non_persistent_buffers_set]:
+            if id(module._buffers[name]) in idle:
                 vars(module)[name] = module._buffers.pop(name)
     return taken
+
+
+def _idle(model: nn.Module, cut: Cut, stages: Sequence[int]) -> set[int]:
+    """The buffers, by ``id``, that blocks of other stages have alone; one may be at several places."""
+    here, elsewhere = set(), set()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        block = next((number for number, block in enumerate(cut.blocks) if _is_in(name, block)), None)
+        (here if block is None or cut.stage_of(block) in stages else elsewhere).add(id(buffer))
+    return elsewhere - here
 
 
 def _is_in(name: str, around: str) -> bool:
