@@ -25,6 +25,7 @@ import zeromesh
 from huggingface_models import MODELS, Model
 from zeromesh.pipeline.cut import Blocks, Cut, examine, take_away
 from zeromesh.pipeline.partition import starts_of
+from zeromesh.pipeline.samples import Sample
 from zeromesh.pipeline.stage import Handed, Header, Stages
 
 Call = Callable[[Any], Tensor]
@@ -441,6 +442,10 @@ def test_a_model_that_is_not_there_yet_is_examined_as_it_will_be() -> None:
 # What blocks cost.
 
 
+def texts(length: int) -> Sample:
+    return Sample({"input_ids": torch.ones(2, length, dtype=torch.long)}, lambda batch, model: model(**batch))
+
+
 def test_operations_are_those_of_products_with_what_is_around_a_block() -> None:
     options = {
         **MODELS["llama"].options,
@@ -449,7 +454,7 @@ def test_operations_are_those_of_products_with_what_is_around_a_block() -> None:
         "intermediate_size": 100,
         "vocab_size": 500,
     }
-    blocks = examine(replace(MODELS["llama"], options=options).build(), length=8)
+    blocks = examine(replace(MODELS["llama"], options=options).build(), sample=texts(8))
     projections = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 100
     attention = 2 * 8 * 64  # scores, and sums of values, for each token
     layer = 2 * 8 * 2.0 * (projections + attention)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from torch.optim import Optimizer
 
 from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
+from zeromesh.batches import loss_of
 from zeromesh.config.printing import jsonable, lines_of
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.formats import FORMATS
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from zeromesh.context.applied import Applied
     from zeromesh.model.piece import PieceExchange
     from zeromesh.observe.monitors import Monitor
+    from zeromesh.pipeline.samples import Sample
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
 
@@ -89,7 +93,8 @@ def initialize(
             them; all trainable ones by default.
         training_data: a data set, for which a loader is made that gives each rank its share. Every pass over it has
             another order, which follows from the seed and the number of the pass; ``loader.sampler.set_epoch`` sets
-            the number. After ``load_checkpoint`` the next pass goes on where the checkpoint was written.
+            the number. After ``load_checkpoint`` the next pass goes on where the checkpoint was written. Where
+            ``mesh.pipeline`` is greater than 1, the first samples are read once more, to see what the model does.
         lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one.
         collate_fn: for the loader.
         config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
@@ -151,12 +156,11 @@ def initialize(
                 _build_scheduler(resolved, None, stand_in)
         return owned, None, lr_scheduler, loader, monitor, plan
 
-    cut, failure = attempt(lambda: plan_stages(model, resolved, mesh))
-    share(world, "cut the model into stages", failure)
     prepared, failure = attempt(prepare)
     share(world, "prepare its optimizer, schedule, data and monitors", failure)
     assert prepared is not None
     owned, built, scheduler, loader, monitor, plan = prepared
+    cut = plan_stages(model, resolved, mesh, loader, loss_fn)
     spread, failure = attempt(lambda: spread_sequences(model, resolved, mesh, loss_fn))
     share(world, "spread its sequences over ranks", failure)
     require_agreement(world, "the tensor-parallel plan", "" if plan is None else describe_plan(plan[0]))
@@ -332,17 +336,41 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
     return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
 
 
-def plan_stages(model: nn.Module, settings: Resolved, mesh: Mesh) -> Pipelined | None:
+def plan_stages(
+    model: nn.Module, settings: Resolved, mesh: Mesh, loader: Loader | None = None, loss_fn: Any = None
+) -> Pipelined | None:
     """Where the model is cut into stages, and in which order these compute; None where there is one.
+
+    All ranks call it.
 
     Raises:
         ValueError: it cannot be cut so, or there is no such schedule.
     """
+    chosen, world = settings.pipeline, mesh.group("world")
     if mesh.sizes["pipeline"] == 1:
         return None
-    from zeromesh.pipelined import Pipelined
+    from zeromesh.pipeline.cut import examine
+    from zeromesh.pipelined import Pipelined, agreed
 
-    return Pipelined(model, mesh, settings.pipeline, settings.gradient_accumulation_steps)
+    sample = None if loader is None else _sample(loader, loss_fn, mesh.device)
+    found, failure = attempt(lambda: examine(model, chosen.blocks, sample))
+    share(world, "cut the model into stages", failure)
+    assert found is not None
+    blocks = agreed(world, found)
+    return Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps, blocks)
+
+
+def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> Sample | None:
+    """What the model will be given; None where the data cannot be read like that."""
+    from zeromesh.pipeline.samples import Sample, undisturbed
+
+    with undisturbed(device):
+        batch, failure = attempt(loader.example)
+    if failure is not None:
+        _log.debug("the first samples of training_data cannot be read", exc_info=failure)
+        return None
+    loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls
+    return Sample(batch, partial(loss_of, loss_fn=loss_fn))
 
 
 def _take_stage(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeromesh import batches
+from zeromesh.agree import require_agreement
 from zeromesh.config.parts import Pipeline
+from zeromesh.dist.collectives import Group
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.containers import map_tensors
 from zeromesh.pipeline.actions import Schedule
-from zeromesh.pipeline.cut import Place, examine, take_away
+from zeromesh.pipeline.cut import Blocks, Place, take_away
 from zeromesh.pipeline.generators import generate
 from zeromesh.pipeline.lowering import add_messages, forward_only
 from zeromesh.pipeline.partition import starts_of
@@ -22,6 +25,25 @@ from zeromesh.pipeline.run import Interpreter, Messages, Work
 from zeromesh.pipeline.stage import Stages
 from zeromesh.pipeline.weights import postpone
 from zeromesh.shard.sharded import Sharded
+
+
+def agreed(world: Group, blocks: Blocks) -> Blocks:
+    """The blocks as all ranks have them: what they cost is the mean over ranks, whose samples may have other shapes.
+
+    Raises:
+        ValueError: the ranks have different ones.
+    """
+    lines = [f"block {name}" for name in blocks.names]
+    lines += [f"{name} is used by blocks {', '.join(map(str, numbers))}" for name, numbers in blocks.uses.items()]
+    lines.append(f"operations are {'not ' * (blocks.operations is None)}counted")
+    require_agreement(world, "what a trace of the model's forward with the first samples shows", "\n".join(lines))
+    return replace(blocks, operations=_mean(world, blocks.operations))
+
+
+def _mean(world: Group, costs: Sequence[float] | None) -> tuple[float, ...] | None:
+    if costs is None:
+        return None
+    return tuple(world.exchange(torch.tensor(costs, dtype=torch.float64)).mean(0).tolist())
 
 
 class Pipelined:
@@ -36,12 +58,13 @@ class Pipelined:
         mesh: the ranks.
         chosen: the configuration's section.
         microbatches: of an update.
+        blocks: the model's.
 
     Raises:
         ValueError: the model cannot be cut so, or there is no such schedule.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, chosen: Pipeline, microbatches: int) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, chosen: Pipeline, microbatches: int, blocks: Blocks) -> None:
         self._model, self._mesh, self._chosen = model, mesh, chosen
         self._group = mesh.group("pipeline")
         self._schedules: dict[int, Schedule] = {}
@@ -50,7 +73,6 @@ class Pipelined:
         self._open: set[int] = set()
         placement = self._compute(microbatches).placement
         self._placement = placement
-        blocks = examine(model, chosen.blocks)
         self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(placement)))
         self._interpreter: Interpreter | None = None
         self.taken: list[Place] = []

@@ -96,6 +96,13 @@ class Loader(DataLoader[Any]):
                 + (", lower train_micro_batch_size_per_gpu, or set dataloader_drop_last to false" if drop_last else "")
             )
 
+    def example(self) -> Any:
+        """A micro-batch of the first samples, the same on every rank; where the loader is does not change."""
+        assert self.batch_size is not None
+        numbers = list(range(min(self.batch_size, self.sampler.length)))
+        several = getattr(self.dataset, "__getitems__", None)  # as torch's loaders read, where there is that
+        return self.collate_fn(several(numbers) if callable(several) else [self.dataset[n] for n in numbers])
+
     def __iter__(self) -> Any:
         return self._counted(super().__iter__())
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh.pipeline.elsewhere import Elsewhere
-from zeromesh.pipeline.samples import LENGTH
+from zeromesh.pipeline.samples import Sample
 from zeromesh.pipeline.trace import Trace, trace
 
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -54,6 +54,7 @@ class Blocks:
         parameters: how many elements each needs.
         operations: floating-point operations of each; None where they could not be counted.
         buffers: by name, of all that it has, the number of the first block that has it.
+        sample: what the model can be called with, as far as that is known.
     """
 
     names: tuple[str, ...]
@@ -62,6 +63,7 @@ class Blocks:
     parameters: tuple[float, ...]
     operations: tuple[float, ...] | None
     buffers: Mapping[str, int] = field(default_factory=dict)
+    sample: Sample | None = field(default=None, compare=False)
 
     def cut(self, starts: Sequence[int]) -> Cut:
         """The model cut before these blocks."""
@@ -70,19 +72,19 @@ class Blocks:
         return Cut(cut.blocks, cut.starts, stages, {name: cut.stage_of(block) for name, block in self.buffers.items()})
 
 
-def examine(model: nn.Module, patterns: Sequence[str] = (), length: int = LENGTH) -> Blocks:
+def examine(model: nn.Module, patterns: Sequence[str] = (), sample: Sample | None = None) -> Blocks:
     """The blocks of a model, by a trace of its forward; or by the order of registration, where it cannot be traced.
 
     Args:
         model: its parameters may be on any device, meta included; it is not changed.
         patterns: as for ``find_blocks``.
-        length: of texts, in tokens, for which operations are counted.
+        sample: what it will be given; else inputs are guessed. Operations are counted for these.
 
     Raises:
         ValueError: there are no blocks, or they are not called one after the other.
     """
     names = find_blocks(model, patterns)
-    traced = trace(model, names, length)
+    traced = trace(model, names, sample)
     calls = list(range(len(names))) if traced is None else _separable(model, names, traced)
     # The number of the block that each section belongs to.
     owners = [0] * (len(names) + 1)
@@ -111,7 +113,9 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), length: int = LENGTH
     for _, buffer, block in places:
         firsts[buffer] = min(block, firsts.get(buffer, block))
     buffers = {name: firsts[buffer] for name, buffer, _ in places}
-    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers)
+    return Blocks(
+        tuple(kept), types, ordered, tuple(sizes), counted, buffers, sample if traced is None else traced.sample
+    )
 
 
 def _separable(model: nn.Module, names: Sequence[str], traced: Trace) -> list[int]:
@@ -237,7 +241,8 @@ def take_away(
 
 def _idle(model: nn.Module, cut: Cut, stages: Sequence[int]) -> set[int]:
     """The buffers, by ``id``, that blocks of other stages have alone; one may be at several places."""
-    here, elsewhere = set(), set()
+    here: set[int] = set()
+    elsewhere: set[int] = set()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         block = next((number for number, block in enumerate(cut.blocks) if _is_in(name, block)), None)
         (here if block is None or cut.stage_of(block) in stages else elsewhere).add(id(buffer))

@@ -1,13 +1,19 @@
-"""Inputs with which a model's forward can be traced: few and small, as only their shapes count."""
+"""Inputs with which a model's forward can be traced: the user's own, or guessed ones, of which the shapes count."""
 
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
+
+from zeromesh.model.containers import map_tensors
 
 Inputs = dict[str, Any]
 
@@ -15,21 +21,68 @@ SAMPLES = 2
 """Batch norms want several."""
 LENGTH = 16
 """Of a text, in tokens. Some models go through it in a loop of Python."""
+LONGEST = 1024
+"""Of a text, where a model takes longer ones: a few of them hardly say how long those are that it will be given."""
 IMAGE = 64
 """Width and height of images, where the configuration tells none."""
 
 
-def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[Inputs]:
-    """Inputs to try one after the other, the most telling first; none where it is not known what the model is given.
+@dataclass(frozen=True)
+class Sample:
+    """What a model is called with.
+
+    Attributes:
+        batch: tensors, in whatever containers.
+        call: calls the model with it; gives the loss, or what stands for it.
+    """
+
+    batch: Any
+    call: Callable[[Any, Callable[..., Any]], Any]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
+        """The same of other tensors."""
+        return Sample(map_tensors(self.batch, function), self.call)
+
+
+def _by_name(batch: Any, model: Callable[..., Any]) -> Any:
+    output = model(**batch)
+    loss = getattr(output, "loss", None)
+    return output if loss is None else loss
+
+
+def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[Sample]:
+    """Samples to try one after the other, the most telling first; none where it is not known what the model is given.
 
     Models of transformers tell by their configuration and by the arguments of their forward, others by the latter.
     """
+    return (Sample(inputs, _by_name) for inputs in _inputs_of(model, length))
+
+
+def longest_of(model: nn.Module) -> int:
+    """How long a text a model takes, in tokens, as far as that is to be believed; 0 where it does not tell."""
+    return min(int(_option(getattr(model, "config", None), *_POSITIONS)), LONGEST)
+
+
+@contextmanager
+def undisturbed(device: torch.device | None = None) -> Iterator[None]:
+    """In this context random numbers, on the CPU and on a device, are drawn as if they had not been."""
+    state = random.getstate(), numpy.random.get_state()
+    devices = [] if device is None or device.type in ("cpu", "meta") else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+            yield
+    finally:
+        random.setstate(state[0])
+        numpy.random.set_state(state[1])
+
+
+def _inputs_of(model: nn.Module, length: int) -> Iterator[Inputs]:
     accepted = inspect.signature(model.forward).parameters
     first = next(iter(accepted), "")
     main, config = getattr(model, "main_input_name", first), getattr(model, "config", None)
     if main not in accepted or (config is None and main not in _INPUTS):
         return
-    longest = _option(config, "max_position_embeddings", "n_positions", "max_target_positions") or length
+    longest = _option(config, *_POSITIONS) or length
     texts = SAMPLES, min(length, longest)
     inputs: Inputs = {name: make(config, texts) for name, make in _INPUTS.items() if name in accepted and name != main}
     inputs |= {name: value for name, value in _OPTIONS.items() if name in accepted}
@@ -47,6 +100,9 @@ def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[Inputs]:
     for one in tried:  # of models of several kinds of inputs, perhaps only the main one
         if len(one) > 2:
             yield {name: value for name, value in one.items() if name in (main, "labels", *_OPTIONS)}
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
 def _option(config: Any, *names: str) -> Any:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +17,7 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from zeromesh.model.containers import map_tensors
 from zeromesh.observe.operations import FORMULAS
-from zeromesh.pipeline.samples import samples_of
+from zeromesh.pipeline.samples import LENGTH, Sample, longest_of, samples_of, undisturbed
 from zeromesh.pipeline.stage import _Gate
 
 _log = logging.getLogger(__name__)
@@ -40,44 +37,70 @@ class Trace:
         operations: floating-point operations of each section.
         crossings: pairs of a section in which a value was computed and a later one that read it, other than as an
             argument of a block; between the two, the forward cannot be left and entered again.
+        operators: how many were called.
+        sample: what the model was called with.
     """
 
     calls: tuple[int, ...]
     uses: Mapping[str, frozenset[int]]
     operations: tuple[float, ...]
     crossings: frozenset[tuple[int, int]]
+    operators: int
+    sample: Sample
 
 
-def trace(model: nn.Module, blocks: Sequence[str], length: int) -> Trace | None:
+def trace(model: nn.Module, blocks: Sequence[str], given: Sample | None = None) -> Trace | None:
     """Trace a model's forward; it is not changed. None where that cannot be done, with the reason in the log.
+
+    Without a sample that it can be traced with, inputs are guessed. Texts are then as long as the model takes, though
+    not longer than ``samples.LONGEST``, unless that takes more operators than a short text does: some models go through
+    texts in a loop of Python.
 
     Args:
         model: its parameters may be on any device, meta included.
         blocks: names of those whose calls are noted.
-        length: of texts, in tokens.
+        given: what it will be given.
     """
-    reason = "it is not known what inputs it takes"
-    for inputs in samples_of(model, length):
-        for guess in (False, True):
-            try:
-                with _undisturbed(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    found, guessed = _trace(model, blocks, inputs, guess)
+    reasons: list[str] = []
+    if given is not None and (found := _attempt(model, blocks, given, reasons)):
+        return found
+    for place, sample in enumerate(samples_of(model)):
+        if found := _attempt(model, blocks, sample, reasons):
+            if (length := longest_of(model)) <= LENGTH:
                 return found
-            except Exception as error:
-                _log.debug("%s cannot be traced with %s", type(model).__name__, list(inputs), exc_info=True)
-                reason, guessed = f"{type(error).__name__}: {error}", getattr(error, "guessed", True)
-            if not guessed:
-                break
+            longer = list(samples_of(model, length))[place]
+            return _attempt(model, blocks, longer, reasons, MORE * found.operators) or found
     _log.debug("%s is not traced, so what is outside of its blocks counts as used in the order of registration: %s",
-               type(model).__name__, reason)  # fmt: skip
+               type(model).__name__, reasons[-1] if reasons else "it is not known what inputs it takes")  # fmt: skip
     return None
 
 
-def _trace(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any], guess: bool) -> tuple[Trace, bool]:
+MORE = 4
+"""Times as many operators as a text of ``samples.LENGTH`` tokens takes are done at most for a longer one."""
+
+
+def _attempt(
+    model: nn.Module, blocks: Sequence[str], sample: Sample, reasons: list[str], limit: float = float("inf")
+) -> Trace | None:
+    for guess in (False, True):
+        guessed = True
+        try:
+            with undisturbed(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return _trace(model, blocks, sample, guess, limit)
+        except Exception as error:
+            _log.debug("%s cannot be traced", type(model).__name__, exc_info=True)
+            reasons.append(f"{type(error).__name__}: {error}")
+            guessed = getattr(error, "guessed", True)
+        if not guessed:
+            break
+    return None
+
+
+def _trace(model: nn.Module, blocks: Sequence[str], sample: Sample, guess: bool, limit: float) -> Trace:
     copied, copies = _copy(model)
-    names = {id(copies[id(parameter)]): name for name, parameter in model.named_parameters()}
-    run = _Tracing(names, len(blocks), guess)
+    names = {id(one): name for name, p in model.named_parameters() for one in (p, copies[id(p)])}
+    run = _Tracing(names, len(blocks), guess, limit)
     for index, name in enumerate(blocks):
         parent, _, child = name.rpartition(".")
         holder = copied.get_submodule(parent)
@@ -89,23 +112,35 @@ def _trace(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any], g
             if key not in block.get_submodule(owner)._non_persistent_buffers_set:
                 run.states.add(id(buffer))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    has_ended = False
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_ended
+        output = copied(*args, **kwargs)
+        has_ended = True
+        return output
+
+    on_meta = sample.map(lambda x: x.to(META, dtype if x.is_floating_point() else x.dtype))
     try:
-        given = map_tensors(dict(inputs), lambda x: x.to(META, dtype if x.is_floating_point() else x.dtype))
         with torch.no_grad(), run:
-            copied(**given)
+            on_meta.call(on_meta.batch, forward)
     except Exception as error:
-        vars(error)["guessed"] = run.guessed
-        raise
+        if not has_ended:
+            vars(error)["guessed"] = run.guessed
+            raise
+        _log.debug("the loss of %s cannot be traced", type(model).__name__, exc_info=True)
     uses = {name: frozenset(sections) for name, sections in run.uses.items()}
-    return Trace(tuple(run.calls), uses, tuple(run.operations), frozenset(run.crossings)), run.guessed
+    crossings = frozenset(run.crossings)
+    return Trace(tuple(run.calls), uses, tuple(run.operations), crossings, run.operators, sample)
 
 
 class _Tracing(TorchDispatchMode):
     """Notes what each operator reads and makes. To the gates of blocks it is the run that they are of."""
 
-    def __init__(self, names: Mapping[int, str], blocks: int, guess: bool) -> None:
+    def __init__(self, names: Mapping[int, str], blocks: int, guess: bool, limit: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._guess = names, guess
+        self._names, self._guess, self._limit = names, guess, limit
+        self.operators = 0
         self.states: set[int] = set()
         self.calls: list[int] = []
         self.uses: dict[str, set[int]] = defaultdict(set)
@@ -149,6 +184,9 @@ class _Tracing(TorchDispatchMode):
         """As torch calls it, for every operator."""
         kwargs = kwargs or {}
         operator = func._overloadpacket
+        self.operators += 1
+        if self.operators > self._limit:
+            raise RuntimeError(f"it takes more than {self._limit} operators")
         read = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
         depends = [self._read(x) for x in read] if operator not in _OF_SHAPES else []
         # All is on the meta device, but for numbers, whose values may be asked for.
@@ -254,15 +292,3 @@ def _copy(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
 
 
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """What a forward does to the world around: random numbers, if any, are drawn as if they had not been."""
-    state = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state[0])
-        numpy.random.set_state(state[1])
