@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import zeromesh
 from huggingface_models import MODELS, Model
+from zeromesh.batches import loss_of
 from zeromesh.pipeline.cut import Blocks, Cut, examine, take_away
 from zeromesh.pipeline.partition import starts_of
 from zeromesh.pipeline.samples import Sample
@@ -439,6 +441,93 @@ def test_a_model_that_is_not_there_yet_is_examined_as_it_will_be() -> None:
     assert [parameter.device.type for parameter in model.parameters()] == devices
 
 
+# Samples of the user's.
+
+
+class Plain(Decoder):
+    """Nothing tells its inputs."""
+
+    main_input_name = config = None  # type: ignore[assignment]
+
+    def forward(self, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
+        return super().forward(numbers)
+
+
+class PlainAdding(Adding):
+    main_input_name = config = None  # type: ignore[assignment]
+
+    def forward(self, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
+        return super().forward(numbers)
+
+
+def build(kind: type[Decoder]) -> Decoder:
+    model = kind()
+    vars(model).pop("config")
+    return model
+
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def mean_of(batch: Any, model: Any) -> Tensor:
+    """As where the model returns its loss."""
+    return loss_of(batch, lambda *args, **kwargs: model(*args, **kwargs).mean())
+
+
+BATCHES = {
+    "inputs and labels": Sample((IDS, IDS), partial(loss_of, loss_fn=loss_of_logits)),
+    "several inputs and labels": Sample(((IDS, torch.ones(2, 6)), IDS), partial(loss_of, loss_fn=loss_of_logits)),
+    "a mapping": Sample({"numbers": IDS, "weights": torch.ones(2, 6)}, mean_of),
+    "a tuple": Sample((IDS, torch.ones(2, 6)), mean_of),
+    "a tensor": Sample(IDS, mean_of),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_with_a_sample_any_model_is_traced(kind: str) -> None:
+    model = build(Plain).double()
+    assert examine(model).operations is None
+    blocks = examine(model, sample=BATCHES[kind])
+    assert blocks.names == ("halves.first.0", "halves.first.1", "halves.last.0", "halves.last.1")
+    assert blocks.uses["norm.weight"] == (3,)
+    block = 2.0 * 12 * WIDTH * WIDTH
+    assert blocks.operations == (block, block, block, block + 2 * 12 * WIDTH * VOCABULARY)
+    check(model, blocks, 4, of_tokens)
+    with pytest.raises(ValueError, match="PlainAdding reads, after its call of halves.first.0"):
+        examine(build(PlainAdding), sample=BATCHES[kind])
+
+
+def test_the_loss_counts_for_the_last_block_if_it_can_be_traced() -> None:
+    model = build(Plain)
+    weight = torch.ones(VOCABULARY, 3)
+    without = examine(model, sample=BATCHES["inputs and labels"])
+
+    def project(logits: Tensor, labels: Tensor) -> Tensor:
+        return (logits @ weight).mean() + (logits @ model.embedding.weight).mean() + (WIDTH * model.scale).mean()
+
+    blocks = examine(model, sample=Sample((IDS, IDS), partial(loss_of, loss_fn=project)))
+    assert without.operations is not None
+    more = 2.0 * 12 * VOCABULARY * (3 + WIDTH)
+    assert blocks.operations == (*without.operations[:-1], without.operations[-1] + more)
+    assert blocks.uses["scale"] == (1, 3)
+
+    def refuse(logits: Tensor, labels: Tensor) -> Tensor:
+        raise RuntimeError("this loss needs values")
+
+    assert examine(model, sample=Sample((IDS, IDS), partial(loss_of, loss_fn=refuse))) == without
+
+
+def test_a_sample_that_the_model_does_not_take_is_not_all_that_is_tried() -> None:
+    wrong = Sample({"images": IDS}, loss_of)
+    guessed = examine(Decoder(), sample=wrong)
+    assert (guessed, guessed.operations is None) == (examine(Decoder()), False)
+    assert examine(build(Plain), sample=wrong) == examine(build(Plain))
+
+
 # What blocks cost.
 
 
@@ -460,6 +549,30 @@ def test_operations_are_those_of_products_with_what_is_around_a_block() -> None:
     layer = 2 * 8 * 2.0 * (projections + attention)
     assert blocks.operations == (layer, layer, layer + 2 * 8 * 2 * 64 * 500)
     assert blocks.parameters[0] - blocks.parameters[1] == 64 * 500
+
+
+def test_texts_are_as_long_as_a_model_takes_unless_it_loops_through_them() -> None:
+    for kind, length in ((Long, 100), (Longer, 1024), (Looping, 16)):
+        blocks = examine(kind())
+        assert blocks.operations is not None
+        assert blocks.operations[0] == 2.0 * 2 * length * WIDTH * WIDTH
+
+
+class Long(Decoder):
+    positions = 100
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config.max_position_embeddings = self.positions
+
+
+class Longer(Long):
+    positions = 5000
+
+
+class Looping(Longer):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(torch.stack([one + 0 for one in input_ids.unbind(1)], 1))
 
 
 def described(**changes: Any) -> Blocks:
