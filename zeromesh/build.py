@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 
 from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
-from zeromesh.batches import loss_of
+from zeromesh.batches import cast, loss_of
 from zeromesh.config.printing import jsonable, lines_of
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.formats import FORMATS
 from zeromesh.dist.launch import may_restart
 from zeromesh.dist.mesh import Links, Mesh
 from zeromesh.engine import Engine
+from zeromesh.model.containers import map_tensors
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.model.split import Held
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from zeromesh.context.applied import Applied
     from zeromesh.model.piece import PieceExchange
     from zeromesh.observe.monitors import Monitor
+    from zeromesh.pipeline.cut import Blocks
     from zeromesh.pipeline.samples import Sample
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
@@ -353,11 +355,47 @@ def plan_stages(
     from zeromesh.pipelined import Pipelined, agreed
 
     sample = None if loader is None else _sample(loader, loss_fn, mesh.device)
-    found, failure = attempt(lambda: examine(model, chosen.blocks, sample))
+
+    def look() -> Blocks:
+        blocks = examine(model, chosen.blocks, sample)
+        return _measured(model, blocks, settings, mesh.device) if chosen.partition == "time" else blocks
+
+    found, failure = attempt(look)
     share(world, "cut the model into stages", failure)
     assert found is not None
     blocks = agreed(world, found)
     return Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps, blocks)
+
+
+def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torch.device) -> Blocks:
+    """The blocks with the time that each takes, if it is known what the model is called with."""
+    from zeromesh.pipeline.timing import measured
+
+    precision = settings.precision
+
+    def prepare(copied: nn.Module) -> Callable[..., Any]:
+        """As the engine would call it."""
+        _place_buffers(copied, device, precision.compute)
+        if settings.chunked_loss:
+            chunk_losses(copied, heads_over_vocabulary(copied), nullcontext)
+        _checkpoint_activations(copied, settings)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if precision.compute is not None and precision.cast_inputs:
+                args, kwargs = map_tensors((args, kwargs), partial(cast, dtype=precision.compute))
+            with torch.autocast(device.type, precision.autocast, precision.autocast is not None, cache_enabled=False):
+                return copied(*args, **kwargs)
+
+        return forward
+
+    try:
+        return measured(model, blocks, device, precision.compute, prepare)
+    except Exception as error:
+        raise ValueError(
+            f'pipeline.partition is "time", and the time that blocks of {type(model).__name__} take cannot be measured '
+            f"({type(error).__name__}: {error}); pass training_data to initialize with samples that the model takes, "
+            'or set it to "best"'
+        ) from error
 
 
 def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> Sample | None:

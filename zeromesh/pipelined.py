@@ -36,8 +36,9 @@ def agreed(world: Group, blocks: Blocks) -> Blocks:
     lines = [f"block {name}" for name in blocks.names]
     lines += [f"{name} is used by blocks {', '.join(map(str, numbers))}" for name, numbers in blocks.uses.items()]
     lines.append(f"operations are {'not ' * (blocks.operations is None)}counted")
+    lines.append(f"time is {'not ' * (blocks.seconds is None)}measured")
     require_agreement(world, "what a trace of the model's forward with the first samples shows", "\n".join(lines))
-    return replace(blocks, operations=_mean(world, blocks.operations))
+    return replace(blocks, operations=_mean(world, blocks.operations), seconds=_mean(world, blocks.seconds))
 
 
 def _mean(world: Group, costs: Sequence[float] | None) -> tuple[float, ...] | None:

@@ -54,6 +54,7 @@ class Blocks:
         parameters: how many elements each needs.
         operations: floating-point operations of each; None where they could not be counted.
         buffers: by name, of all that it has, the number of the first block that has it.
+        seconds: forward and backward of each; None where they were not measured.
         sample: what the model can be called with, as far as that is known.
     """
 
@@ -63,6 +64,7 @@ class Blocks:
     parameters: tuple[float, ...]
     operations: tuple[float, ...] | None
     buffers: Mapping[str, int] = field(default_factory=dict)
+    seconds: tuple[float, ...] | None = None
     sample: Sample | None = field(default=None, compare=False)
 
     def cut(self, starts: Sequence[int]) -> Cut:
@@ -113,9 +115,8 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: Sample | Non
     for _, buffer, block in places:
         firsts[buffer] = min(block, firsts.get(buffer, block))
     buffers = {name: firsts[buffer] for name, buffer, _ in places}
-    return Blocks(
-        tuple(kept), types, ordered, tuple(sizes), counted, buffers, sample if traced is None else traced.sample
-    )
+    known = sample if traced is None else traced.sample
+    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers, sample=known)
 
 
 def _separable(model: nn.Module, names: Sequence[str], traced: Trace) -> list[int]:

@@ -63,8 +63,23 @@ def uniform(blocks: int, stages: int) -> list[int]:
     return [0, *accumulate(sizes[:-1])]
 
 
+def by_time(blocks: Blocks, stages: int) -> list[int]:
+    """Stages that take as long, as measured.
+
+    Raises:
+        ValueError: that was not possible.
+    """
+    if blocks.seconds is None:
+        raise ValueError(
+            'pipeline.partition is "time", and what inputs the model takes is not known; pass training_data to '
+            'initialize, or set it to "best"'
+        )
+    return partition(blocks.seconds, stages)
+
+
 WAYS: dict[str, Callable[[Blocks, int], list[int]]] = {
     "best": lambda blocks, stages: partition(blocks.operations or blocks.parameters, stages),
+    "time": by_time,
     "parameters": lambda blocks, stages: partition(blocks.parameters, stages),
     "uniform": lambda blocks, stages: uniform(len(blocks.names), stages),
 }

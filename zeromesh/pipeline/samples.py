@@ -55,7 +55,9 @@ def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[Sample]:
 
     Models of transformers tell by their configuration and by the arguments of their forward, others by the latter.
     """
-    return (Sample(inputs, _by_name) for inputs in _inputs_of(model, length))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    samples = (Sample(inputs, _by_name) for inputs in _inputs_of(model, length))
+    return (one.map(lambda x: x.to(dtype) if x.is_floating_point() else x) for one in samples)
 
 
 def longest_of(model: nn.Module) -> int:

@@ -98,7 +98,7 @@ def _attempt(
 
 
 def _trace(model: nn.Module, blocks: Sequence[str], sample: Sample, guess: bool, limit: float) -> Trace:
-    copied, copies = _copy(model)
+    copied, copies = copy_of(model)
     names = {id(one): name for name, p in model.named_parameters() for one in (p, copies[id(p)])}
     run = _Tracing(names, len(blocks), guess, limit)
     for index, name in enumerate(blocks):
@@ -263,18 +263,25 @@ _OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
 """Operators that want values, which are not there; and something in their place."""
 
 
-def _copy(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+def copy_of(model: nn.Module, values: bool = False) -> tuple[nn.Module, dict[int, Any]]:
     """A copy whose tensors have no memory, and by the id of each of the model's, that of the copy.
 
     Hooks are left out, as they may do anything outside of the model, but for those of torch that make weights of
     parameters.
+
+    Args:
+        model: it is not changed.
+        values: only parameters have no memory; buffers without values have zeros.
     """
     copies: dict[int, Any] = {}
 
     def imitate(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
             is_parameter = isinstance(tensor, nn.Parameter)
+            if values and not is_parameter:
+                made = tensor.detach().clone() if not tensor.is_meta else torch.zeros(tensor.shape, dtype=tensor.dtype)
+            else:
+                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
             copies[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
         return tensor
 
