@@ -351,7 +351,7 @@ def plan_stages(
     chosen, world = settings.pipeline, mesh.group("world")
     if mesh.sizes["pipeline"] == 1:
         return None
-    from zeromesh.pipeline.cut import examine
+    from zeromesh.pipeline.cut import describe_stages, examine
     from zeromesh.pipelined import Pipelined, agreed
 
     sample = None if loader is None else _sample(loader, loss_fn, mesh.device)
@@ -364,7 +364,11 @@ def plan_stages(
     share(world, "cut the model into stages", failure)
     assert found is not None
     blocks = agreed(world, found)
-    return Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps, blocks)
+    made = Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps, blocks)
+    if mesh.rank == 0:
+        lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, made.cut))
+        _log.info("the model is cut into stages by pipeline.partition = %s:%s", json.dumps(chosen.partition), lines)
+    return made
 
 
 def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torch.device) -> Blocks:
@@ -402,13 +406,15 @@ def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> Sample | None
     """What the model will be given; None where the data cannot be read like that."""
     from zeromesh.pipeline.samples import Sample, undisturbed
 
+    def read() -> Sample:
+        own = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls
+        return Sample(loader.example(), partial(loss_of, loss_fn=own))
+
     with undisturbed(device):
-        batch, failure = attempt(loader.example)
+        sample, failure = attempt(read)
     if failure is not None:
         _log.debug("the first samples of training_data cannot be read", exc_info=failure)
-        return None
-    loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls
-    return Sample(batch, partial(loss_of, loss_fn=loss_fn))
+    return sample
 
 
 def _take_stage(

@@ -119,6 +119,30 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: Sample | Non
     return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers, sample=known)
 
 
+def describe_stages(model: nn.Module, blocks: Blocks, cut: Cut) -> list[str]:
+    """A line for each stage: its blocks and parameters, and its shares of what is known of costs."""
+    stages = range(len(cut.starts))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    held = [sum(sizes[name] for name, needing in cut.stages.items() if stage in needing) for stage in stages]
+    shares = {"parameters": _shares(held)}
+    for what, costs in (("operations", blocks.operations), ("time", blocks.seconds)):
+        if costs is not None:
+            of_stages = [0.0] * len(stages)
+            for block, cost in enumerate(costs):
+                of_stages[cut.stage_of(block)] += cost
+            shares[what] = _shares(of_stages)
+    bounds = (*cut.starts, len(cut.blocks))
+    return [
+        f"stage {stage}: {cut.blocks[bounds[stage]]} to {cut.blocks[bounds[stage + 1] - 1]}, {held[stage]:,} "
+        "parameters, " + ", ".join(f"{share[stage]:.1%} of {what}" for what, share in shares.items())
+        for stage in stages
+    ]
+
+
+def _shares(costs: Sequence[float]) -> list[float]:
+    return [cost / (sum(costs) or 1) for cost in costs]
+
+
 def _separable(model: nn.Module, names: Sequence[str], traced: Trace) -> list[int]:
     """The calls at which the forward can be left and entered again, by their numbers, and the first.
 
