@@ -164,8 +164,8 @@ class Pipeline(Section):
     chunks: PositiveInt | None = Field(None, description="Stages per rank, where the schedule has several.")
     partition: str | list[int] = Field(
         "best",
-        description="How blocks are dealt to the stages: best (by estimated operations), parameters, uniform, "
-        "type:REGEX (as many of the classes that match), or the first block of each.",
+        description="How blocks are dealt to the stages: best (by counted operations), time (as measured at the "
+        "start), parameters, uniform, type:REGEX (as many of the classes that match), or the first block of each.",
     )
     blocks: list[str] = Field([], description="Patterns of names of the blocks, in the order in which they are called.")
     seed_layers: bool = Field(False, description="Seed each layer on its own.")
