@@ -101,6 +101,13 @@ def test_a_run_in_stages_is_the_run_of_one_process(name: str, corpus: Path, alon
     assert_same_run(tmp_path / "run", alone)
 
 
+def test_a_run_in_stages_may_spread_its_sequences(corpus: Path, tmp_path: Path) -> None:
+    for ranks, mesh in ((1, {}), (4, {"pipeline": 2, "context": 2})):
+        path = config(corpus, tmp_path / str(ranks), mesh=mesh, data={"document_attention": False})
+        run_ranks(train, ranks, path, [], resume=False, timeout=LIMIT)
+    assert_same_run(tmp_path / "4" / "run", tmp_path / "1" / "run")
+
+
 def test_a_run_goes_on_in_another_number_of_stages(corpus: Path, alone: Path, tmp_path: Path) -> None:
     in_stages = config(corpus, tmp_path / "stages", **TWO_STAGES, run={"output": str(tmp_path / "run")})
     run_ranks(train, 2, in_stages, ["run.steps=2"], resume=False, timeout=LIMIT)
@@ -155,7 +162,6 @@ def test_a_model_of_transformers_is_trained_in_stages(
         ({"pipeline": {"schedule": "1f2b"}}, "there is no schedule '1f2b'"),
         ({"pipeline": {"partition": [0, 4]}}, r"pipeline.partition is \[0, 4\]; .* there are 4 blocks"),
         ({"pipeline": {"blocks": ["layers.*"]}}, "pipeline.blocks: 'layers.*' matches no module"),
-        ({"mesh": {"pipeline": 2, "context": 2}}, "mesh.pipeline is 2 and mesh.context is 2"),
     ],
 )
 def test_what_cannot_run_in_stages_is_refused_before_the_start(

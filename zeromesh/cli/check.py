@@ -11,7 +11,6 @@ from typing import cast
 from rich.console import Console
 from torch import nn
 
-from zeromesh.build import plan_stages
 from zeromesh.cli.changes import require_unchanged
 from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.model import LanguageModel, Transformer, language_model
@@ -29,6 +28,8 @@ from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.dist.environment import Environment, is_launched
 from zeromesh.dist.launch import may_restart
 from zeromesh.dist.mesh import Mesh
+from zeromesh.pipeline.cut import examine
+from zeromesh.pipelined import Pipelined
 from zeromesh.shard.find import find_units
 from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import parse, resolve
@@ -108,7 +109,7 @@ def check(settings: Settings) -> Job:
     resolve(
         model, parse(job.settings.tensor_parallel.plan or {}), derive(model, sizes["tensor"])[0], 0, sizes["tensor"]
     )
-    plan_stages(model, resolved, cast(Mesh, _Planned(sizes)))
+    _check_stages(model, resolved, sizes)
     check_optimizer(model, resolved, sizes["data"])
     job.folder.check(bool(job.run.resume))
     if job.run.resume:
@@ -159,6 +160,15 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
             f"than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
         )
     return prepared
+
+
+def _check_stages(model: nn.Module, resolved: Resolved, sizes: Mapping[str, int]) -> None:
+    """Refuse models that cannot be cut into stages as configured, and schedules that there are not."""
+    if sizes["pipeline"] > 1:
+        blocks = examine(model, resolved.pipeline.blocks)
+        timed = replace(blocks, seconds=blocks.parameters)  # which are measured when there are ranks
+        mesh = cast(Mesh, _Planned(sizes))
+        Pipelined(model, mesh, resolved.pipeline, resolved.gradient_accumulation_steps, timed)
 
 
 def _check_sequences(job: Job, ranks: int) -> None:
