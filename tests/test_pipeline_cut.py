@@ -630,3 +630,39 @@ def test_patterns_name_blocks_in_place_of_those_found() -> None:
     assert examine(model, ["halves.*.1"]).names == ("halves.first.1", "halves.last.1")
     with pytest.raises(ValueError, match="pipeline.blocks: 'layers.\\*' matches no module"):
         examine(model, ["layers.*"])
+
+
+class PassesOn(nn.Module):
+    """Blocks pass on what the model made of its inputs, and compute with the second of two such tensors."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScaledBySecond(in_place) for _ in range(3))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        given = x, counts.float() if self.layers[0].in_place else counts, counts * 10
+        for layer in self.layers:
+            given = layer(given)
+        return given[0].square().mean()
+
+
+class ScaledBySecond(nn.Module):
+    """A block of that, which may change the second one."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(4, 4), in_place
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, first, second = given
+        if self.in_place:
+            second.add_(1)
+        return self.linear(x) * second.clone()[..., None], first, second
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_blocks_pass_on_is_not_mistaken_for_another_of_its_form(in_place: bool) -> None:
+    torch.manual_seed(0)
+    model = PassesOn(in_place).double()
+    counts = torch.tensor([1, 2])
+    check(model, examine(model), 3, lambda one: one(torch.ones(2, 4, dtype=torch.float64), counts))

@@ -222,6 +222,11 @@ class _Gate(nn.Module):
         block, index, run = self.__dict__["_gated"]
         return run.called(block, index, args, kwargs)
 
+    def arrive_at_gate(self, inputs: Any) -> Any:
+        """What the block is about to be called with; for who does something around the calls of several blocks."""
+        _, index, run = self.__dict__["_gated"]
+        return run.arrived(index, inputs)
+
 
 @dataclass
 class _Run:
@@ -261,11 +266,17 @@ class _Run:
         if index < self.first:
             return _imitate(self._returned[name], args, kwargs)
         args, kwargs = self._as_received(args, kwargs) if self.is_live else self._enter(args, kwargs)
-        given: list[Tensor] = _tensors((args, kwargs))
+        given = [(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))]
         output = block(*args, **kwargs)
-        self._made += [one for one in _tensors(output) if not any(one is other for other in given)]
+        self._made += [one for one in _tensors(output) if not _is_passed_on(one, given)]
         self._returned[name] = _outline(output)
         return output
+
+    def arrived(self, index: int, inputs: Any) -> Any:
+        """The model is going to call a block with these inputs."""
+        if index == self.first and not self.is_live:
+            (inputs,), _ = self._enter((inputs,), {})
+        return inputs
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first of the stage's own blocks is called: with what was received."""
@@ -342,6 +353,17 @@ def _tensors(value: Any) -> list[Tensor]:
 
     map_tensors(value, note)
     return found
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_passed_on(tensor: Tensor, given: Sequence[tuple[Tensor, int]]) -> bool:
+    """Whether a block returned what it was given, with its version before, in a way that ``_imitate`` does, too."""
+    form = tensor.shape, tensor.dtype
+    alike = {id(other): (other, version) for other, version in given if (other.shape, other.dtype) == form}
+    return len(alike) == 1 and any(other is tensor and _version(tensor) == version for other, version in alike.values())
 
 
 def _outline(value: Any) -> Any:
