@@ -169,10 +169,10 @@ def initialize(
     require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
     sharded, everywhere = None, [] if built is None else list(model.parameters())
     try:
+        described, unread = attempt(lambda: describe_sources(model))  # the whole, of which stages have parts
         if cut is not None:
             owned, plan = _take_stage(model, cut, owned, plan, resolved.precision.compute)
         values, failure = attempt(lambda: Values(materialiser(model, resolved.seed)))
-        described, unread = attempt(lambda: describe_sources(model))
         share(world, "read its part of the weights", failure or unread)
         assert values is not None
         require_agreement(world, "the checkpoint that is read", described or "")
