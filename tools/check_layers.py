@@ -16,7 +16,7 @@ PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations"),
-    ("__init__", "engine", "build", "report", "export", "observing", "zero", "checkpointing"),
+    ("__init__", "engine", "build", "report", "export", "observing", "zero", "checkpointing", "pipe"),
     ("saving",),
     ("agree", "batches", "training_data", "pretrained", "pipelined"),
     (

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeromesh import checkpointing, zero
+    from zeromesh import checkpointing, pipe, zero
     from zeromesh.build import initialize, make_mesh, shard
     from zeromesh.config.settings import Settings
     from zeromesh.dist.environment import Environment, init_distributed
@@ -35,12 +35,13 @@ _HOMES = {
     "load_pretrained": "zeromesh.pretrained",
     "no_decay_groups": "zeromesh.optim.groups",
     "zero": "",
+    "pipe": "",
     "checkpointing": "",
 }
 
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "from_pretrained", "init_distributed",
-    "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups", "shard", "zero",
+    "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups", "pipe", "shard", "zero",
 ]  # fmt: skip
 
 

@@ -20,8 +20,9 @@ class WithLoss(ABC):
 
 
 def loss_of(
-    batch: Any, model: Callable[..., Any], loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
-) -> torch.Tensor:
+    batch: Any, model: Callable[..., Any], loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    in_pairs: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """The loss of one micro-batch, a scalar.
 
     Args:
@@ -29,12 +30,22 @@ def loss_of(
             or list of positional ones, or a single tensor. Or one ``WithLoss``.
         model: is called with it.
         loss_fn: from the model's output and labels to the loss.
+        in_pairs: the batch is ``(inputs, labels)`` also without ``loss_fn``, and inputs are one argument of the model,
+            as DeepSpeed's PipelineModule has them.
 
     Raises:
         ValueError: the model's output has no loss, or one that is no scalar.
     """
     if isinstance(batch, WithLoss):
         return check_loss(batch.loss(model), graph=False)
+    if in_pairs:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise ValueError(
+                f"a micro-batch is a {type(batch).__name__}; those of a PipelineModule are pairs of inputs and labels"
+            )
+        inputs, labels = (tuple(one) if isinstance(one, list) else one for one in batch)
+        output = model(inputs)
+        return check_loss(output if loss_fn is None else loss_fn(output, labels), graph=False)
     if loss_fn is not None:
         inputs, labels = batch
         return loss_fn(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs), labels)

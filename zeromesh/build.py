@@ -34,6 +34,7 @@ from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.model.split import Held
 from zeromesh.observing import make_observer, open_monitors
+from zeromesh.pipe import PipelineModule, settings_of
 from zeromesh.pretrained import describe_sources
 from zeromesh.saving.random_state import share_random_state
 from zeromesh.shard import guard, hooks
@@ -123,7 +124,9 @@ def initialize(
     if given is None:
         raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
     _show_log()
-    settings, failure = attempt(lambda: Settings.load(given))
+    if loss_fn is None and isinstance(model, PipelineModule):
+        loss_fn = model.loss_fn
+    settings, failure = attempt(lambda: settings_of(model, Settings.load(given), mesh))
     if failure is None:
         assert settings is not None
         failure = attempt(lambda: _check(model, lr_scheduler, settings))[1]

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh import batches, export, report
+from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.linear import Kept, keeping
 from zeromesh.observe.monitors import Monitor, learning_values
@@ -87,6 +88,7 @@ class Engine:
         self.context_parallel: Applied | None = None
         self.pipelined: Pipelined | None = None
         self._loss_fn = loss_fn
+        self._passes: Iterator[Any] | None = None
         self._accumulation = config.gradient_accumulation_steps
         self._boundary: bool | None = None
         self._since_update = 0
@@ -405,19 +407,22 @@ class Engine:
 
     # Whole batches.
 
-    def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One update from as many micro-batches as are accumulated.
 
         Args:
             data_iter: yields ``(inputs, labels)``, or whatever the model takes if it returns its loss: a mapping of
-                keyword arguments, a tuple or list of positional ones, or a single tensor. Or ``batches.WithLoss``.
+                keyword arguments, a tuple or list of positional ones, or a single tensor. Or ``batches.WithLoss``. None
+                takes what ``training_data`` has, one pass after the other.
 
         Returns:
             The mean loss over micro-batches and ranks: a detached 0-dim tensor, the same on every rank.
 
         Raises:
             StopIteration: there are too few micro-batches left for an update; none was used.
+            ValueError: there is no iterator, and no ``training_data``.
         """
+        data_iter = self._own_batches() if data_iter is None else data_iter
         self.train()
         if self.pipelined is not None:
             return self._train_stages(self.pipelined, [next(data_iter) for _ in range(self._accumulation)])
@@ -431,6 +436,13 @@ class Engine:
         if whole and self.global_steps == updates + 1 and self._mean_loss is not None:  # the update was of just these
             return torch.tensor(self._mean_loss, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
+
+    def _own_batches(self) -> Iterator[Any]:
+        if self.training_dataloader is None:
+            raise ValueError("train_batch() without an iterator: pass one, or training_data= to initialize")
+        if self._passes is None:
+            self._passes = self.training_dataloader.passes()
+        return self._passes
 
     def _train_stages(self, pipelined: Pipelined, given: Sequence[Any]) -> torch.Tensor:
         try:
@@ -519,7 +531,8 @@ class Engine:
         def model(*args: Any, **kwargs: Any) -> Any:
             return self._forward(args, kwargs)
 
-        return batches.loss_of(map_tensors(batch, self._to_device), model, self._loss_fn)
+        in_pairs = isinstance(self.module, Chain)
+        return batches.loss_of(map_tensors(batch, self._to_device), model, self._loss_fn, in_pairs)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -697,6 +710,7 @@ class Engine:
         more = {"strict": load_module_strict, "data_position": load_data_position}
         loaded = load.load(self, Path(load_dir), tag, *states, **more)
         self.zero_grad()
+        self._passes = None
         if loaded[0] is not None:
             self.observer.rewind(self.global_samples)
         return loaded

@@ -15,6 +15,7 @@ from zeromesh.agree import require_agreement
 from zeromesh.config.parts import Pipeline
 from zeromesh.dist.collectives import Group
 from zeromesh.dist.mesh import Mesh
+from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
 from zeromesh.pipeline.actions import Schedule
 from zeromesh.pipeline.cut import Blocks, Place, take_away
@@ -102,6 +103,8 @@ class Pipelined:
 
     def take_away(self, dtype: torch.dtype | None) -> None:
         """Leave the model the parameters of this rank's stages only; ``dtype`` is what 16-bit runs compute in."""
+        if isinstance(self._model, Chain):
+            self._model.starts = self.cut.starts
         self.taken = take_away(self._model, self.cut, self.stages, dtype, self._mesh.device)
 
     def units_of(self, stage: int, sharded: Sharded) -> frozenset[int] | None:

@@ -106,6 +106,11 @@ class Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return self._counted(super().__iter__())
 
+    def passes(self) -> Iterator[Any]:
+        """One pass after the other, without end."""
+        while True:
+            yield from self
+
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         begun = None
         for count, batch in enumerate(batches, 1):

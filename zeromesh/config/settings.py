@@ -218,6 +218,15 @@ class Settings(Section):
         Raises:
             ConfigError: the sizes do not fit the number of ranks.
         """
+        return solve_mesh(self.mesh.model_dump() | self.model_sizes, self._shard_group, world_size)
+
+    @property
+    def model_sizes(self) -> dict[str, int]:
+        """By axis along which ranks share a model: what its keys, ours and DeepSpeed's, say together.
+
+        Raises:
+            ConfigError: they say different sizes.
+        """
         theirs = self.tensor_parallel
         tensor = {
             "mesh.tensor": self.mesh.tensor,
@@ -226,8 +235,7 @@ class Settings(Section):
         }
         context = {"mesh.context": self.mesh.context, "sequence_parallel_size": self.sequence_parallel_size}
         pipeline = {"mesh.pipeline": self.mesh.pipeline, "pipeline.stages": self.pipeline.stages or 1}
-        sizes = {"tensor": _only(tensor), "context": _only(context), "pipeline": _only(pipeline)}
-        return solve_mesh(self.mesh.model_dump() | sizes, self._shard_group, world_size)
+        return {"tensor": _only(tensor), "context": _only(context), "pipeline": _only(pipeline)}
 
     @property
     def across_nodes(self) -> tuple[str | None, str | None]:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from zeromesh.model.chain import Chain
 from zeromesh.pipeline.elsewhere import Elsewhere
 from zeromesh.pipeline.samples import Sample
 from zeromesh.pipeline.trace import Trace, trace
@@ -86,6 +87,8 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: Sample | Non
         ValueError: there are no blocks, or they are not called one after the other.
     """
     names = find_blocks(model, patterns)
+    if isinstance(model, Chain):
+        return _of_chain(model, sample)
     traced = trace(model, names, sample)
     calls = list(range(len(names))) if traced is None else _separable(model, names, traced)
     # The number of the block that each section belongs to.
@@ -143,6 +146,25 @@ def _shares(costs: Sequence[float]) -> list[float]:
     return [cost / (sum(costs) or 1) for cost in costs]
 
 
+def _of_chain(model: Chain, sample: Sample | None) -> Blocks:
+    """Its layers are the blocks. What is outside of them is used after the last one."""
+    last, users = frozenset([len(model.layers) - 1]), model.users()
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    uses: dict[str, frozenset[int]] = dict.fromkeys(first.values(), frozenset())
+    buffers = {}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            uses[first[id(parameter)]] |= users.get(id(module), frozenset())
+        for name, _ in module.named_buffers(path, recurse=False):
+            buffers[name] = min(users.get(id(module), last))
+    ordered = {name: tuple(sorted(blocks or last)) for name, blocks in uses.items()}
+    sizes = [0.0] * len(model.layers)
+    for name, parameter in model.named_parameters():
+        for block in ordered[name]:
+            sizes[block] += parameter.numel()
+    return Blocks(tuple(model.layers), tuple(model.kinds), ordered, tuple(sizes), None, buffers, sample=sample)
+
+
 def _separable(model: nn.Module, names: Sequence[str], traced: Trace) -> list[int]:
     """The calls at which the forward can be left and entered again, by their numbers, and the first.
 
@@ -182,6 +204,13 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     Raises:
         ValueError: a pattern matches nothing, or there are no blocks.
     """
+    if isinstance(model, Chain):
+        if patterns:
+            raise ValueError(
+                f"pipeline.blocks is {list(patterns)}, and the layers of a {type(model).__name__} are its blocks: "
+                "leave it out"
+            )
+        return list(model.layers)
     names = [name for name, _ in model.named_modules() if name]
     if patterns:
         found: list[str] = []
@@ -268,9 +297,14 @@ def _idle(model: nn.Module, cut: Cut, stages: Sequence[int]) -> set[int]:
     """The buffers, by ``id``, that blocks of other stages have alone; one may be at several places."""
     here: set[int] = set()
     elsewhere: set[int] = set()
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        block = next((number for number, block in enumerate(cut.blocks) if _is_in(name, block)), None)
-        (here if block is None or cut.stage_of(block) in stages else elsewhere).add(id(buffer))
+    users = model.users() if isinstance(model, Chain) else None
+    for path, module in model.named_modules(remove_duplicate=False):
+        if users is None:
+            blocks = frozenset(number for number, block in enumerate(cut.blocks) if _is_in(path, block))
+        else:
+            blocks = users.get(id(module), frozenset())
+        is_here = not blocks or any(cut.stage_of(block) in stages for block in blocks)
+        (here if is_here else elsewhere).update(map(id, module.buffers(recurse=False)))
     return elsewhere - here
 
 

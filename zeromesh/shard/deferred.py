@@ -15,13 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_flatten, tree_map
 
 LARGE = 1 << 13
@@ -189,6 +194,12 @@ class Recording(TorchDispatchMode):
         operation = _Operation(func, stored_args, stored_kwargs, views, reads, writes, random)
         self._tape.record(operation, [*outputs, *deferred])
         return result
+
+
+def recording() -> AbstractContextManager[object]:
+    """``Recording``, unless one is entered: two would record everything twice, and draw random numbers twice."""
+    is_entered = any(isinstance(mode, Recording) for mode in _get_current_dispatch_mode_stack())
+    return nullcontext() if is_entered else Recording()
 
 
 class _Disguise(TorchFunctionMode):

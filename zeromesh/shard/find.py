@@ -10,9 +10,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from zeromesh.model.chain import Chain
 from zeromesh.shard.deferred import is_deferred
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Chain)
 SMALLEST_SHARE = 8
 """Modules that together hold less than the largest one by this factor cost more in messages than they save in memory.
 

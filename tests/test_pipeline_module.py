@@ -1,0 +1,406 @@
+"""DeepSpeed's PipelineModule: lists of layers train to the same numbers whole and in stages; nobody holds the whole."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeromesh
+from harness import run_ranks
+from zeromesh import pretrained
+from zeromesh.checkpoint.boxes import Reader
+from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from zeromesh.pretrained import FileTensor
+from zeromesh.shard import deferred
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from heap import Heap
+
+LIMIT = 120
+STEPS = 2
+WIDTH, WORDS, LENGTH, SAMPLES = 16, 40, 6, 4
+
+
+class Block(nn.Module):
+    """Given a tuple and gives one: the activation, what tells padding, and positions that are of the same form."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, ids, positions = given
+        if self.training:
+            self.last.copy_(torch.maximum(self.last, positions.max()))
+        scale = (ids > 3)[..., None] * (1 + positions[..., None] % 3)
+        return x + self.down(self.up(self.norm(x)).relu()) * scale, ids, positions
+
+
+def enter(embedding: nn.Module, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    ids, positions = given
+    return embedding(ids), ids, positions
+
+
+def first_of(given: tuple[Tensor, ...]) -> Tensor:
+    return given[0]
+
+
+def logits(embedding: nn.Module, x: Tensor) -> Tensor:
+    return x @ embedding.weight.t()
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def decoder(blocks: int = 6, **options: Any) -> PipelineModule:
+    """A tied embedding, blocks with tuples between them, and functions."""
+    torch.manual_seed(0)
+    layers = [
+        TiedLayerSpec("embedding", nn.Embedding, WORDS, WIDTH, forward_fn=enter),
+        *(LayerSpec(Block, WIDTH) for _ in range(blocks)),
+        first_of,
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("embedding", nn.Embedding, WORDS, WIDTH, forward_fn=logits),
+    ]
+    return PipelineModule(layers, loss_fn=cross_entropy, **options).double()
+
+
+def micro_batches(step: int, count: int, rank: int, size: int) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(step)
+    for number in range(count):
+        length = LENGTH + (step + number) % 2
+        ids = torch.randint(0, WORDS, (SAMPLES, length), generator=generator).chunk(size)[rank]
+        positions = torch.arange(length).expand(len(ids), length)
+        yield [ids, positions], ids.roll(-1, 1)  # DeepSpeed makes tuples of lists, too
+
+
+def start(model: nn.Module, **further: Any) -> zeromesh.Engine:
+    data = further.pop("data", 1)
+    settings = {
+        "train_batch_size": 4 * SAMPLES,
+        "train_micro_batch_size_per_gpu": SAMPLES // data,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}},
+        "gradient_clipping": 0.5,
+        **further,
+    }
+    return zeromesh.initialize(model=model, config=settings)[0]
+
+
+def advance(engine: zeromesh.Engine, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        given = micro_batches(engine.global_steps, 4, engine.data_rank, engine.data_size)
+        found += [float(engine.train_batch(given)), engine.get_global_grad_norm()]
+    return found
+
+
+def train(stages: int | None = None, data: int = 1, options: dict[str, Any] | None = None, **further: Any) -> Any:
+    """Losses, norms, the whole model's state, and the names of what this rank holds."""
+    engine = start(decoder(num_stages=stages, **(options or {})), data=data, **further)
+    found = [float(engine.eval_batch(micro_batches(100, 4, engine.data_rank, engine.data_size)))]
+    found += advance(engine, STEPS)
+    names = [name for name, _ in engine.module.named_parameters()]
+    return found, engine.state_dict(), names
+
+
+# The same numbers.
+
+CASES: dict[str, dict[str, Any]] = {
+    "whole, row 3, 2 ranks": {"data": 2, "zero_optimization": {"stage": 3}},
+    "2 stages": {"stages": 2},
+    "4 stages": {"stages": 4},
+    "2 stages, row 3, 4 ranks": {"stages": 2, "data": 2, "zero_optimization": {"stage": 3}},
+    "2 stages, recomputed": {"stages": 2, "options": {"activation_checkpoint_interval": 2}},
+    "2 x 2 stages, interleaved, uniform": {
+        "stages": 2,
+        "pipeline": {"schedule": "interleaved-1f1b", "chunks": 2},
+        "options": {"partition_method": "uniform"},
+    },
+    "2 x 2 stages, zb-v, row 3, recomputed": {
+        "stages": 2,
+        "pipeline": {"schedule": "zb-v", "chunks": 2},
+        "zero_optimization": {"stage": 3},
+        "options": {"activation_checkpoint_interval": 3, "partition_method": "type:block"},
+    },
+}
+
+
+@cache
+def in_one_process() -> Any:
+    return run_ranks(train, 1, timeout=LIMIT)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_train_to_the_numbers_of_one_process(case: str) -> None:
+    chosen = CASES[case]
+    expected, state, names = in_one_process()
+    assert names[:2] == ["tied_modules.embedding.weight", "1.norm.weight"]
+    seen = set()
+    for found, whole, held in run_ranks(
+        train, chosen.get("stages", 1) * chosen.get("data", 1), timeout=LIMIT, **chosen
+    ):
+        assert found == pytest.approx(expected, rel=1e-9)
+        assert whole.keys() == state.keys()
+        for name, value in whole.items():
+            assert torch.allclose(value, state[name], rtol=0, atol=1e-8), name
+        assert "stages" not in chosen or len(held) < len(names)
+        seen.update(held)
+    assert seen == set(names)
+
+
+# Built stage by stage.
+
+LARGE, ENTRIES, BLOCKS, STAGES = 512, 4096, 8, 4
+MIB = 1 << 20
+
+
+class Wide(nn.Module):
+    """A block of 8 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(LARGE, 4 * LARGE, bias=False), nn.Linear(4 * LARGE, LARGE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Ordinary(nn.Module):
+    """A tied embedding and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ENTRIES, LARGE)
+        self.layers = nn.ModuleList(Wide() for _ in range(BLOCKS))
+        self.head = nn.Linear(LARGE, ENTRIES, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return cross_entropy(self.head(x), labels)
+
+
+def list_of_layers(folder: str) -> nn.Module:
+    embedding = partial(TiedLayerSpec, "embedding", nn.Embedding, ENTRIES, LARGE)
+    layers = [embedding(), *(LayerSpec(Wide) for _ in range(BLOCKS)), embedding(forward_fn=logits)]
+    return PipelineModule(layers, STAGES, loss_fn=cross_entropy, partition_method=[0, 3, 5, 7])
+
+
+def under_init(folder: str) -> nn.Module:
+    with zeromesh.zero.Init():
+        return Ordinary()
+
+
+def from_files(folder: str) -> nn.Module:
+    return zeromesh.from_pretrained(folder)
+
+
+BUILD: dict[str, Callable[[str], nn.Module]] = {
+    "PipelineModule": list_of_layers,
+    "zero.Init": under_init,
+    "from_pretrained": from_files,
+}
+
+
+def llama() -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": LARGE, "intermediate_size": 1024, "num_hidden_layers": BLOCKS, "vocab_size": ENTRIES}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=8, tie_word_embeddings=True)
+    )
+
+
+def build_stage(how: str, folder: str) -> Any:
+    """Bytes of each parameter here, the most that were live while the model was built, and what was read of files."""
+    heap, read, reading = Heap(), [], FileTensor.read
+
+    def noted(self: FileTensor, start: int, stop: int) -> Tensor:
+        read.append(stop - start)
+        return reading(self, start, stop)
+
+    settings: dict[str, Any] = {
+        "train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+    }
+    if how != "PipelineModule":
+        settings |= {"mesh": {"pipeline": STAGES}, "pipeline": {"partition": [0, 2, 4, 6]}}
+    for _ in range(2):  # the first time for what libraries allocate once
+        engine = None
+        read.clear()
+        gc.collect()
+        before = heap.live()
+        with heap.watch() as peak, patch.object(FileTensor, "read", noted), patch.object(pretrained, "HASHED", 0):
+            engine = zeromesh.initialize(model=BUILD[how](folder), config=settings)[0]
+    held = {name: parameter.nbytes for name, parameter in engine.module.named_parameters()}
+    ids = torch.zeros((1, 4), dtype=torch.long)
+    given = {"input_ids": ids, "labels": ids} if how == "from_pretrained" else (ids, ids)
+    assert torch.isfinite(engine.train_batch(iter([given] * 4)))
+    return held, peak.bytes - before, 4 * sum(read)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the heap is measured through glibc")
+@pytest.mark.parametrize("how", BUILD)
+def test_no_rank_ever_holds_more_than_its_stages_and_one_tensor(how: str, tmp_path: Path) -> None:
+    if how == "from_pretrained":
+        llama().save_pretrained(tmp_path)
+    ranks = run_ranks(build_stage, STAGES, how, str(tmp_path), timeout=LIMIT)
+    table, matrix = 4 * ENTRIES * LARGE, 4 * 4 * LARGE * LARGE
+    # A block of transformers has four square matrices, three of twice that size, and two norms.
+    block, norm = (2 * matrix, 0) if how != "from_pretrained" else (10 * 4 * LARGE * LARGE + 8 * LARGE, 4 * LARGE)
+    whole = BLOCKS * block + table + norm
+    assert whole > 60 * MIB
+    for stage, (held, most, read) in enumerate(ranks):
+        own = BLOCKS // STAGES * block + table * (stage in (0, STAGES - 1)) + norm * (stage == STAGES - 1)
+        assert sum(held.values()) == own
+        # Beside these, the random numbers of one tensor at a time; of all stages, tensors below 32 KiB.
+        assert most <= own + (table if how != "from_pretrained" else 0) + 2 * MIB < whole * 0.6
+        assert (own <= read <= own + MIB // 4) if how == "from_pretrained" else read == 0
+
+
+# What is given, and what becomes of it.
+
+
+def test_values_and_names_are_those_of_an_ordinary_construction() -> None:
+    sizes = (64, 256), (256, 64)
+    torch.manual_seed(5)
+    ordinary = nn.Sequential(*(nn.Linear(*size) for size in sizes)).double()
+    for context in (nullcontext(), zeromesh.zero.Init()):
+        torch.manual_seed(5)
+        with context:
+            model = PipelineModule([LayerSpec(nn.Linear, *size) for size in sizes], num_stages=1).double()
+        assert [parameter.is_meta for parameter in model.parameters()] == [True, False, True, False]
+        assert model.state_dict().keys() == ordinary.state_dict().keys()
+        for (name, value), expected in zip(model.named_parameters(), ordinary.parameters(), strict=True):
+            assert torch.equal(deferred.replayed(value.data), expected), name
+
+
+def test_layers_are_seeded_one_by_one() -> None:
+    seeds: list[int] = []
+
+    def seed(value: int) -> None:
+        seeds.append(value)
+        torch.manual_seed(value)
+
+    layers = [LayerSpec(nn.Linear, 2, 3), LayerSpec(nn.Linear, 3, 2)]
+    model = PipelineModule(layers, 1, seed_layers=True, seed_fn=seed, base_seed=7)
+    assert seeds == [7, 8]
+    torch.manual_seed(8)
+    assert torch.equal(model.get_submodule("1").weight, nn.Linear(3, 2).weight)
+    model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert seeds[2:] == [14, 15, 21, 22]
+
+
+class Noise(nn.Module):
+    """A layer with dropout that counts its calls."""
+
+    calls: ClassVar[list[int]] = []
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(self.number)
+        return nn.functional.dropout(x + self.linear(x), 0.5, self.training)
+
+
+def train_noise(stages: int, interval: int, checkpointable: list[str] | None) -> Any:
+    torch.manual_seed(0)
+    layers = [LayerSpec(nn.Embedding, WORDS, WIDTH), *(LayerSpec(Noise, number) for number in range(5))]
+    layers += [LayerSpec(nn.Linear, WIDTH, WORDS)]
+    options = {"activation_checkpoint_interval": interval, "checkpointable_layers": checkpointable}
+    model = PipelineModule(
+        layers, stages, loss_fn=cross_entropy, partition_method="uniform", seed_layers=True, **options
+    ).double()
+    engine = start(model)
+    Noise.calls.clear()
+    found = []
+    for step in range(STEPS):
+        given = ((ids, labels) for (ids, _), labels in micro_batches(step, 4, 0, 1))
+        found += [float(engine.train_batch(given)), engine.get_global_grad_norm()]
+    return found, Counter(Noise.calls)
+
+
+@pytest.mark.parametrize(
+    ("stages", "interval", "checkpointable"), [(1, 2, None), (2, 1, None), (2, 3, None), (2, 1, ["Linear"])]
+)
+def test_layers_of_every_stage_are_recomputed_with_the_same_random_numbers(
+    stages: int, interval: int, checkpointable: list[str] | None
+) -> None:
+    expected, _ = run_ranks(train_noise, 1, 1, 0, None)[0]
+    calls: Counter[int] = Counter()
+    for found, own in run_ranks(train_noise, stages, stages, interval, checkpointable, timeout=LIMIT):
+        assert found == pytest.approx(expected, rel=1e-9)
+        calls += own
+    times = 1 if checkpointable else 2
+    assert calls == dict.fromkeys(range(5), 4 * STEPS * times)
+
+
+# Saving.
+
+
+def save(folder: str) -> list[float]:
+    engine = start(decoder(num_stages=2, partition_method="uniform"), zero_optimization={"stage": 1})
+    advance(engine, 1)
+    engine.save_checkpoint(folder, "two")
+    return advance(engine, 1)
+
+
+def resume(folder: str, stages: int) -> list[float]:
+    engine = start(decoder(num_stages=stages))
+    engine.load_checkpoint(folder, "two")
+    return advance(engine, 1)
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_stages(tmp_path: Path) -> None:
+    expected = run_ranks(save, 2, str(tmp_path), timeout=LIMIT)[0]
+    assert "parameter/tied_modules.embedding.weight" in Reader(tmp_path / "two").names
+    for stages in (4, 1):
+        for found in run_ranks(resume, stages, str(tmp_path), stages, timeout=LIMIT):
+            assert found == pytest.approx(expected, rel=1e-9)
+
+
+# A script as DeepSpeed's users write it.
+
+
+def script(config: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    dataset = [(torch.rand(4), number % 3) for number in range(12)]
+    model = zeromesh.pipe.PipelineModule(
+        layers=[nn.Linear(4, 8), nn.ReLU(inplace=True), zeromesh.pipe.LayerSpec(nn.Linear, 8, 3), lambda x: x.relu()],
+        loss_fn=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])),
+        num_stages=config.pop("stages"),
+        partition_method="uniform",
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = zeromesh.initialize(model=model, model_parameters=trained, training_data=dataset, config=config)
+    return [float(engine.train_batch()) for _ in range(4)], engine.data_position
+
+
+def test_a_script_of_deepspeeds_users_runs_with_the_import_changed() -> None:
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}}
+    (expected, position), *_ = run_ranks(script, 1, {**config, "stages": 1})
+    assert position == (2, 8)  # 32 samples of 12
+    for found, reached in run_ranks(script, 2, {**config, "stages": 2}):
+        assert (found, reached) == (pytest.approx(expected, rel=1e-5), position)
