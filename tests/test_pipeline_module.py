@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -21,7 +23,9 @@ import zeromesh
 from harness import run_ranks
 from zeromesh import pretrained
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from zeromesh.config.settings import Settings
+from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec, settings_of
+from zeromesh.pipeline.cut import examine, take_away
 from zeromesh.pretrained import FileTensor
 from zeromesh.shard import deferred
 
@@ -404,3 +408,147 @@ def test_a_script_of_deepspeeds_users_runs_with_the_import_changed() -> None:
     assert position == (2, 8)  # 32 samples of 12
     for found, reached in run_ranks(script, 2, {**config, "stages": 2}):
         assert (found, reached) == (pytest.approx(expected, rel=1e-5), position)
+
+
+def sum_of(outputs: Tensor, labels: Tensor) -> Tensor:
+    return outputs.sum() * 0 + 7
+
+
+def losses_of() -> list[float]:
+    """By the model's own function, by ``initialize``'s, and by the last layer."""
+    settings = {"train_batch_size": 1}
+    model = PipelineModule([nn.Linear(2, 2)], loss_fn=lambda outputs, labels: outputs.mean() * 0 + 3)
+    given = [(torch.ones(1, 2), torch.ones(1))]
+    engine = zeromesh.initialize(model=model, config=settings)[0]
+    found = [float(engine.eval_batch(iter(given)))]
+    engine.destroy()
+    engine = zeromesh.initialize(model=model, config=settings, loss_fn=sum_of)[0]
+    found.append(float(engine.eval_batch(iter(given))))
+    model = PipelineModule([nn.Linear(2, 2), lambda pair: pair.sum() * 0 + 5], num_stages=1)
+    engine = zeromesh.initialize(model=model, config=settings)[0]
+    found.append(float(engine.eval_batch(iter(given))))
+    with pytest.raises(ValueError, match="those of a PipelineModule are pairs of inputs and labels"):
+        engine.eval_batch(iter([torch.ones(1, 2)]))
+    with pytest.raises(ValueError, match="pass one, or training_data="):
+        engine.train_batch()
+    return found
+
+
+def test_the_loss_is_the_last_layers_or_the_functions_and_initializes_wins() -> None:
+    assert run_ranks(losses_of, 1) == [[3.0, 7.0, 5.0]]
+
+
+class Topology:
+    """As DeepSpeed's: an axis that is not there has the size 0."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = sizes
+
+    def get_dim(self, axis: str) -> int:
+        return self.sizes.get(axis, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "document", "stages", "partition"),
+    [
+        ({"num_stages": 2}, {}, 2, "parameters"),
+        ({"num_stages": 2, "partition_method": "Uniform"}, {"mesh": {"pipeline": 2}}, 2, "uniform"),
+        ({"num_stages": 2, "partition_method": "type:linear"}, {"pipeline": {"stages": 2}}, 2, "type:linear"),
+        ({"topology": Topology(pipe=2, data=3)}, {"pipeline": {"partition": "uniform"}}, 2, "uniform"),
+        ({"topology": Topology(pipe=2, model=2)}, {"mesh": {"tensor": 2}}, 2, "parameters"),
+        ({"partition_method": [0, 1]}, {"mesh": {"pipeline": 4}}, 4, [0, 1]),
+        ({}, {}, 1, "parameters"),
+    ],
+)
+def test_the_configuration_wins_and_the_model_says_what_it_leaves_out(
+    options: dict[str, Any], document: dict[str, Any], stages: int, partition: Any
+) -> None:
+    settings = settings_of(PipelineModule([nn.Linear(1, 1)], **options), Settings.load(document), None)
+    assert settings.model_sizes["pipeline"] == stages
+    assert settings.pipeline.partition == partition
+    resolved = settings.resolve(1)  # nothing of it is lost there
+    assert (resolved.model_sizes["pipeline"], resolved.pipeline.partition) == (stages, partition)
+
+
+@pytest.mark.parametrize(
+    ("options", "document", "message"),
+    [
+        ({"num_stages": 2}, {"mesh": {"pipeline": 4}}, r"has 2 stages .* configuration 4 \(mesh.pipeline\)"),
+        ({"num_stages": 2}, {"mesh": {"pipeline": 1}}, "has 2 stages .* configuration 1"),
+        ({"topology": Topology(pipe=2, model=2)}, {}, "set mesh.tensor to 2, and build the layers whole"),
+    ],
+)
+def test_what_contradicts_the_configuration_is_refused(
+    options: dict[str, Any], document: dict[str, Any], message: str
+) -> None:
+    model = PipelineModule([nn.Linear(1, 1)], **options)
+    with pytest.raises(ValueError, match=message):
+        settings_of(model, Settings.load(document), None)
+
+
+def test_a_mesh_that_has_other_stages_is_refused() -> None:
+    mesh: Any = SimpleNamespace(sizes={"pipeline": 1, "tensor": 1})
+    with pytest.raises(ValueError, match="has 2 stages .* and the mesh 1"):
+        settings_of(PipelineModule([nn.Linear(1, 1)], 2), Settings.load({}), mesh)
+
+
+FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no class": (lambda: LayerSpec(nn.Linear(1, 1)), "is given a class of torch.nn.Module"),
+    "a function": (lambda: LayerSpec(torch.relu), "into the list of layers as they are"),
+    "dots": (lambda: TiedLayerSpec("a.b", nn.Linear), "key is 'a.b'.*a word without a dot"),
+    "method": (lambda: TiedLayerSpec("keys", nn.Linear), "key is 'keys'"),
+    "no layer": (lambda: PipelineModule([None]), "layer 0 is None; layers are LayerSpecs, modules, or functions"),
+    "none": (lambda: PipelineModule([]), "layers is empty"),
+    "nested": (lambda: PipelineModule([PipelineModule([torch.relu])]), "layer 0 is a PipelineModule; put its layers"),
+    "types": (
+        lambda: PipelineModule([TiedLayerSpec("a", nn.Linear, 1, 1), TiedLayerSpec("a", nn.Embedding, 1, 1)]),
+        "layer 1 is a Embedding with the key 'a', which is that of a Linear.*pass forward_fn",
+    ),
+    "stages": (lambda: PipelineModule([torch.relu], 0), "num_stages is 0"),
+    "topology": (lambda: PipelineModule([torch.relu], topology=2), r"topology is 2; .* get_dim\('pipe'\)"),
+    "both": (lambda: PipelineModule([torch.relu], 2, Topology(pipe=4)), "num_stages is 2, .* has 4; leave num_stages"),
+    "partition": (
+        lambda: PipelineModule([torch.relu], partition_method="profile"),
+        "partition_method is 'profile'; use one of best, parameters, uniform, type:REGEX",
+    ),
+    "interval": (
+        lambda: PipelineModule([torch.relu], activation_checkpoint_interval=-1),
+        "activation_checkpoint_interval is -1",
+    ),
+    "a name": (lambda: PipelineModule([torch.relu], checkpointable_layers="Block"), r"such as \['Block'\]"),
+    "blocks": (lambda: examine(PipelineModule([torch.relu]), ["0"]), "layers of a PipelineModule are its blocks"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_is_refused(fault: str) -> None:
+    action, message = FAULTS[fault]
+    with pytest.raises(ValueError, match=message):
+        action()
+
+
+def test_what_is_written_to_layers_without_memory_is_kept_or_refused() -> None:
+    def fill(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 2.0)
+
+    model = PipelineModule([LayerSpec(nn.Linear, 128, 128), LayerSpec(nn.Linear, 2, 2)]).apply(fill)
+    settings_of(model, Settings.load({}), None)
+    assert bool((deferred.replayed(model.get_parameter("0.weight").data) == 2).all())
+    fill(model.get_submodule("1"))  # it is small, and has memory
+    settings_of(model, Settings.load({}), None)
+    fill(model.get_submodule("0"))
+    with pytest.raises(ValueError, match="parameter 0.weight was written to after its layer was made"):
+        settings_of(model, Settings.load({}), None)
+
+
+def test_a_buffer_of_a_tied_module_stays_where_the_module_is_used() -> None:
+    norm = TiedLayerSpec("norm", nn.BatchNorm1d, 2)
+    model = PipelineModule([norm, nn.Linear(2, 2), norm, nn.BatchNorm1d(2)])
+    blocks = examine(model)
+    assert blocks.uses["tied_modules.norm.weight"] == (0, 2)
+    assert blocks.buffers["tied_modules.norm.running_mean"] == 0
+    for stage, names in enumerate([{"tied_modules.norm"}, set(), {"tied_modules.norm"}, {"3"}]):
+        one = copy.deepcopy(model)
+        take_away(one, blocks.cut([0, 1, 2, 3]), [stage])
+        assert {name.rpartition(".")[0] for name, _ in one.named_buffers()} == names
