@@ -233,6 +233,19 @@ def test_what_fails_while_deferred_says_that_it_was() -> None:
     assert "zeromesh.zero.Init" in caught.value.__notes__[0]
 
 
+def test_init_inside_of_init_gives_the_very_weights_too() -> None:
+    torch.manual_seed(0)
+    ordinary, after = nn.Linear(128, 128), torch.rand(())
+    torch.manual_seed(0)
+    context = zeromesh.zero.Init()
+    with context, zeromesh.zero.Init(), context:
+        model = nn.Linear(128, 128)
+    assert torch.equal(torch.rand(()), after)
+    assert model.weight.is_meta
+    materialise_all(model)
+    assert torch.equal(model.weight, ordinary.weight)
+
+
 def test_init_of_a_model_that_exists_and_init_switched_off_do_nothing() -> None:
     for context in (zeromesh.zero.Init(enabled=False), zeromesh.zero.Init(module=nn.Linear(2, 2))):
         with context:

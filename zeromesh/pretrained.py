@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from zeromesh.config.errors import nearest
-from zeromesh.shard.deferred import Recording, Source, read_from, source_of
+from zeromesh.shard.deferred import Source, read_from, recording, source_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -182,7 +182,7 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
         make, arguments = make.from_config, arguments | {"trust_remote_code": False}
     else:
         make = make._from_config
-    with Recording(), nullcontext() if draws else require_transformers("initialization").no_init_weights():
+    with recording(), nullcontext() if draws else require_transformers("initialization").no_init_weights():
         model: PreTrainedModel = make(settings, dtype=dtype, **arguments)
     model.tie_weights()
     if model.can_generate() and (path / GENERATION).is_file():

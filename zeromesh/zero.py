@@ -9,7 +9,7 @@ them, and change nothing. What several stages have, such as tied embeddings, is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
-from zeromesh.shard.deferred import Recording
+from zeromesh.shard.deferred import recording
 from zeromesh.shard.sharded import Pick
 from zeromesh.shard.unit import Flat, Unit
 
@@ -56,16 +56,17 @@ class Init:
     """
 
     def __init__(self, module: nn.Module | None = None, enabled: bool = True, **options: Any) -> None:
-        self._recording = Recording() if enabled and module is None else None
+        self._defers = enabled and module is None
+        self._entered: list[AbstractContextManager[object]] = []
 
     def __enter__(self) -> Init:
-        if self._recording is not None:
-            self._recording.__enter__()
+        context = recording() if self._defers else nullcontext()
+        context.__enter__()
+        self._entered.append(context)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._recording is not None:
-            self._recording.__exit__(*error)
+        self._entered.pop().__exit__(*error)
 
 
 def _owner(parameter: nn.Parameter) -> Engine:
