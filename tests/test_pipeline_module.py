@@ -455,6 +455,7 @@ class Topology:
         ({"num_stages": 2, "partition_method": "Uniform"}, {"mesh": {"pipeline": 2}}, 2, "uniform"),
         ({"num_stages": 2, "partition_method": "type:linear"}, {"pipeline": {"stages": 2}}, 2, "type:linear"),
         ({"topology": Topology(pipe=2, data=3)}, {"pipeline": {"partition": "uniform"}}, 2, "uniform"),
+        ({"num_stages": 2}, {"pipeline": {"activation_checkpoint_interval": 1}}, 2, "parameters"),
         ({"topology": Topology(pipe=2, model=2)}, {"mesh": {"tensor": 2}}, 2, "parameters"),
         ({"partition_method": [0, 1]}, {"mesh": {"pipeline": 4}}, 4, [0, 1]),
         ({}, {}, 1, "parameters"),
@@ -463,9 +464,11 @@ class Topology:
 def test_the_configuration_wins_and_the_model_says_what_it_leaves_out(
     options: dict[str, Any], document: dict[str, Any], stages: int, partition: Any
 ) -> None:
-    settings = settings_of(PipelineModule([nn.Linear(1, 1)], **options), Settings.load(document), None)
+    model = PipelineModule([nn.Linear(1, 1)], activation_checkpoint_interval=3, **options)
+    settings = settings_of(model, Settings.load(document), None)
     assert settings.model_sizes["pipeline"] == stages
     assert settings.pipeline.partition == partition
+    assert model.activation_checkpoint_interval == document.get("pipeline", {}).get("activation_checkpoint_interval", 3)
     resolved = settings.resolve(1)  # nothing of it is lost there
     assert (resolved.model_sizes["pipeline"], resolved.pipeline.partition) == (stages, partition)
 

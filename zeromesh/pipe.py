@@ -317,6 +317,8 @@ def settings_of(model: nn.Module, settings: Settings, mesh: Mesh | None) -> Sett
             f"the axis 'model' of the PipelineModule's topology has {model.tensor_ranks} ranks, and mesh.tensor "
             f"{sizes['tensor']}: set mesh.tensor to {model.tensor_ranks}, and build the layers whole"
         )
+    if interval := settings.pipeline.activation_checkpoint_interval:
+        model.set_checkpoint_interval(interval)
     update: dict[str, Any] = {}
     if stages is not None and said is None:
         update["mesh"] = settings.mesh.model_copy(update={"pipeline": stages})

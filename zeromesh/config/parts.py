@@ -169,7 +169,9 @@ class Pipeline(Section):
     )
     blocks: list[str] = Field([], description="Patterns of names of the blocks, in the order in which they are called.")
     seed_layers: bool = Field(False, description="Seed each layer on its own.")
-    activation_checkpoint_interval: CountInt = Field(0, description="Layers between checkpoints; 0 means none.")
+    activation_checkpoint_interval: CountInt = Field(
+        0, description="Layers of a PipelineModule that are recomputed together; 0 is what the model says."
+    )
     pipe_partitioned: bool = Field(True, description="Split activations over tensor-parallel ranks.")
     grad_partitioned: bool = Field(True, description="Split their gradients over tensor-parallel ranks.")
     use_reentrant: bool = Field(True, description="Kind of activation checkpointing.")

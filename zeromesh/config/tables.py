@@ -97,7 +97,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "tensor_parallel.keep_module_on_host": "each rank keeps only its part",
     "tensor_parallel.replace_with_kernel_inject": "there are no inference kernels",
     "pipeline.seed_layers": "each parameter's values follow from its name",
-    "pipeline.activation_checkpoint_interval": "activation_checkpointing says what is recomputed",
     "pipeline.pipe_partitioned": "activations are sent as they are",
     "pipeline.grad_partitioned": "gradients of activations are sent as they are",
     "pipeline.use_reentrant": "activation_checkpointing says how",
