@@ -353,6 +353,8 @@ def plan_stages(
     """
     chosen, world = settings.pipeline, mesh.group("world")
     if mesh.sizes["pipeline"] == 1:
+        if chosen.record is not None:
+            _log.warning("pipeline.record is set, but mesh.pipeline is 1: there are no stages, and nothing is recorded")
         return None
     from zeromesh.pipeline.cut import describe_stages, examine
     from zeromesh.pipelined import Pipelined, agreed

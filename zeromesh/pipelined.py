@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +24,13 @@ from zeromesh.pipeline.cut import Blocks, Place, take_away
 from zeromesh.pipeline.generators import generate
 from zeromesh.pipeline.lowering import add_messages, forward_only
 from zeromesh.pipeline.partition import starts_of
+from zeromesh.pipeline.record import Recorded, Recorder, gather
 from zeromesh.pipeline.run import Interpreter, Messages, Work
 from zeromesh.pipeline.stage import Stages
 from zeromesh.pipeline.weights import postpone
 from zeromesh.shard.sharded import Sharded
+
+_log = logging.getLogger("zeromesh")
 
 
 def agreed(world: Group, blocks: Blocks) -> Blocks:
@@ -53,6 +58,7 @@ class Pipelined:
 
     Attributes:
         cut: where.
+        recorded: the update that was recorded last; None if none was.
         taken: where parameters of other ranks' stages were; attributes with zeros are in their places.
 
     Args:
@@ -77,6 +83,9 @@ class Pipelined:
         self._placement = placement
         self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(placement)))
         self._interpreter: Interpreter | None = None
+        self.recorded: Recorded | None = None
+        self._records = False
+        self._updates = 0
         self.taken: list[Place] = []
 
     @property
@@ -144,7 +153,32 @@ class Pipelined:
     def train(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
         """Forward and backward of all micro-batches; their losses, detached, where the last stage is, else none."""
         self._open = set(self.stages)
-        return self._run(trainer, self.schedule(len(given)), given)
+        self._updates += 1
+        chosen = self._chosen.record
+        due = chosen is not None and chosen.step == self._updates
+        schedule = self.schedule(len(given))
+        if not (due or self._records):
+            return self._run(trainer, schedule, given)
+        self._records = False
+        recorder = Recorder(self._mesh.device)
+        losses = self._run(trainer, schedule, given, recorder)
+        line = next(line for line in self._mesh.lines("pipeline") if self._mesh.rank in line)
+        self.recorded = gather(recorder, self._group, [self._mesh.node_of[rank] for rank in line], schedule)
+        if due and chosen is not None and self._mesh.rank == 0:
+            self._write(self.recorded, Path(chosen.folder))
+        return losses
+
+    def record(self) -> None:
+        """Record the next update: when each rank does what. To be called on all ranks; see ``recorded``."""
+        self._records = True
+
+    def _write(self, recorded: Recorded, folder: Path) -> None:
+        try:
+            files = ", ".join(map(str, recorded.write(folder, f"update_{self._updates}")))
+        except OSError as error:
+            files = f"no files, as they could not be written: {error}"
+        bubbles = recorded.measured.bubble, recorded.predicted.bubble
+        _log.info("update %d: bubble %.1f%%, predicted %.1f%%; %s", self._updates, *(100 * b for b in bubbles), files)
 
     def evaluate(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
         """Forwards only, of any number of micro-batches; else as ``train``."""
@@ -152,7 +186,9 @@ class Pipelined:
             self._evaluations[len(given)] = add_messages(forward_only(self._placement, len(given)))
         return self._run(trainer, self._evaluations[len(given)], given)
 
-    def _run(self, trainer: Work, schedule: Schedule, given: Sequence[Any]) -> list[Tensor]:
+    def _run(
+        self, trainer: Work, schedule: Schedule, given: Sequence[Any], recorder: Recorder | None = None
+    ) -> list[Tensor]:
         mode = torch.is_grad_enabled(), self._model.training
         signatures = [(*mode, _signature(batch)) for batch in given]
         self._require_same(given, signatures)
@@ -161,7 +197,7 @@ class Pipelined:
             stages = Stages(self._model, self.cut.blocks, self.cut.starts)
             messages = Messages(self._group, schedule.placement, self._mesh.device)
             self._interpreter = Interpreter(stages, messages, trainer, frozen)
-        return self._interpreter.run(schedule, self._group.rank, given, signatures)
+        return self._interpreter.run(schedule, self._group.rank, given, signatures, recorder)
 
     def _require_same(self, given: Sequence[Any], signatures: Sequence[Any]) -> None:
         """All stages are given the same micro-batches, or they would wait for what never comes.

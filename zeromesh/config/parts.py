@@ -156,6 +156,13 @@ class ContextParallel(Section):
     )
 
 
+class PipelineRecord(Section):
+    """Which update of a pipeline is drawn, and where."""
+
+    folder: str = Field("runs/pipeline", min_length=1, description="Folder of the files; older ones are kept.")
+    step: PositiveInt = Field(3, description="The update that is recorded, counted from 1 in this process.")
+
+
 class Pipeline(Section):
     """The model cut into stages."""
 
@@ -168,6 +175,9 @@ class Pipeline(Section):
         "start), parameters, uniform, type:REGEX (as many of the classes that match), or the first block of each.",
     )
     blocks: list[str] = Field([], description="Patterns of names of the blocks, in the order in which they are called.")
+    record: PipelineRecord | None = Field(
+        None, description="Draw when each rank computed in an update, and when it was predicted to. Null: no."
+    )
     seed_layers: bool = Field(False, description="Seed each layer on its own.")
     activation_checkpoint_interval: CountInt = Field(
         0, description="Layers of a PipelineModule that are recomputed together; 0 is what the model says."

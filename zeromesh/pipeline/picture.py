@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -90,7 +92,7 @@ def svg(timeline: Timeline, title: str = "") -> str:
     unit = min((step.end - step.start for step in steps), default=1.0)
     scale = 26 / unit
     left, top, high, gap = 58, 34 if title else 10, 26, 4
-    kinds = [kind for kind in COLOURS if any(step.action.kind is kind for step in steps)]
+    kinds = _kinds(steps)
     width = round(max(left + timeline.makespan * scale + 10, left + 150 * len(kinds)))
     height = top + len(rows) * (high + gap) + 34
     style = " ".join(f".{kind}{{fill:{COLOURS[kind][1]};stroke:#444;stroke-width:.6}}" for kind in kinds)
@@ -122,12 +124,140 @@ def svg(timeline: Timeline, title: str = "") -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+@dataclass(frozen=True)
+class Panel:
+    """One of several timelines on one axis.
+
+    Attributes:
+        title: what it is.
+        timeline: in seconds.
+        notes: of each rank, what stands after its row.
+    """
+
+    title: str
+    timeline: Timeline
+    notes: Sequence[str]
+
+
+def _tick(longest: float) -> float:
+    """A round number of seconds, of which six to fifteen are in the longest timeline."""
+    least = longest / 15 or 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def panels(drawn: Sequence[Panel], title: str = "") -> str:
+    """Timelines one above the other, on one axis; a tooltip names each action and its times."""
+    left, right, high, gap, wide = 58, 130, 26, 4, 1000
+    rows = [_computed(panel.timeline) for panel in drawn]
+    longest = max((panel.timeline.makespan for panel in drawn), default=0.0) or 1.0
+    scale = wide / longest
+    kinds = _kinds(step for panel in rows for row in panel for step in row)
+    style = " ".join(f".{kind}{{fill:{COLOURS[kind][1]};stroke:#444;stroke-width:.4}}" for kind in kinds)
+    parts = [f'<text x="{left}" y="20" style="font-size:14px">{escape(title)}</text>'] if title else []
+    y = 34 if title else 10
+    for panel, computed in zip(drawn, rows, strict=True):
+        parts.append(f'<text x="{left}" y="{y + 12}" style="font-size:12px">{escape(panel.title)}</text>')
+        y += 20
+        for rank, (row, note) in enumerate(zip(computed, panel.notes, strict=True)):
+            parts.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
+            parts.append(f'<text x="{left + wide + 8}" y="{y + 17}">{escape(note)}</text>')
+            parts.append(f'<rect x="{left}" y="{y}" width="{wide}" height="{high}" fill="#f1f1f1"/>')
+            for step in row:
+                x, size, shade = (
+                    left + step.start * scale,
+                    (step.end - step.start) * scale,
+                    _shade(panel.timeline, step),
+                )
+                label = str(step.action.microbatch)
+                look = f'class="{step.action.kind}"' + (f' fill-opacity="{shade}"' if shade < 1 else "")
+                text = f'<text class="n" x="{x + size / 2:.2f}" y="{y + 17}">{label}</text>'
+                parts.append(
+                    f"<g><title>{step.action}: {1e3 * step.start:.3f} to {1e3 * step.end:.3f} ms</title>"
+                    f'<rect {look} x="{x:.2f}" y="{y}" width="{size:.2f}" height="{high}"/>'
+                    f"{text if size >= 7 * len(label) else ''}</g>"
+                )
+            y += high + gap
+        y += 8
+    tick = _tick(longest)
+    for count in range(int(longest / tick) + 1):
+        x = left + count * tick * scale
+        parts.append(f'<line x1="{x:.2f}" y1="{y - 8}" x2="{x:.2f}" y2="{y - 3}" stroke="#444"/>')
+        unit = " ms" if count == 0 else ""
+        parts.append(f'<text class="n" x="{x:.2f}" y="{y + 8}">{1e3 * count * tick:g}{unit}</text>')
+    y += 20
+    for number, kind in enumerate(kinds):
+        x = left + 150 * number
+        parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="14" height="14"/>')
+        parts.append(f'<text x="{x + 20}" y="{y + 11}">{COLOURS[kind][0]}</text>')
+    width, height = left + wide + right, y + 24
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f"<style>text{{font:11px sans-serif}} .n{{text-anchor:middle}} {style}</style>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+    ]
+    return "\n".join([*head, *parts, "</svg>"]) + "\n"
+
+
+def panels_png(path: Path, drawn: Sequence[Panel], title: str = "") -> bool:
+    """The same picture through matplotlib. Returns whether that was there to do it."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        return False
+    longest = max((panel.timeline.makespan for panel in drawn), default=0.0) or 1.0
+    ranks = max(len(panel.timeline.ranks) for panel in drawn)
+    figure = Figure(figsize=(14, len(drawn) * (ranks * 0.35 + 0.6) + 0.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    places = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+    kinds = _kinds(step for panel in drawn for row in _computed(panel.timeline) for step in row)
+    for axes, panel in zip(places, drawn, strict=True):
+        for rank, row in enumerate(_computed(panel.timeline)):
+            for step in row:
+                _draw(axes, panel.timeline, step, rank, 1e3)
+                if (step.end - step.start) / longest * 1000 >= 7 * len(str(step.action.microbatch)):
+                    _write(axes, step, rank, 1e3)
+            axes.text(1.005, rank, panel.notes[rank], transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+        axes.set(xlim=(0, 1e3 * longest), ylim=(len(panel.timeline.ranks) - 0.5, -0.5))
+        axes.set_title(panel.title, loc="left", fontsize=10)
+        axes.set_yticks(range(len(panel.timeline.ranks)), [f"rank {n}" for n in range(len(panel.timeline.ranks))])
+    places[-1].set_xlabel("ms")
+    figure.suptitle(title)
+    handles = [Patch(facecolor=COLOURS[kind][1], label=COLOURS[kind][0]) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1))
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def _kinds(steps: Iterable[Step]) -> list[Kind]:
+    """Of computations, in the order of the legend."""
+    present = {step.action.kind for step in steps}
+    return [kind for kind in COLOURS if kind in present]
+
+
+def _draw(axes: Any, timeline: Timeline, step: Step, row: int, unit: float = 1.0) -> None:
+    """A computation's box."""
+    from matplotlib.patches import Rectangle
+
+    place, size = (unit * step.start, row - 0.45), (unit * (step.end - step.start), 0.9)
+    colour, alpha = COLOURS[step.action.kind][1], _shade(timeline, step)
+    axes.add_patch(Rectangle(place, *size, facecolor=colour, alpha=alpha, edgecolor="#444444"))
+
+
+def _write(axes: Any, step: Step, row: int, unit: float = 1.0) -> None:
+    """The number of the micro-batch in the middle of its box."""
+    middle = unit * (step.start + step.end) / 2
+    axes.text(middle, row, str(step.action.microbatch), ha="center", va="center", fontsize=7)
+
+
 def png(path: Path, timeline: Timeline, title: str = "") -> bool:
     """The same picture through matplotlib. Returns whether that was there to do it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch, Rectangle
+        from matplotlib.patches import Patch
     except ImportError:
         return False
     rows = _computed(timeline)
@@ -136,18 +266,11 @@ def png(path: Path, timeline: Timeline, title: str = "") -> bool:
     figure = Figure(figsize=(min(columns * 0.28 + 1, 60), len(rows) * 0.35 + 1.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    kinds = {}
+    kinds = dict(COLOURS[kind] for kind in _kinds(step for row in rows for step in row))
     for rank, row in enumerate(rows):
         for step in row:
-            name, colour = COLOURS[step.action.kind]
-            kinds[name] = colour
-            alpha = _shade(timeline, step)
-            size = (step.end - step.start, 0.9)
-            axes.add_patch(
-                Rectangle((step.start, rank - 0.45), *size, facecolor=colour, alpha=alpha, edgecolor="#444444")
-            )
-            middle = (step.start + step.end) / 2
-            axes.text(middle, rank, str(step.action.microbatch), ha="center", va="center", fontsize=7)
+            _draw(axes, timeline, step, rank)
+            _write(axes, step, rank)
     axes.set(xlim=(0, timeline.makespan or 1), ylim=(len(rows) - 0.5, -0.5), xlabel="time", title=title)
     axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
     handles = [Patch(facecolor=colour, label=name) for name, colour in kinds.items()]
@@ -156,11 +279,12 @@ def png(path: Path, timeline: Timeline, title: str = "") -> bool:
     return True
 
 
-def trace(processes: Mapping[str, Iterable[Step]]) -> dict[str, Any]:
+def trace(processes: Mapping[str, Iterable[Step]], waits: Mapping[str, Iterable[Step]] | None = None) -> dict[str, Any]:
     """What json can write for Perfetto: a process of each name, such as "predicted" and "measured", a thread per rank.
 
     Args:
         processes: name -> what was done and when, in seconds.
+        waits: name -> when ranks waited for a message, before which action.
     """
     events: list[dict[str, Any]] = []
     for number, (name, steps) in enumerate(processes.items()):
@@ -169,10 +293,16 @@ def trace(processes: Mapping[str, Iterable[Step]]) -> dict[str, Any]:
         for rank in sorted({step.rank for step in listed}):
             named = {"name": f"rank {rank}"}
             events.append({"ph": "M", "pid": number, "tid": rank, "name": "thread_name", "args": named})
-        for step in listed:
+        waiting = list((waits or {}).get(name, ()))
+        for step, is_wait in [*((step, False) for step in listed), *((step, True) for step in waiting)]:
             kind, stage, microbatch = step.action
+            named = (
+                {"name": f"wait for {step.action}", "cat": "wait"}
+                if is_wait
+                else {"name": str(step.action), "cat": kind.name.lower()}
+            )
             events.append({
-                "ph": "X", "pid": number, "tid": step.rank, "name": str(step.action), "cat": kind.name.lower(),
+                "ph": "X", "pid": number, "tid": step.rank, **named,
                 "ts": step.start * 1e6, "dur": (step.end - step.start) * 1e6,
                 "args": {"stage": stage, "microbatch": microbatch},
             })  # fmt: skip

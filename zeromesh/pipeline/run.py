@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from zeromesh.dist.collectives import Group, Pending
 from zeromesh.model.linear import Kept
 from zeromesh.pipeline.actions import Action, Kind, Schedule
 from zeromesh.pipeline.lowering import BACKWARDS, LAST
+from zeromesh.pipeline.record import Recorder
 from zeromesh.pipeline.stage import Form, Handed, Header, Stages
 
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
@@ -111,7 +112,10 @@ class Interpreter:
         self._stages, self._messages, self._work, self._sends_all = stages, messages, work, sends_all
         self._headers: dict[tuple[int, Any], Header] = {}
 
-    def run(self, schedule: Schedule, rank: int, batches: Sequence[Any], signatures: Sequence[Any]) -> list[Tensor]:
+    def run(
+        self, schedule: Schedule, rank: int, batches: Sequence[Any], signatures: Sequence[Any],
+        recorder: Recorder | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Do a rank's actions.
 
         Args:
@@ -119,16 +123,22 @@ class Interpreter:
             rank: along the pipeline axis.
             batches: the micro-batches; all stages are given the same.
             signatures: of each; micro-batches of one signature have the same shapes everywhere in the model.
+            recorder: is told of each action, if there is one.
 
         Returns:
             The losses, detached, in the order of micro-batches; none unless the last stage is here.
         """
-        run = _Running(self, schedule, batches, signatures)
+        run = _Running(self, schedule, batches, signatures, recorder)
+        noted: AbstractContextManager[None] = nullcontext()
         actions = schedule.ranks[rank]
         last = {action.stage: action for action in actions if action.kind in LAST}
         for action in actions:
-            with _naming(action):
+            if recorder is not None:
+                noted = recorder.doing()
+            with _naming(action), noted:
                 run.do(action, action == last.get(action.stage))
+            if recorder is not None:
+                recorder.holds(run.held)
         self._messages.finish()
         return [run.losses[number] for number in sorted(run.losses)]
 
@@ -137,10 +147,12 @@ class _Running:
     """One run of a schedule."""
 
     def __init__(
-        self, interpreter: Interpreter, schedule: Schedule, batches: Sequence[Any], signatures: Sequence[Any]
-    ) -> None:
+        self, interpreter: Interpreter, schedule: Schedule, batches: Sequence[Any], signatures: Sequence[Any],
+        recorder: Recorder | None,
+    ) -> None:  # fmt: skip
         self.losses: dict[int, Tensor] = {}
         self._all, self._schedule, self._batches, self._signatures = interpreter, schedule, batches, signatures
+        self._recorder = recorder
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arriving: dict[tuple[Kind, int, int], tuple[list[Tensor], list[Pending]]] = {}
         self._last = schedule.stages - 1
@@ -154,6 +166,11 @@ class _Running:
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.RECEIVE_GRADIENT: self._receive_gradient,
         }
+
+    @property
+    def held(self) -> int:
+        """Micro-batches whose activations are here, each counted for each stage."""
+        return len({key for key, flight in self._flights.items() if flight.outputs} | self._kept.keys())
 
     def do(self, action: Action, last: bool) -> None:
         """Do one action; ``last`` if it is its stage's last backward."""
@@ -263,6 +280,8 @@ class _Running:
     def _arrived(self, kind: Kind, stage: int, microbatch: int) -> tuple[Tensor, ...]:
         tensors, pending = self._arriving.pop((kind, stage, microbatch))
         _wait(pending)
+        if self._recorder is not None:
+            self._recorder.arrived()
         return tuple(tensors)
 
 

@@ -1,0 +1,197 @@
+"""What ranks did when, as they ran a schedule, beside what the simulator says of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from zeromesh.dist.collectives import Group
+from zeromesh.observe.spans import clock_of
+from zeromesh.observe.trace import free_path
+from zeromesh.pipeline.actions import COMPUTE, MESSAGES, Kind, Schedule
+from zeromesh.pipeline.execution import most_held_by_rank, received_by
+from zeromesh.pipeline.picture import Panel, panels, panels_png, trace
+from zeromesh.pipeline.simulate import Costs, Step, Timeline, simulate
+
+MEETINGS = 5
+"""Times that ranks meet to compare their clocks, where these are of several nodes."""
+
+
+class Recorder:
+    """Notes when one rank does what. On an accelerator these are times of its stream, for which nothing waits.
+
+    Attributes:
+        held: the most micro-batches whose activations the rank had at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
+        self._origin = self._clock.mark()
+        self._clock.settle(self._origin)
+        self._moment = time.perf_counter()
+        self._arrived = self._origin
+        self._marks: list[tuple[object, object, object]] = []
+        self.held = 0
+
+    @contextmanager
+    def doing(self) -> Iterator[None]:
+        """In this context the rank does its next action."""
+        begin = self._arrived = self._clock.mark()
+        yield
+        self._marks.append((begin, self._arrived, self._clock.mark()))
+
+    def arrived(self) -> None:
+        """What the action waited for is there."""
+        self._arrived = self._clock.mark()
+
+    def holds(self, count: int) -> None:
+        """So many micro-batches' activations are there, those of all stages of the rank."""
+        self.held = max(self.held, count)
+
+    def times(self) -> list[list[float]]:
+        """Of each action, when its turn came, when it was no longer waiting, and when it ended: by the host's clock."""
+        if self._marks:
+            self._clock.settle(self._marks[-1][-1])
+        return [[self._moment + self._clock.seconds(self._origin, mark) for mark in marks] for marks in self._marks]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One run of a schedule.
+
+    Attributes:
+        measured: what was done when, in seconds from the first computation. What an action waited for a message before
+            it could begin is no part of it.
+        waits: of each rank, the computations that waited, and when.
+        held: of each rank, the most micro-batches whose activations it had at once.
+    """
+
+    measured: Timeline
+    waits: tuple[tuple[Step, ...], ...]
+    held: tuple[int, ...]
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The median time of each stage's actions of each kind, and of a message that was waited for.
+
+        Where both gradients are computed at once, each is taken for half of that.
+        """
+        found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        for steps in self.measured.ranks:
+            for step in steps:
+                found[step.action.kind, step.action.stage].append(step.end - step.start)
+        stages = range(self.measured.schedule.stages)
+        forward, given, weight, both = (
+            [median(found.get((kind, stage), [0.0])) for stage in stages]
+            for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD)
+        )
+        if any(kind is Kind.INPUT for kind, _ in found):
+            return Costs(forward, given, weight, latency=self._message())
+        half = [each / 2 for each in both]
+        return Costs(forward, half, half, both, latency=self._message())
+
+    def _message(self) -> float:
+        """From the begin of a send until a rank that waited already could go on; 0 if none ever waited."""
+        waits = {step.action: step for steps in self.waits for step in steps}
+        computes = {
+            Kind.RECEIVE_ACTIVATION: (Kind.FORWARD,),
+            Kind.RECEIVE_GRADIENT: (Kind.INPUT, Kind.BACKWARD),
+        }
+        found = []
+        for send in (step for steps in self.measured.ranks for step in steps if step.action.kind in MESSAGES):
+            receive = received_by(send.action)
+            for kind in computes[receive.kind]:
+                wait = waits.get(receive._replace(kind=kind))
+                if wait is not None and wait.start <= send.start:
+                    found.append(wait.end - send.start)
+        return median(found) if found else 0.0
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """The same schedule with actions that take their measured ``costs``."""
+        return simulate(self.measured.schedule, self.costs)
+
+    def panels(self) -> list[Panel]:
+        """Both for a picture."""
+        most = tuple(int(count) for count in most_held_by_rank(self.measured.schedule))
+        return [
+            Panel(
+                f"{name}: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble:.1%}",
+                timeline,
+                [f"{bubble:.1%}, {count} held" for bubble, count in zip(timeline.bubbles, held, strict=True)],
+            )
+            for name, timeline, held in (
+                ("predicted", self.predicted, most),
+                ("measured", self.measured, self.held),
+            )
+        ]
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """Write a picture, as PNG too if matplotlib is there, and a trace for Perfetto; older files stay.
+
+        Returns:
+            The files.
+
+        Raises:
+            OSError: one could not be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        picture, image, spans = (free_path(folder / f"{name}{ending}") for ending in (".svg", ".png", ".json"))
+        title = name.replace("_", " ")
+        picture.write_text(panels(self.panels(), title), encoding="utf-8")
+        timelines = {"predicted": self.predicted, "measured": self.measured}
+        processes = {name: [step for row in each.ranks for step in row] for name, each in timelines.items()}
+        waits = {"measured": [step for row in self.waits for step in row]}
+        spans.write_text(json.dumps(trace(processes, waits)), encoding="utf-8")
+        return [picture, image, spans] if panels_png(image, self.panels(), title) else [picture, spans]
+
+
+def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Schedule) -> Recorded:
+    """What all ranks of a pipeline have recorded; all call it.
+
+    Ranks of one node have one clock. Those of other nodes are put beside them by moments at which all have met.
+
+    Args:
+        recorder: this rank's.
+        group: the ranks along the pipeline axis.
+        nodes: of each of them.
+        schedule: that was run.
+    """
+    moments = []
+    for _ in range(MEETINGS):
+        group.exchange(torch.zeros(1, dtype=torch.float64))
+        moments.append(time.perf_counter())
+    times = recorder.times()
+    longest = max(map(len, schedule.ranks))
+    own = torch.zeros(MEETINGS + 1 + 3 * longest, dtype=torch.float64)
+    flat = [value for row in times for value in row]
+    own[: MEETINGS + 1 + len(flat)] = torch.tensor([*moments, recorder.held, *flat], dtype=torch.float64)
+    rows = group.exchange(own).tolist()
+    first: dict[int, list[float]] = {}
+    found = []
+    for rank, row in enumerate(rows):
+        met = first.setdefault(nodes[rank], row[:MEETINGS])  # by the first rank of the node
+        behind = median(one - other for one, other in zip(met, rows[0][:MEETINGS], strict=True))
+        values = [value - behind for value in row[MEETINGS + 1 :]]
+        found.append([values[at : at + 3] for at in range(0, 3 * len(schedule.ranks[rank]), 3)])
+    return _recorded(schedule, found, [int(row[MEETINGS]) for row in rows])
+
+
+def _recorded(schedule: Schedule, times: Sequence[Sequence[Sequence[float]]], held: Sequence[int]) -> Recorded:
+    paired = [list(zip(actions, rows, strict=True)) for actions, rows in zip(schedule.ranks, times, strict=True)]
+    zero = min(row[1] for rank in paired for action, row in rank if action.kind in COMPUTE)
+    steps, waits = [], []
+    for rank, pairs in enumerate(paired):
+        moved = [(action, [max(value - zero, 0.0) for value in row]) for action, row in pairs]
+        steps.append(tuple(Step(rank, action, start, end) for action, (_, start, end) in moved))
+        waits.append(tuple(Step(rank, action, begin, start) for action, (begin, start, _) in moved if start > begin))
+    return Recorded(Timeline(schedule, tuple(steps)), tuple(waits), tuple(held))
