@@ -193,6 +193,12 @@ def introduction(result: dict[str, Any]) -> str:
   losses and the products' arithmetic per rank are those of the other rows, and so is the floor. torch's is
   `parallelize_module` with columns, rows, a split embedding and `loss_parallel`, under autocast over fp32 parameters.
   Megatron-Core is not compared: it is not installed here."""
+    pipeline = """
+- **Rows of pipelines** give every rank the samples of all ranks, in micro-batches of one, and a stage of the model: the
+  step, the losses and the arithmetic of all ranks together are those of the other rows, and so is the floor. All are
+  cut where ZeroMesh's estimate of operations says, also torch's `PipelineStage` (autocast over fp32 parameters; its
+  zb-h1 is `ScheduleInterleavedZeroBubble` with one stage per rank) and DeepSpeed's `PipelineModule` (1f1b). Stages are
+  as equal as whole blocks allow; what the dearer one takes beyond its share is lost in all rows."""
     return f"""# Step time, {result["date"]}
 
 Commit {result["commit"]}; {result["machine"]}; {result["ranks"]} rank(s) with {result["threads"]} thread(s) each,
@@ -213,7 +219,9 @@ most of the rounds. *floor* is forward and backward of all ranks alone: no commu
   operators at first use, before anything is measured.{compiled} The column *first step after* is with them compiled.
 - **MB sent** is the mean over ranks of what TCP sockets sent, as the kernel counts. **Peak MB** is what rank 0
   allocated beyond what there was before the model was built, on a CPU in blocks of 64 KiB and more; in another
-  run.{tensor if any("tensor parallel" in name for name in rows) else ""}{replaced if result.get("replaced") else ""}
+  run.{tensor if any("tensor parallel" in name for name in rows) else ""}{
+        pipeline if any("pipeline" in name for name in rows) else ""
+    }{replaced if result.get("replaced") else ""}
 """
 
 

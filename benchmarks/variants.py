@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cases import ADAMW, Case
-from zeromesh.architectures.decoder import Decoder
+from zeromesh.architectures.decoder import Decoder, rotary_table
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 """From this rank's tokens to its loss; with what the variant does between two batches."""
@@ -151,6 +152,115 @@ def split(case: Case, model: Decoder, device: torch.device, sequence: bool = Fal
     return zeromesh(case, model, device, stage, further)
 
 
+def stages(case: Case, model: Decoder, device: torch.device, schedule: str) -> tuple[Step, Any]:
+    """A stage on each rank; the samples of all ranks are micro-batches of one."""
+    from zeromesh import initialize
+
+    ranks = dist.get_world_size()
+    further = {
+        "mesh": {"pipeline": ranks},
+        "pipeline": {"schedule": schedule},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.batch * ranks,
+    }
+    engine, *_ = initialize(model=model, config={**configuration(case, 0), **further})
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine.train_batch((one[:, :-1], one[:, 1:]) for one in tokens.split(1))
+        return loss
+
+    return step, engine
+
+
+class Part(nn.Module):
+    """Some blocks of a decoder, with what is before or after them; under autocast where that is asked for."""
+
+    def __init__(self, model: Decoder, first: int, last: int, autocast: bool) -> None:
+        super().__init__()
+        begins, ends = first == 0, last == len(model.blocks)
+        self.embedding = model.embedding if begins else None
+        self.blocks = nn.ModuleList(model.blocks[first:last])
+        self.norm, self.head = (model.norm, model.head) if ends else (None, None)
+        self.sizes, self.autocast = model.sizes, autocast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens or an activation to an activation or logits."""
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            if self.embedding is not None:
+                x = self.embedding(x)
+            rotary = rotary_table(positions[:, None], self.sizes.head_width, self.sizes.shape.rope_theta)
+            for block in self.blocks:
+                x = block(x, rotary, None)
+            return x if self.head is None or self.norm is None else self.head(self.norm(x))
+
+
+def parts(model: Decoder, autocast: bool) -> list[Part]:
+    """A decoder's stages, cut as ZeroMesh cuts it: by operations, with those of the head."""
+    from zeromesh.pipeline.cut import examine
+    from zeromesh.pipeline.partition import starts_of
+
+    starts = starts_of("best", examine(model, []), dist.get_world_size())
+    return [Part(model, *ends, autocast) for ends in pairwise([*starts, len(model.blocks)])]
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As the decoder computes it."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def torch_pipeline(case: Case, model: Decoder, device: torch.device, schedule: str) -> tuple[Step, None]:
+    """torch's stages; in 16 bits by autocast over fp32 parameters, as DDP."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = parts(model, case.bf16)[rank].to(device)
+    optimizer = torch.optim.AdamW(part.parameters(), **ADAMW, fused=True)  # type: ignore[arg-type]
+    stage, samples = PipelineStage(part, rank, ranks, device), case.batch * ranks
+    # Of one stage per rank, what is interleaved is ZB-H1.
+    runner: Any = (
+        Schedule1F1B(stage, samples, loss_of)
+        if schedule == "1f1b"
+        else ScheduleInterleavedZeroBubble([stage], samples, loss_of)
+    )
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        inputs = [tokens[:, :-1]] if rank == 0 else []
+        labels = {"target": tokens[:, 1:]} if rank == ranks - 1 else {}
+        runner.step(*inputs, **labels, losses=losses)
+        if case.clip:
+            squares = torch.stack([parameter.grad.square().sum() for parameter in part.parameters()]).sum()
+            dist.all_reduce(squares)
+            nn.utils.clip_grads_with_norm_(part.parameters(), case.clip, squares.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
+        dist.broadcast(mean, ranks - 1)
+        return mean
+
+    return step, None
+
+
+def deepspeed_pipeline(case: Case, model: Decoder, device: torch.device) -> tuple[Step, None]:
+    """DeepSpeed's PipelineModule, of which each rank's stage is one layer. Runs in the environment that has it."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.init_distributed(verbose=False)
+    ranks = dist.get_world_size()
+    module = PipelineModule(parts(model, False), num_stages=ranks, loss_fn=loss_of, partition_method="uniform")
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": case.batch * ranks}
+    config = {**configuration(case, 0), **sizes, "steps_per_print": 1_000_000}
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine.train_batch((one[:, :-1], one[:, 1:]) for one in tokens.split(1))
+        return loss
+
+    return step, None
+
+
 def engine_step(engine: Any) -> Step:
     """The loop that ZeroMesh and DeepSpeed share."""
 
@@ -206,6 +316,8 @@ VARIANTS: dict[str, Variant] = {
     "DDP + ZeroRedundancyOptimizer": Variant("torch", partial(ddp, zero=True)),
     "FSDP2, no reshard (ZeRO-2)": Variant("torch", partial(fsdp2, reshard=False)),
     "FSDP2, reshard (ZeRO-3)": Variant("torch", partial(fsdp2, reshard=True)),
+    "torch pipeline, 1f1b": Variant("torch", partial(torch_pipeline, schedule="1f1b"), whole=True),
+    "torch pipeline, zb-h1": Variant("torch", partial(torch_pipeline, schedule="zb-h1"), whole=True),
     "torch tensor parallel": Variant("torch", tensor_parallel, whole=True),
     **{f"ZeroMesh {stage}": Variant("ZeroMesh", partial(zeromesh, stage=stage)) for stage in range(4)},
     **{f"ZeroMesh {stage}, mpi": Variant("ZeroMesh", partial(zeromesh, stage=stage), "mpi") for stage in (0, 3)},
@@ -214,5 +326,11 @@ VARIANTS: dict[str, Variant] = {
         for place, backend in (("", None), (", mpi", "mpi"))
         for how in ("", ", sequence")
     },
+    **{
+        f"ZeroMesh pipeline, {name}{place}": Variant("ZeroMesh", partial(stages, schedule=name), backend, True)
+        for place, backend in (("", None), (", mpi", "mpi"))
+        for name in ("1f1b", "zb-h1")
+    },
     **{f"DeepSpeed {stage}": Variant("DeepSpeed", partial(deepspeed, stage=stage)) for stage in range(4)},
+    "DeepSpeed pipeline": Variant("DeepSpeed", deepspeed_pipeline, whole=True),
 }
