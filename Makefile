@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all bench bench-tensor bench-links check clean
+.PHONY: train test test-all bench bench-tensor bench-pipeline bench-links check clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -27,6 +27,14 @@ bench-tensor: .venv/.plots.done
 		"ZeroMesh tensor parallel" "ZeroMesh tensor parallel, sequence" "ZeroMesh tensor parallel, mpi" \
 		"ZeroMesh tensor parallel, sequence, mpi"
 	.venv/bin/python benchmarks/tensor_memory.py $(if $(OUT),--out $(OUT))
+
+# Pipelines: stages that sleep, against the formulas; and step time beside torch's and DeepSpeed's.
+bench-pipeline: .venv/.plots.done .venv-deepspeed/.peers.done
+	.venv/bin/python benchmarks/pipeline_bubble.py $(if $(OUT),--out $(OUT))
+	.venv/bin/python benchmarks/bench.py --ranks 2 --name pipeline --cases $(or $(CASES),compute-bf16) \
+		--rounds $(or $(ROUNDS),5) $(if $(OUT),--out $(OUT)) --variants floor DDP "torch pipeline, 1f1b" \
+		"torch pipeline, zb-h1" "ZeroMesh pipeline, 1f1b" "ZeroMesh pipeline, zb-h1" "ZeroMesh pipeline, 1f1b, mpi" \
+		"ZeroMesh pipeline, zb-h1, mpi" "DeepSpeed pipeline"
 
 # Two hosts over the rate of their link. `make bench-links RATES="10mbit unlimited" ROUNDS=1 OUT=runs/links` narrows it.
 bench-links: .venv/.plots.done

@@ -227,7 +227,7 @@ def test_one_command_measures_everything(benchmark: tuple[Path, str]) -> None:
     assert [name for name, row in rows.items() if row["spans"] is not None] == ["ZeroMesh 3"]
 
 
-@pytest.mark.parametrize("name", ["ZeroMesh 3", "ZeroMesh tensor parallel"])
+@pytest.mark.parametrize("name", ["ZeroMesh 3", "ZeroMesh tensor parallel", "ZeroMesh pipeline, 1f1b"])
 def test_a_row_runs_on_ranks_of_mpiexec(name: str) -> None:
     job = {"variant": f"{name}, mpi", "case": "tiny-fp32", "watch": "time", "backend": "mpi", "steps": 2}
     figures = run(Path(sys.executable), 2, job, {}, 100)
@@ -305,3 +305,26 @@ def test_the_memory_of_tensor_parallelism_falls_with_the_number_of_ranks(tmp_pat
         assert one["optimizer"] == pytest.approx(12 * found["parameters"], rel=1e-3)
     (page,) = tmp_path.glob("*-tensor-memory.md")
     assert f"]({page.name})" in (tmp_path / "README.md").read_text()
+
+
+def test_stages_that_sleep_hold_what_the_table_says_and_have_a_page(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
+    options = ["--ranks", "2", "--microbatches", "3", "--milliseconds", "1", "--rounds", "1", "--out", tmp_path]
+    names = ["1f1b", "zb-h1", "zb-v", "search"]
+    done = run_command([sys.executable, BENCHMARKS / "pipeline_bubble.py", *options, "--schedules", *names], 120)
+    rows = result(tmp_path)["rows"]
+    assert [(row["name"], row["equal"]) for row in rows] == [(name, equal) for equal in (True, False) for name in names]
+    for row in rows:
+        assert row["held"] == row["held_by_table"], row["name"]
+        assert row["seconds"] > 0 < row["predicted"]
+    assert [row["held"] for row in rows[:3]] == [[2, 1], [2, 2], [4, 4]]
+    assert [row["formula"] for row in rows[:3]] == pytest.approx([1 / 3, 1 / 9, 0.0])
+    missed = any(row["missed"] for row in rows)  # so short sleeps are hardly longer than what is around them
+    assert done.returncode == missed, done.stdout
+    (page,) = tmp_path.glob("*-pipeline-bubble.md")
+    text = page.read_text()
+    assert ("**All aims are met.**" in text) is not missed
+    assert text.count("| unequal |") == text.count("| equal |") == len(names)
+    assert f"]({page.name})" in (tmp_path / "README.md").read_text()
+    assert f"]({page.stem}.svg)" in text
+    assert page.with_suffix(".svg").read_text().startswith("<svg")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from zeromesh.pipeline.actions import COMPUTE, Kind
+from zeromesh.pipeline.actions import Kind
 from zeromesh.pipeline.simulate import Step, Timeline
 
 COLOURS = {
@@ -21,10 +21,6 @@ COLOURS = {
 }
 
 IDLE, GOES_ON = "·", "─"
-
-
-def _computed(timeline: Timeline) -> list[list[Step]]:
-    return [[s for s in steps if s.action.kind in COMPUTE and s.end > s.start] for steps in timeline.ranks]
 
 
 def _chunk(timeline: Timeline, step: Step) -> int:
@@ -55,7 +51,7 @@ def grid(timeline: Timeline, width: int | None = None) -> str:
         timeline: of a simulation.
         width: characters of a line; what is longer goes on below. Everything is in one line if left out.
     """
-    rows = _computed(timeline)
+    rows = timeline.computed
     steps = [step for row in rows for step in row]
     if not steps:
         return ""
@@ -87,7 +83,7 @@ def grid(timeline: Timeline, width: int | None = None) -> str:
 
 def svg(timeline: Timeline, title: str = "") -> str:
     """A picture of its own, with a legend; a tooltip names each action and its times."""
-    rows = _computed(timeline)
+    rows = timeline.computed
     steps = [step for row in rows for step in row]
     unit = min((step.end - step.start for step in steps), default=1.0)
     scale = 26 / unit
@@ -149,7 +145,7 @@ def _tick(longest: float) -> float:
 def panels(drawn: Sequence[Panel], title: str = "") -> str:
     """Timelines one above the other, on one axis; a tooltip names each action and its times."""
     left, right, high, gap, wide = 58, 130, 26, 4, 1000
-    rows = [_computed(panel.timeline) for panel in drawn]
+    rows = [panel.timeline.computed for panel in drawn]
     longest = max((panel.timeline.makespan for panel in drawn), default=0.0) or 1.0
     scale = wide / longest
     kinds = _kinds(step for panel in rows for row in panel for step in row)
@@ -212,9 +208,9 @@ def panels_png(path: Path, drawn: Sequence[Panel], title: str = "") -> bool:
     figure = Figure(figsize=(14, len(drawn) * (ranks * 0.35 + 0.6) + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     places = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-    kinds = _kinds(step for panel in drawn for row in _computed(panel.timeline) for step in row)
+    kinds = _kinds(step for panel in drawn for row in panel.timeline.computed for step in row)
     for axes, panel in zip(places, drawn, strict=True):
-        for rank, row in enumerate(_computed(panel.timeline)):
+        for rank, row in enumerate(panel.timeline.computed):
             for step in row:
                 _draw(axes, panel.timeline, step, rank, 1e3)
                 if (step.end - step.start) / longest * 1000 >= 7 * len(str(step.action.microbatch)):
@@ -260,7 +256,7 @@ def png(path: Path, timeline: Timeline, title: str = "") -> bool:
         from matplotlib.patches import Patch
     except ImportError:
         return False
-    rows = _computed(timeline)
+    rows = timeline.computed
     unit = min((step.end - step.start for row in rows for step in row), default=1.0)
     columns = max(timeline.makespan / unit, 10)
     figure = Figure(figsize=(min(columns * 0.28 + 1, 60), len(rows) * 0.35 + 1.2), layout="constrained")

@@ -272,7 +272,7 @@ class _Running:
             gradients = list(self._arrived(Kind.RECEIVE_GRADIENT, stage, microbatch))
         self._all._work.stage_backward(stage, roots, gradients, last, flight.kept)
         if flight.kept is not None:
-            self._kept[stage, microbatch] = flight.kept
+            self._kept[stage, microbatch], flight.kept = flight.kept, None  # the flight may outlast it
         flight.outputs = ()
         if stage == 0:
             del self._flights[stage, microbatch]

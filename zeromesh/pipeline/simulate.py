@@ -97,12 +97,16 @@ class Timeline:
         """When the last action ends."""
         return max((step.end for steps in self.ranks for step in steps), default=0.0)
 
+    @property
+    def computed(self) -> list[list[Step]]:
+        """Of each rank, the computations that take time."""
+        return [[step for step in row if step.action.kind in COMPUTE and step.end > step.start] for row in self.ranks]
+
     @cached_property
     def bubbles(self) -> list[float]:
         """Of each rank, the time it is idle between its first and its last computation, in parts of its busy time."""
         found = []
-        for steps in self.ranks:
-            computed = [step for step in steps if step.action.kind in COMPUTE and step.end > step.start]
+        for computed in self.computed:
             busy = sum(step.end - step.start for step in computed)
             found.append((computed[-1].end - computed[0].start - busy) / busy if computed else 0.0)
         return found
