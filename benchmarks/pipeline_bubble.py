@@ -269,8 +269,8 @@ def page(result: dict[str, Any]) -> str:
 twice that for a backward of both. Ranks are processes that run the schedules with real messages; medians of
 {result["rounds"]} round(s). Of *unequal* stages the times are {", ".join(map(str, UNEQUAL))} times that, in turn.""",
         f"""- *Bubble*: what a rank does not sleep from its first to its last computation, in parts of what it sleeps;
-  of the rank that is idle longest. Aim: within {BUBBLE:g} of the formula in [pipeline.md](../pipeline.md). Of `search` the
-  formula is the simulator's bubble with equal costs.
+  of the rank that is idle longest. Aim: within {BUBBLE:g} of the formula in [pipeline.md](../pipeline.md). Of `search`
+  the formula is the simulator's bubble with equal costs.
 - *Predicted*: the simulator's time of a step, with measured costs. Aim: within {STEP:.0%}.
 - *Held*: of each rank, the most micro-batches whose graphs autograd had at once, each counted for each stage.
   Aim: as many as the table in pipeline.md says.""",

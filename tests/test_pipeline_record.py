@@ -14,7 +14,7 @@ import torch
 
 import zeromesh
 from harness import run_ranks
-from test_pipeline import ADAMW, SAMPLES, batches, build
+from test_pipeline import ADAMW, SAMPLES, batches, build, cross_entropy
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.observe.spans import Clock
@@ -150,6 +150,39 @@ def test_older_files_stay(tmp_path: Path) -> None:
 def test_what_cannot_be_recorded_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Settings.load({"train_batch_size": 1, "pipeline": {"record": given}})
+
+
+def sent_and_kept() -> tuple[int, int]:
+    """Messages of an update, and those of them that are in memory until its end."""
+    settings = {
+        "train_batch_size": SAMPLES * MICROBATCHES,
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "optimizer": ADAMW,
+        "mesh": {"pipeline": 2},
+    }
+    engine = zeromesh.initialize(model=build("mapping"), config=settings, loss_fn=cross_entropy)[0]
+    found = []
+
+    def update() -> None:
+        engine.train_batch((ids[:, :4], labels[:, :4]) for ids, labels in batches("mapping", 0, MICROBATCHES, 0, 1))
+
+    update()  # after which shapes are known
+    messages = engine.pipelined._interpreter._messages
+    finish = messages.finish
+
+    def look() -> None:
+        found.extend(one._done for one in messages._sending)
+        finish()
+
+    messages.finish = look
+    update()
+    return len(found), found.count(False)
+
+
+def test_activations_that_were_received_are_not_kept_until_the_end_of_the_update() -> None:
+    first, last = run_ranks(sent_and_kept, 2)
+    assert first == (2 * MICROBATCHES, 0), "two tensors for each micro-batch"
+    assert last[0] == MICROBATCHES
 
 
 # Times that are known.

@@ -46,6 +46,7 @@ class _Flight:
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     kept: Kept | None = None
+    sent: Sequence[Pending] = ()
 
 
 class Messages:
@@ -65,12 +66,13 @@ class Messages:
         """Whether a stage is this rank's."""
         return self._placement[stage] == self._group.rank
 
-    def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> None:
-        """Begin to send tensors to a stage."""
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> list[Pending]:
+        """Begin to send tensors to a stage. They stay in memory until somebody waits, ``finish`` at the latest."""
         peer = self._placement[to]
-        for tensor in tensors:
-            message = tensor.detach().contiguous()
-            self._sending.append(self._group.send_and_receive({peer: message}, {}, tag, what))
+        messages = [tensor.detach().contiguous() for tensor in tensors]
+        sending = [self._group.send_and_receive({peer: message}, {}, tag, what) for message in messages]
+        self._sending += sending
+        return sending
 
     def receive(self, forms: Sequence[Form], of: int, tag: int, what: str) -> tuple[list[Tensor], list[Pending]]:
         """Begin to receive tensors from a stage."""
@@ -237,8 +239,8 @@ class _Running:
             self._flights[stage + 1, microbatch] = _Flight(copies)
 
     def _send_activation(self, stage: int, microbatch: int) -> None:
-        outputs = self._flights[stage, microbatch].outputs
-        self._all._messages.send(outputs, stage + 1, ACTIVATION_TAG, "activations")
+        flight = self._flights[stage, microbatch]
+        flight.sent = self._all._messages.send(flight.outputs, stage + 1, ACTIVATION_TAG, "activations")
         if not self._trains:
             del self._flights[stage, microbatch]
 
@@ -270,6 +272,7 @@ class _Running:
             gradients = list(_gradients_of(self._flights.pop((stage + 1, microbatch)).inputs))
         elif stage < self._last:
             gradients = list(self._arrived(Kind.RECEIVE_GRADIENT, stage, microbatch))
+            _wait(flight.sent)  # which takes no time: who gives their gradients has the activations
         self._all._work.stage_backward(stage, roots, gradients, last, flight.kept)
         if flight.kept is not None:
             self._kept[stage, microbatch], flight.kept = flight.kept, None  # the flight may outlast it
