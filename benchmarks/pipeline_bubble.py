@@ -205,20 +205,12 @@ def measure(runs: Sequence[Run], seconds: float, rounds: int) -> list[tuple[list
     return found
 
 
-def bubble(recorded: Recorded, seconds: float) -> float:
-    """Of the rank that is idle longest: all that is not slept from its first to its last computation."""
-    schedule = recorded.measured.schedule
-    busy = 3 * seconds * schedule.microbatches * schedule.stages / len(schedule.ranks)
-    spans = [(min(s.start for s in c), max(s.end for s in c)) for c in recorded.measured.computed]
-    return max((end - start) / busy - 1 for start, end in spans)
-
-
-def row_of(run: Run, recorded: Sequence[Recorded], held: Sequence[int], seconds: float) -> dict[str, Any]:
+def row_of(run: Run, recorded: Sequence[Recorded], held: Sequence[int]) -> dict[str, Any]:
     """The figures of a run, and which aims they miss."""
     formula = run.formula()
     if formula is None and run.equal:
         formula = simulate(run.schedule()).bubble
-    measured = median(bubble(one, seconds) for one in recorded) if run.equal else None
+    measured = median(one.measured.bubble for one in recorded) if run.equal else None
     taken = median(one.measured.makespan for one in recorded)
     predicted = median(one.predicted.makespan for one in recorded)
     missed = []
@@ -268,9 +260,9 @@ def page(result: dict[str, Any]) -> str:
         f"""Stages sleep: {1e3 * result["seconds"]:g} ms for a forward, an input gradient and a weight gradient each,
 twice that for a backward of both. Ranks are processes that run the schedules with real messages; medians of
 {result["rounds"]} round(s). Of *unequal* stages the times are {", ".join(map(str, UNEQUAL))} times that, in turn.""",
-        f"""- *Bubble*: what a rank does not sleep from its first to its last computation, in parts of what it sleeps;
-  of the rank that is idle longest. Aim: within {BUBBLE:g} of the formula in [pipeline.md](../pipeline.md). Of `search`
-  the formula is the simulator's bubble with equal costs.
+        f"""- *Bubble*: the time that a rank does not compute, from its first to its last computation, in parts of the
+  time that it does, both measured; of the rank that is idle longest. Aim: within {BUBBLE:g} of the formula in
+  [pipeline.md](../pipeline.md). Of `search` the formula is the simulator's bubble with equal costs.
 - *Predicted*: the simulator's time of a step, with measured costs. Aim: within {STEP:.0%}.
 - *Held*: of each rank, the most micro-batches whose graphs autograd had at once, each counted for each stage.
   Aim: as many as the table in pipeline.md says.""",
@@ -287,7 +279,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=positive, nargs="+", default=[2, 4])
     parser.add_argument("--microbatches", type=positive, nargs="+", default=[4, 8, 16])
     parser.add_argument("--schedules", nargs="+", choices=[*ROWS, SEARCH], default=[*ROWS, SEARCH], metavar="NAME")
-    parser.add_argument("--milliseconds", type=positive, default=50, help="that each part of a stage takes")
+    parser.add_argument("--milliseconds", type=positive, default=100, help="that each part of a stage takes")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder for page and figures")
     given = parser.parse_args()
@@ -301,7 +293,7 @@ def main() -> None:
         found = launch(measure, ranks, runs, seconds, given.rounds)
         for number, run in enumerate(runs):
             recorded = found[0][number][0]
-            rows.append(row_of(run, recorded, [of_rank[number][1] for of_rank in found], seconds))
+            rows.append(row_of(run, recorded, [of_rank[number][1] for of_rank in found]))
             if run == Run(run.name, max(given.ranks), middle) and run.name in SHOWN:
                 each = sorted(recorded, key=lambda one: one.measured.makespan)[len(recorded) // 2]
                 drawn += [Panel(f"{run.name}, {p.title}", p.timeline, p.notes) for p in each.panels()]
