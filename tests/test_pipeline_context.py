@@ -67,7 +67,7 @@ CASES = [
     ("llama", {}, "1f1b", 0, "ring"),
     ("decoder", {}, "zb-v", 3, "ulysses"),
     ("gpt2", {"data": 2}, "zb-h1", 3, "ring"),
-    ("llama", {"tensor": 2}, "interleaved-1f1b", 2, "ulysses"),
+    pytest.param("llama", {"tensor": 2}, "interleaved-1f1b", 2, "ulysses", marks=pytest.mark.full),
 ]
 
 

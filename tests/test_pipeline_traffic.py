@@ -44,8 +44,15 @@ def sent(
     return engine.traffic_report(), sizes, turns
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("zb-h1", None), ("interleaved-1f1b", 2)])
-@pytest.mark.parametrize("row", [0, 2])
+@pytest.mark.parametrize(
+    ("row", "schedule", "chunks"),
+    [
+        (0, "1f1b", None),
+        (0, "interleaved-1f1b", 2),
+        (2, "interleaved-1f1b", 2),
+        pytest.param(2, "zb-h1", None, marks=pytest.mark.full),
+    ],
+)
 def test_what_a_step_sends(row: int, schedule: str, chunks: int | None) -> None:
     boundaries = 2 * (chunks or 1) - 1
     tokens = SAMPLES // DATA * sum(LENGTH + 2 * (number % 2) for number in range(MICROBATCHES))
