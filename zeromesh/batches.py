@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import tensors_of
 
 
 class WithLoss(ABC):
@@ -95,15 +95,11 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def checksum(value: Any, device: torch.device) -> torch.Tensor:
     """Of the whole numbers in tensors, in whatever containers, one float64 that depends on their order and shapes."""
     sums = [torch.zeros((), dtype=torch.float64, device=device)]
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
+    for tensor in tensors_of(value):
         if not tensor.is_floating_point() and not tensor.is_complex() and tensor.layout is torch.strided:
             entries = tensor.detach().reshape(-1).to(torch.float64)
             weights = torch.arange(1, len(entries) + 1, dtype=torch.float64, device=tensor.device)
             shape = sum(size * (place + 1) for place, size in enumerate(tensor.shape))
             # Whole numbers below 2**53 are summed exactly, in any order.
             sums.append((((entries * weights).sum() + shape) % 2**31 * (len(sums) % 97 + 1)).to(device))
-        return tensor
-
-    map_tensors(value, add)
     return torch.stack(sums).sum()

@@ -18,7 +18,7 @@ from zeromesh.config.parts import Pipeline
 from zeromesh.dist.collectives import Group
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.chain import Chain
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import tensors_of
 from zeromesh.pipeline.actions import Schedule
 from zeromesh.pipeline.cut import Blocks, Place, take_away
 from zeromesh.pipeline.generators import generate
@@ -219,11 +219,4 @@ class Pipelined:
 
 
 def _signature(batch: Any) -> tuple[Any, ...]:
-    forms: list[Any] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        forms.append((tuple(tensor.shape), str(tensor.dtype)))
-        return tensor
-
-    map_tensors(batch, note)
-    return tuple(forms)
+    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(batch))

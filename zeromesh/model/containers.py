@@ -10,6 +10,18 @@ from typing import Any
 import torch
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, in the order in which ``map_tensors`` comes to them."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found
+
+
 def map_tensors(
     value: Any, function: Callable[[torch.Tensor], torch.Tensor], around: frozenset[int] = frozenset()
 ) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.pipeline.elsewhere import counting, counts
 
 
@@ -266,9 +266,9 @@ class _Run:
         if index < self.first:
             return _imitate(self._returned[name], args, kwargs)
         args, kwargs = self._as_received(args, kwargs) if self.is_live else self._enter(args, kwargs)
-        given = [(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))]
+        given = [(tensor, _version(tensor)) for tensor in tensors_of((args, kwargs))]
         output = block(*args, **kwargs)
-        self._made += [one for one in _tensors(output) if not _is_passed_on(one, given)]
+        self._made += [one for one in tensors_of(output) if not _is_passed_on(one, given)]
         self._returned[name] = _outline(output)
         return output
 
@@ -285,7 +285,7 @@ class _Run:
         self.is_live = True
         self.restore()
         counts()
-        local, places = _tensors((args, kwargs)), self.received.header.places
+        local, places = tensors_of((args, kwargs)), self.received.header.places
         if len(local) != len(places):
             raise RuntimeError(
                 f"{self.blocks[self.first]} is called with {len(local)} tensors on this stage and with {len(places)} "
@@ -321,7 +321,7 @@ class _Run:
         args, kwargs = self._as_received(args, kwargs)
         sent: list[Tensor] = []
         places = []
-        found = _tensors((args, kwargs))
+        found = tensors_of((args, kwargs))
         if self.known is not None and len(self.known) != len(found):
             raise RuntimeError(
                 f"{self.blocks[index]} was called with {len(found)} tensors, and with {len(self.known)} for inputs of "
@@ -342,17 +342,6 @@ class _Run:
         if tensor.requires_grad or any(tensor is other for other in self._made):
             return True
         return self.sends_all and tensor.is_floating_point()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
-    return found
 
 
 def _version(tensor: Tensor) -> int:
@@ -406,7 +395,7 @@ def _object(kind: str, fields: dict[str, Any]) -> Any:
 
 def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A value of that outline, whose tensors mean nothing: one of the arguments, or zeros that take no memory."""
-    given = _tensors((args, kwargs))
+    given = tensors_of((args, kwargs))
 
     def make(outline: Any) -> Any:
         if not isinstance(outline, dict):

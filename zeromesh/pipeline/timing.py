@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeromesh.model.containers import tensors_of
 from zeromesh.pipeline.cut import Blocks
 from zeromesh.pipeline.elsewhere import Elsewhere
 from zeromesh.pipeline.samples import Sample, undisturbed
-from zeromesh.pipeline.stage import Form, Handed, Stages, _tensors
+from zeromesh.pipeline.stage import Form, Handed, Stages
 from zeromesh.pipeline.trace import copy_of
 
 Prepare = Callable[[nn.Module], Callable[..., Any]]
@@ -92,7 +93,8 @@ class _Timing:
         times: list[float] = []
         while len(times) < REPETITIONS or (sum(times) < ENOUGH and len(times) < MOST_REPETITIONS):
             result, begun = self._forward(number, received and _as_received(received))
-            roots = [x for x in (result.tensors if isinstance(result, Handed) else _tensors(result)) if x.requires_grad]
+            outputs = result.tensors if isinstance(result, Handed) else tensors_of(result)
+            roots = [x for x in outputs if x.requires_grad]
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
             times.append(self._now() - begun)
             self._model.zero_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
-from zeromesh.model.containers import map_tensors
+from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.observe.operations import FORMULAS
 from zeromesh.pipeline.samples import LENGTH, Sample, longest_of, samples_of, undisturbed
 from zeromesh.pipeline.stage import _Gate
@@ -162,8 +162,7 @@ class _Tracing(TorchDispatchMode):
         """The model calls a block."""
         if self._inside:  # by another one, whose affair it is
             return block(*args, **kwargs)
-        given: list[Tensor] = []
-        map_tensors((args, kwargs), lambda x: given.append(x) or x)  # type: ignore[func-returns-value]
+        given = tensors_of((args, kwargs))
         for tensor in given:  # what blocks are given is handed on: it is needed where the first one gets it
             if id(tensor) in self._names and id(tensor) not in self._handed:
                 self._use(tensor)
