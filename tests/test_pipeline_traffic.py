@@ -80,8 +80,11 @@ def test_what_a_step_sends(row: int, schedule: str, chunks: int | None) -> None:
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("zb-v", 2)])
 def test_slots_say_how_often_units_are_gathered_over_micro_batches(schedule: str, chunks: int | None) -> None:
-    """With a slot for each unit, once in an update; with two, at most for each forward and each backward."""
+    """With a slot for each unit, once in an update; with two, for most forwards and backwards.
+
+    What a stage fetches ahead is its own: units of the rank's other stages would be evicted before they are used.
+    """
     for slots in (8, 2):
         for report, sizes, _ in run_ranks(sent, 2 * DATA, "plain", 3, schedule, chunks, slots):
             times = report["all_gather/data"]["bytes"] / (sum(sizes) * (DATA - 1) // DATA)
-            assert times == 1 if slots == 8 else MICROBATCHES - 1 < times <= 2 * MICROBATCHES
+            assert times == 1 if slots == 8 else 1 < times <= 1.5 * MICROBATCHES

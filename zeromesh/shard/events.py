@@ -108,12 +108,8 @@ class Events:
         if self._computing_backward():
             return  # a checkpoint computes again
         recorded = torch.is_grad_enabled()
-        if not recorded:
-            self._residency.plan(
-                self.order.last_forward or [i for i in self.order.canonical if self.order.is_present(i)]
-            )
-        elif not self.order.forward:
-            self._residency.plan(self.order.expected())
+        if not (recorded and self.order.forward):
+            self._residency.plan(self.order.expected(backward=recorded))
         self.order.begin_pass(recorded)
         if recorded and self._root.sharded and not self._gathering:  # torch.func takes no graphs with hooks
             self._saved.enter()

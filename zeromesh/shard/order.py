@@ -189,10 +189,10 @@ class Order:
         """Those whose parameters the backward looks at."""
         return [index for index in backward if index in self._looks and self.needs[index] is Need.BACKWARD]
 
-    def expected(self) -> list[int]:
-        """What a forward and its backward will probably fetch, in order."""
-        before = self.last_forward or [index for index in self.canonical if self.is_present(index)]
-        return [*before, *self.fetched(list(reversed(before)))]
+    def expected(self, backward: bool) -> list[int]:
+        """What a forward, and its backward if one comes, will probably fetch, in order."""
+        forward = [i for i in self.last_forward if self.is_present(i)] or [*filter(self.is_present, self.canonical)]
+        return [*forward, *self.fetched(list(reversed(forward)))] if backward else forward
 
     def end_backward(self) -> None:
         """The forwards so far are done with."""
