@@ -152,37 +152,46 @@ def test_what_cannot_be_recorded_is_refused(given: Any, message: str) -> None:
         Settings.load({"train_batch_size": 1, "pipeline": {"record": given}})
 
 
+MANY = 12
+
+
 def sent_and_kept() -> tuple[int, int]:
     """Messages of an update, and those of them that are in memory until its end."""
     settings = {
-        "train_batch_size": SAMPLES * MICROBATCHES,
+        "train_batch_size": SAMPLES * MANY,
         "train_micro_batch_size_per_gpu": SAMPLES,
         "optimizer": ADAMW,
         "mesh": {"pipeline": 2},
     }
     engine = zeromesh.initialize(model=build("mapping"), config=settings, loss_fn=cross_entropy)[0]
-    found = []
+    kept: list[Any] = []
+    calls = []
 
     def update() -> None:
-        engine.train_batch((ids[:, :4], labels[:, :4]) for ids, labels in batches("mapping", 0, MICROBATCHES, 0, 1))
+        engine.train_batch((ids[:, :4], labels[:, :4]) for ids, labels in batches("mapping", 0, MANY, 0, 1))
 
     update()  # after which shapes are known
     messages = engine.pipelined._interpreter._messages
-    finish = messages.finish
+    finish, send = messages.finish, messages.send
 
     def look() -> None:
-        found.extend(one._done for one in messages._sending)
+        kept.extend(one for sent in messages._sending for one in sent if not one._done)
         finish()
 
-    messages.finish = look
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return send(*args)
+
+    messages.finish, messages.send = look, counted
     update()
-    return len(found), found.count(False)
+    return len(calls), len(kept)
 
 
-def test_activations_that_were_received_are_not_kept_until_the_end_of_the_update() -> None:
+def test_messages_that_were_received_are_not_kept_until_the_end_of_the_update() -> None:
     first, last = run_ranks(sent_and_kept, 2)
-    assert first == (2 * MICROBATCHES, 0), "two tensors for each micro-batch"
-    assert last[0] == MICROBATCHES
+    assert first == (MANY, 0), "activations are done with when their gradients come"
+    assert last[0] == MANY
+    assert last[1] <= 6, "of gradients, which have one tensor each, the latest"
 
 
 # Times that are known.

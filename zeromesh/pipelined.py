@@ -145,7 +145,14 @@ class Pipelined:
             ValueError: there is none for so many micro-batches.
         """
         if microbatches not in self._schedules:
-            self._schedules[microbatches] = schedule = add_messages(self._compute(microbatches))
+            schedule = add_messages(self._compute(microbatches))
+            if schedule.placement != self._placement:
+                raise ValueError(
+                    f"pipeline.schedule = {self._chosen.schedule} has other stages on the ranks for {microbatches} "
+                    f"micro-batches, {schedule.placement}, than those that the model was cut for, {self._placement}; "
+                    "keep the number of micro-batches, or name a schedule whose stages stay"
+                )
+            self._schedules[microbatches] = schedule
             if schedule.splits:
                 postpone(self._model)
         return self._schedules[microbatches]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -60,18 +61,25 @@ class Messages:
 
     def __init__(self, group: Group, placement: Sequence[int], device: torch.device) -> None:
         self._group, self._placement, self._device = group, tuple(placement), device
-        self._sending: list[Pending] = []
+        self._sending: deque[list[Pending]] = deque()
+        self._most = 2 * len(placement) + 2
 
     def is_here(self, stage: int) -> bool:
         """Whether a stage is this rank's."""
         return self._placement[stage] == self._group.rank
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> list[Pending]:
-        """Begin to send tensors to a stage. They stay in memory until somebody waits, ``finish`` at the latest."""
+        """Begin to send tensors to a stage. They stay in memory until somebody waits.
+
+        That is done for the oldest where many are on their way, which is safe, as schedules work also where every send
+        waits for its receive; and for all by ``finish``.
+        """
         peer = self._placement[to]
         messages = [tensor.detach().contiguous() for tensor in tensors]
         sending = [self._group.send_and_receive({peer: message}, {}, tag, what) for message in messages]
-        self._sending += sending
+        self._sending.append(sending)
+        if len(self._sending) > self._most:
+            _wait(self._sending.popleft())
         return sending
 
     def receive(self, forms: Sequence[Form], of: int, tag: int, what: str) -> tuple[list[Tensor], list[Pending]]:
@@ -96,8 +104,8 @@ class Messages:
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        _wait(self._sending)
-        self._sending.clear()
+        while self._sending:
+            _wait(self._sending.popleft())
 
 
 class Interpreter:
