@@ -625,6 +625,15 @@ def test_a_partition_that_says_nothing_known_is_refused(how: str | Sequence[int]
         starts_of(how, described(), 2)
 
 
+def test_smaller_blocks_are_named_where_there_are_too_few() -> None:
+    model = nn.Sequential(*(nn.ModuleDict({"parts": nn.Sequential(nn.Linear(2, 2), nn.Tanh())}) for _ in range(2)))
+    blocks = examine(model)
+    assert blocks.finer == ("*.parts.*",)
+    with pytest.raises(ValueError, match=re.escape('name smaller blocks in pipeline.blocks, as ["*.parts.*"]')):
+        starts_of("best", blocks, 3)
+    assert starts_of("best", examine(model, blocks.finer), 3) == [0, 2, 3]
+
+
 def test_patterns_name_blocks_in_place_of_those_found() -> None:
     model = Decoder()
     assert examine(model, ["halves.*.1"]).names == ("halves.first.1", "halves.last.1")

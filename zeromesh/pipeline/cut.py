@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -57,6 +58,7 @@ class Blocks:
         buffers: by name, of all that it has, the number of the first block that has it.
         seconds: forward and backward of each; None where they were not measured.
         sample: what the model can be called with, as far as that is known.
+        finer: patterns of smaller blocks inside of them.
     """
 
     names: tuple[str, ...]
@@ -67,6 +69,7 @@ class Blocks:
     buffers: Mapping[str, int] = field(default_factory=dict)
     seconds: tuple[float, ...] | None = None
     sample: Sample | None = field(default=None, compare=False)
+    finer: tuple[str, ...] = ()
 
     def cut(self, starts: Sequence[int]) -> Cut:
         """The model cut before these blocks."""
@@ -119,7 +122,19 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: Sample | Non
         firsts[buffer] = min(block, firsts.get(buffer, block))
     buffers = {name: firsts[buffer] for name, buffer, _ in places}
     known = sample if traced is None else traced.sample
-    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers, sample=known)
+    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers, sample=known, finer=_finer(model, kept))
+
+
+def _finer(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Patterns of what the outermost lists inside of blocks have."""
+    lists = [
+        f"{block}.{name}".rstrip(".")
+        for block in blocks
+        for name, inner in model.get_submodule(block).named_modules()
+        if isinstance(inner, LISTS) and _has_parameters(inner)
+    ]
+    outer = [name for name in lists if not any(_is_in(name, other) for other in lists if other != name)]
+    return tuple(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) + ".*" for name in outer))
 
 
 def describe_stages(model: nn.Module, blocks: Blocks, cut: Cut) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -20,16 +21,9 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 
     Returns:
         The first block of each stage.
-
-    Raises:
-        ValueError: there are fewer blocks than stages.
     """
     blocks = len(costs)
-    if blocks < stages:
-        raise ValueError(
-            f"{blocks} blocks cannot be cut into {stages} stages, as each needs one; set mesh.pipeline (times the "
-            f"chunks per rank) to {blocks} at the most, or name smaller blocks in pipeline.blocks"
-        )
+    assert blocks >= stages
     sums = [0.0, *accumulate(costs)]
     # best[n]: the least cost of the dearest stage, and where the last one starts, for the first n blocks.
     best: list[tuple[float, int]] = [(sums[n], 0) for n in range(blocks + 1)]
@@ -56,7 +50,6 @@ def uniform(blocks: int, stages: int) -> list[int]:
 
     The first and the last also have what is outside of blocks.
     """
-    partition([1.0] * blocks, stages)  # raises where there are too few
     each, rest = divmod(blocks, stages)
     middle = sorted(range(stages), key=lambda stage: abs(stage - (stages - 1) / 2))
     sizes = [each + (stage in middle[:rest]) for stage in range(stages)]
@@ -92,12 +85,19 @@ def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int
     Raises:
         ValueError: it says nothing that is known, or that fits.
     """
+    count = len(blocks.names)
+    if count < stages:
+        finer = f", as {json.dumps(blocks.finer)}" if blocks.finer else ""
+        raise ValueError(
+            f"{count} blocks cannot be cut into {stages} stages, as each needs one; set mesh.pipeline (times the "
+            f"chunks per rank) to {count} at the most, or name smaller blocks in pipeline.blocks{finer}"
+        )
     if not isinstance(how, str):
         found = list(how)
-        if len(found) != stages or found[0] != 0 or sorted(set(found)) != found or found[-1] >= len(blocks.names):
+        if len(found) != stages or found[0] != 0 or sorted(set(found)) != found or found[-1] >= count:
             raise ValueError(
                 f"pipeline.partition is {how}; as a list it has the number of the first block of each of the {stages} "
-                f"stages, ascending from 0, and there are {len(blocks.names)} blocks"
+                f"stages, ascending from 0, and there are {count} blocks"
             )
         return found
     if how.lower().startswith("type:"):
