@@ -22,7 +22,7 @@ from zeromesh.model.containers import tensors_of
 from zeromesh.pipeline.actions import Schedule
 from zeromesh.pipeline.cut import Blocks, Place, take_away
 from zeromesh.pipeline.generators import generate
-from zeromesh.pipeline.lowering import add_messages, forward_only
+from zeromesh.pipeline.lowering import add_messages, add_recompute, forward_only
 from zeromesh.pipeline.partition import starts_of
 from zeromesh.pipeline.record import Recorded, Recorder, gather
 from zeromesh.pipeline.run import Interpreter, Messages, Work
@@ -145,7 +145,10 @@ class Pipelined:
             ValueError: there is none for so many micro-batches.
         """
         if microbatches not in self._schedules:
-            schedule = add_messages(self._compute(microbatches))
+            compute = self._compute(microbatches)
+            if self._chosen.recompute:  # of the last stage the backward follows at once
+                compute = add_recompute(compute, range(compute.stages - 1))
+            schedule = add_messages(compute)
             if schedule.placement != self._placement:
                 raise ValueError(
                     f"pipeline.schedule = {self._chosen.schedule} has other stages on the ranks for {microbatches} "

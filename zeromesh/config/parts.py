@@ -175,6 +175,10 @@ class Pipeline(Section):
         "start), parameters, uniform, type:REGEX (as many of the classes that match), or the first block of each.",
     )
     blocks: list[str] = Field([], description="Patterns of names of the blocks, in the order in which they are called.")
+    recompute: bool = Field(
+        False,
+        description="Keep only what stages are given, and compute their activations again while gradients are awaited.",
+    )
     record: PipelineRecord | None = Field(
         None, description="Draw when each rank computed in an update, and when it was predicted to. Null: no."
     )

@@ -21,6 +21,7 @@ OURS: tuple[str, ...] = (
     "pipeline.schedule",
     "pipeline.chunks",
     "pipeline.blocks",
+    "pipeline.recompute",
     "pipeline.record",
     "tensor_parallel.plan",
     "tensor_parallel.sequence",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zeromesh.dist.collectives import Group, Pending
 from zeromesh.model.linear import Kept
+from zeromesh.model.randomness import drawing_from, random_state
 from zeromesh.pipeline.actions import Action, Kind, Schedule
 from zeromesh.pipeline.lowering import BACKWARDS, LAST
 from zeromesh.pipeline.record import Recorder
@@ -48,6 +49,7 @@ class _Flight:
     outputs: tuple[Tensor, ...] = ()
     kept: Kept | None = None
     sent: Sequence[Pending] = ()
+    random: Sequence[Tensor] = ()
 
 
 class Messages:
@@ -60,7 +62,7 @@ class Messages:
     """
 
     def __init__(self, group: Group, placement: Sequence[int], device: torch.device) -> None:
-        self._group, self._placement, self._device = group, tuple(placement), device
+        self._group, self._placement, self.device = group, tuple(placement), device
         self._sending: deque[list[Pending]] = deque()
         self._most = 2 * len(placement) + 2
 
@@ -85,13 +87,13 @@ class Messages:
     def receive(self, forms: Sequence[Form], of: int, tag: int, what: str) -> tuple[list[Tensor], list[Pending]]:
         """Begin to receive tensors from a stage."""
         peer = self._placement[of]
-        tensors = [form.empty(self._device) for form in forms]
+        tensors = [form.empty(self.device) for form in forms]
         return tensors, [self._group.send_and_receive({}, {peer: tensor}, tag, what) for tensor in tensors]
 
     def send_header(self, header: Header, to: int) -> None:
         """Tell a stage what it is going to receive."""
-        text = torch.frombuffer(bytearray(header.to_json().encode()), dtype=torch.uint8).to(self._device)
-        length = torch.tensor([text.numel()], device=self._device)
+        text = torch.frombuffer(bytearray(header.to_json().encode()), dtype=torch.uint8).to(self.device)
+        length = torch.tensor([text.numel()], device=self.device)
         self.send([length, text], to, HEADER_TAG, "header")
 
     def receive_header(self, of: int) -> Header:
@@ -169,8 +171,10 @@ class _Running:
         self._splits = schedule.splits
         self._trains = any(kind in BACKWARDS for kind, _, _ in schedule.present)
         self._kept: dict[tuple[int, int], Kept] = {}
+        self._again = {(stage, number) for kind, stage, number in schedule.present if kind is Kind.RECOMPUTE}
         self._do: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.SEND_ACTIVATION: self._send_activation,
             Kind.RECEIVE_ACTIVATION: self._receive_activation,
             Kind.SEND_GRADIENT: self._send_gradient,
@@ -180,7 +184,8 @@ class _Running:
     @property
     def held(self) -> int:
         """Micro-batches whose activations are here, each counted for each stage."""
-        return len({key for key, flight in self._flights.items() if flight.outputs} | self._kept.keys())
+        graphs = {key for key, flight in self._flights.items() if any(x.requires_grad for x in flight.outputs)}
+        return len(graphs | self._kept.keys())
 
     def do(self, action: Action, last: bool) -> None:
         """Do one action; ``last`` if it is its stage's last backward."""
@@ -199,26 +204,43 @@ class _Running:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         flight = self._flights.setdefault((stage, microbatch), _Flight())
-        flight.kept = [] if self._splits else None
-        known = self._all._headers.get(self._key(stage + 1, microbatch))
+        again = (stage, microbatch) in self._again
+        if again:
+            flight.random = random_state(self._all._messages.device)
+        known = self._key(stage + 1, microbatch) in self._all._headers
         # What passes on depends on parameters, which is seen where there are graphs.
-        with torch.set_grad_enabled(torch.is_grad_enabled() or (known is None and stage < self._last)):
-            received = self._take(flight, stage, microbatch) if stage > 0 else None
-            result = self._all._stages.run(
-                stage,
-                lambda: self._all._work.stage_loss(stage, self._batches[microbatch], flight.kept),
-                received,
-                None if known is None else known.places,
-                self._all._sends_all,
-            )
-        if stage == self._last:
-            self.losses[microbatch] = result.detach()
-            flight.outputs = (result,)
-        else:
-            flight.outputs = result.tensors
-            self._hand_over(stage, microbatch, result)
+        graph = (torch.is_grad_enabled() and not again) or (not known and stage < self._last)
+        with torch.set_grad_enabled(graph):
+            result = self._compute(flight, stage, microbatch)
+            if stage == self._last:
+                self.losses[microbatch] = result.detach()
+            else:
+                self._hand_over(stage, microbatch, result)
+        if again:
+            flight.outputs = tuple(tensor.detach() for tensor in flight.outputs)
         if not self._trains and (stage == self._last or self._all._messages.is_here(stage + 1)):
             del self._flights[stage, microbatch]
+
+    def _compute(self, flight: _Flight, stage: int, microbatch: int, again: bool = False) -> Any:
+        """What a stage makes of what it received; of the last one the loss."""
+        flight.kept = [] if self._splits else None
+        known = self._all._headers.get(self._key(stage + 1, microbatch))
+        result = self._all._stages.run(
+            stage,
+            lambda: self._all._work.stage_loss(stage, self._batches[microbatch], flight.kept),
+            self._take(flight, stage, microbatch) if stage > 0 else None,
+            None if known is None else known.places,
+            self._all._sends_all,
+            again,
+        )
+        flight.outputs = (result,) if stage == self._last else result.tensors
+        return result
+
+    def _recompute(self, stage: int, microbatch: int) -> None:
+        """The forward again, with its random numbers, for the graph that it has not left."""
+        flight = self._flights[stage, microbatch]
+        with drawing_from(flight.random, self._all._messages.device):
+            self._compute(flight, stage, microbatch, again=True)
 
     def _take(self, flight: _Flight, stage: int, microbatch: int) -> Handed:
         """What the stage before handed over."""

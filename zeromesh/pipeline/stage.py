@@ -101,7 +101,7 @@ class Stages:
 
     def run(
         self, stage: int, call: Callable[[], Any], received: Handed | None, places: Sequence[int] | None = None,
-        sends_all: bool = False,
+        sends_all: bool = False, again: bool = False,
     ) -> Any:  # fmt: skip
         """Run one stage of a forward.
 
@@ -113,6 +113,7 @@ class Stages:
                 must be graphs.
             sends_all: hand over all floating-point tensors, where it cannot be seen which of them depend on parameters
                 because some are frozen.
+            again: it was run before, and buffers were changed then.
 
         Returns:
             What is to be handed to the next stage; of the last stage, what ``call`` returned.
@@ -121,7 +122,7 @@ class Stages:
             RuntimeError: the model did not call the blocks one after the other.
         """
         run = _Run(self._blocks, self._bounds[stage], self._bounds[stage + 1], received, places, sends_all)
-        with self._gates(run), self._without_graph(run), self._spared(run), counting():
+        with self._gates(run), self._without_graph(run), self._spared(run, again), counting():
             try:
                 if run.is_live:
                     counts()
@@ -171,12 +172,14 @@ class Stages:
                 model.forward = own
 
     @contextmanager
-    def _spared(self, run: _Run) -> Iterator[None]:
+    def _spared(self, run: _Run, again: bool) -> Iterator[None]:
         """Copies in the places of the buffers outside of blocks, until a stage's own blocks are called.
 
         What comes before these is computed again for each stage, and is to change buffers for the first one only.
+        What is computed ``again`` as a whole is to change none.
         """
-        buffers = [] if run.is_live else [(m, name, own) for m in self._outside for name, own in m._buffers.items()]
+        modules = list(self._model.modules()) if again else [] if run.is_live else self._outside
+        buffers = [(module, name, own) for module in modules for name, own in module._buffers.items()]
         for module, name, own in buffers:
             module._buffers[name] = None if own is None else own.clone()
 
@@ -185,7 +188,8 @@ class Stages:
                 module, name, own = buffers.pop()
                 module._buffers[name] = own
 
-        run.restore = restore
+        if not again:
+            run.restore = restore
         try:
             yield
         finally:

@@ -1,0 +1,88 @@
+"""Stages that keep only what they are given, and compute their activations again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeromesh
+from harness import run_ranks
+from test_pipeline import CHUNKS, STEPS, cross_entropy, train
+
+LIMIT = 120
+MICROBATCHES = 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "schedule", "further"),
+    [
+        ("tied", {"pipeline": 4}, "1f1b", {}),
+        ("dataclass", {"pipeline": 2, "data": 2, "row": 3}, "zb-v", {}),
+        ("llama", {"pipeline": 2, "tensor": 2, "row": 1}, "zb-h1", {"activation_checkpointing": {"enabled": True}}),
+        pytest.param("t5", {"pipeline": 2, "row": 2}, "interleaved-1f1b", {}, marks=pytest.mark.full),
+    ],
+)
+def test_what_is_computed_again_trains_to_the_numbers_of_one_process(
+    kind: str, layout: dict[str, int], schedule: str, further: dict[str, Any]
+) -> None:
+    expected, values, _, _ = run_ranks(train, 1, kind, timeout=LIMIT, further=further)[0]
+    chosen = {"schedule": schedule, "chunks": CHUNKS.get(schedule), "recompute": True}
+    ranks = layout["pipeline"] * layout.get("data", 1) * layout.get("tensor", 1)
+    limit = 1e-9 if kind in ("tied", "dataclass") else 1e-5  # transformers compute losses in fp32
+    for found, whole, *_ in run_ranks(
+        train, ranks, kind, timeout=LIMIT, schedule=schedule, further={**further, "pipeline": chosen}, **layout
+    ):
+        assert found == pytest.approx(expected, rel=limit, abs=limit)
+        for name, value in whole.items():
+            assert float((value - values[name]).abs().max()) <= 10 * limit, name
+
+
+class Noisy(nn.Module):
+    """Random numbers in its forward, and buffers that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.norm(self.linear(x)).relu())
+
+
+def run(recompute: bool) -> tuple[list[float], dict[str, Tensor], tuple[int, ...]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *(Noisy() for _ in range(4)), nn.Linear(8, 4)).double()
+    settings = {
+        "train_batch_size": 4 * MICROBATCHES,
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "mesh": {"pipeline": 2},
+        "pipeline": {"recompute": recompute},
+    }
+    engine = zeromesh.initialize(model=model, config=settings, loss_fn=cross_entropy)[0]
+    torch.manual_seed(7)
+
+    def given(step: int) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(step)
+        for _ in range(MICROBATCHES):
+            x = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+            yield x, torch.randint(4, (4,), generator=generator)
+
+    losses = [float(engine.train_batch(given(step))) for step in range(STEPS)]
+    assert engine.pipelined is not None
+    engine.pipelined.record()
+    losses.append(float(engine.train_batch(given(STEPS))))
+    assert engine.pipelined.recorded is not None
+    return losses, engine.gathered_state_dict(), engine.pipelined.recorded.held
+
+
+def test_it_has_the_same_random_numbers_changes_buffers_once_and_holds_one_graph() -> None:
+    losses, state, held = run_ranks(run, 2, False)[0]
+    again, other, less = run_ranks(run, 2, True)[0]
+    assert again == losses
+    for name, value in state.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=0)
+    assert (held, less) == ((2, 1), (1, 1))

@@ -1,0 +1,32 @@
+"""The state from which random numbers are drawn, on the CPU and on an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def _generators(device: torch.device) -> list[Any]:
+    """What gives and takes the state of a default generator: of the CPU's, and of the device's own."""
+    return [torch.random] if device.type == "cpu" else [torch.random, torch.get_device_module(device)]
+
+
+def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """As it is now, for ``drawing_from``."""
+    return tuple(generator.get_rng_state() for generator in _generators(device))
+
+
+@contextmanager
+def drawing_from(state: Sequence[torch.Tensor], device: torch.device) -> Iterator[None]:
+    """In this context random numbers are those that came after ``state``; after it, as if none had been drawn."""
+    before = random_state(device)
+    try:
+        for generator, one in zip(_generators(device), state, strict=True):
+            generator.set_rng_state(one)
+        yield
+    finally:
+        for generator, one in zip(_generators(device), before, strict=True):
+            generator.set_rng_state(one)
