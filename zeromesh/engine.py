@@ -516,6 +516,8 @@ class Engine:
             raise ValueError(f"num_micro_batches is {count}; it must be at least 1")
         modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
+        order = self.sharded.events.order
+        order.evaluates = True  # a stage has graphs with shapes that are new to it, and not to other ranks of it
         try:
             with torch.no_grad():
                 given = [next(data_iter) for _ in range(count)]
@@ -523,6 +525,7 @@ class Engine:
                     [self._loss(b) for b in given] if self.pipelined is None else self.pipelined.evaluate(self, given)
                 )
         finally:
+            order.evaluates = False
             for module, mode in modes:  # some may be in evaluation mode for good
                 module.training = mode
         return self._mean(losses)

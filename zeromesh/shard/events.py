@@ -107,11 +107,12 @@ class Events:
             return
         if self._computing_backward():
             return  # a checkpoint computes again
-        recorded = torch.is_grad_enabled()
+        has_graphs = torch.is_grad_enabled()
+        recorded = has_graphs and not self.order.evaluates
         if not (recorded and self.order.forward):
             self._residency.plan(self.order.expected(backward=recorded))
         self.order.begin_pass(recorded)
-        if recorded and self._root.sharded and not self._gathering:  # torch.func takes no graphs with hooks
+        if has_graphs and self._root.sharded and not self._gathering:  # torch.func takes no graphs with hooks
             self._saved.enter()
 
     def end(self, forward: bool = True) -> None:

@@ -99,6 +99,7 @@ class Order:
         part: of the units that are used, where only a part of the model computes, as one of several stages of a
             pipeline does; None where all of it does. The others have not been skipped.
         again: of the part, those that another one uses again before the update.
+        evaluates: no backward comes, though there may be graphs.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -110,6 +111,7 @@ class Order:
         self.last_forward: list[int] = []
         self.part: frozenset[int] | None = None
         self.again: frozenset[int] = frozenset()
+        self.evaluates = False
         self._recorded = True
         self._before = self.current
         self._passes = 1
