@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import zeromesh
 from harness import run_ranks
+from zeromesh.pipeline.actions import parse
+from zeromesh.pipeline.run import Interpreter
+from zeromesh.pipeline.stage import Stages
 
 WIDTH, SAMPLES, MICROBATCHES = 8, 2, 4
 
@@ -27,7 +31,27 @@ class Model(nn.Module):
         return (h - y).pow(2).mean()
 
 
-KINDS: dict[str, type[nn.Module]] = {"plain": Model}
+class Context(Model):
+    """Calls its blocks where it has set itself whether there are gradients."""
+
+    def __init__(self, mode: Callable[[], Any]) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        with self.mode():
+            for layer in self.layers:
+                h = layer(h).tanh()
+        return ((h - y) * self.first.weight.sum()).pow(2).mean()
+
+
+class Detached(Model):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y).detach()
+
+
+KINDS: dict[str, type[nn.Module]] = {"plain": Model, "detached": Detached}
 
 
 def start(kind: str, pipeline: int, row: int = 0, schedule: str = "1f1b") -> zeromesh.Engine:
@@ -65,3 +89,63 @@ def test_an_evaluation_fetches_the_same_whether_or_not_its_shapes_are_new() -> N
     """Ranks of one stage may have seen different ones, and must fetch the same."""
     for before, waiting, after, left in run_ranks(evaluate, 2):
         assert (after, left) == (before, waiting) == (MICROBATCHES, 0)
+
+
+class Here:
+    """Messages of a pipeline of one rank, which has none."""
+
+    def is_here(self, stage: int) -> bool:
+        return True
+
+    def finish(self) -> None:
+        pass
+
+
+class Losses:
+    """Notes what is to be differentiated."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.roots = model, []
+
+    def stage_loss(self, stage: int, batch: Any, kept: Any) -> Tensor:
+        return self.model(*batch)
+
+    def stage_backward(self, stage: int, roots: Any, *_: Any) -> None:
+        self.roots += roots
+
+
+def test_a_loss_is_differentiated_even_if_it_has_no_graph() -> None:
+    """And not left out, as what a stage hands over without one: who is to differentiate it says so."""
+    work = Losses(Detached())
+    schedule = parse("microbatches: 1\nplacement: 0\nrank 0: F0.0 B0.0")
+    stages = Stages(work.model, [f"layers.{number}" for number in range(4)], (0,))
+    losses = Interpreter(stages, Here(), work).run(schedule, 0, [torch.randn(2, SAMPLES, WIDTH)], [0])
+    assert [float(root) for root in work.roots] == [float(loss) for loss in losses]
+
+
+def refusal() -> str | None:
+    engine = start("detached", 2)
+    assert engine.pipelined is not None
+    if engine.pipelined.stages == [1]:
+        with pytest.raises(ValueError, match="the loss has no graph") as caught:
+            engine.stage_backward(1, [torch.zeros(())], None, True, None)
+        return str(caught.value)
+    return None
+
+
+def test_a_loss_without_a_graph_is_refused() -> None:
+    assert run_ranks(refusal, 2)[1]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_stage_cannot_begin_where_the_model_sets_whether_there_are_gradients(mode: Callable[[], Any]) -> None:
+    """When it puts back what was the case before the stage's blocks, there are none."""
+    model = Context(mode)
+    x, y = torch.randn(2, SAMPLES, WIDTH)
+    stages = Stages(model, [f"layers.{number}" for number in range(4)], (0, 2))
+    handed = stages.run(0, lambda: model(x, y), None)
+    with pytest.raises(RuntimeError, match=r"calls layers.2 inside of torch.set_grad_enabled, enable_grad or no_grad"):
+        stages.run(1, lambda: model(x, y), handed)
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        stages.run(1, lambda: model(x, y), handed)

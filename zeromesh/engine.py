@@ -493,7 +493,8 @@ class Engine:
             kept: where what the gradients of weights are made of is kept for ``stage_weights``; None: nothing is.
         """
         if gradients is None:
-            roots, gradients = [self._scaled(root / self._accumulation) for root in roots], [None]
+            losses = [batches.check_loss(root) for root in roots]
+            roots, gradients = [self._scaled(loss / self._accumulation) for loss in losses], [None]
         with self._computing_stage(stage, kept, last):
             self._differentiate(roots, gradients, last, reduces=kept is None)
 

@@ -296,7 +296,7 @@ class _Running:
 
     def _backward(self, stage: int, microbatch: int, last: bool) -> None:
         flight = self._flights[stage, microbatch]
-        roots = [tensor for tensor in flight.outputs if tensor.requires_grad]
+        roots = [tensor for tensor in flight.outputs if tensor.requires_grad or stage == self._last]
         gradients: Sequence[Tensor] | None = None
         if stage < self._last and self._all._messages.is_here(stage + 1):
             gradients = list(_gradients_of(self._flights.pop((stage + 1, microbatch)).inputs))

@@ -161,7 +161,9 @@ class Stages:
         @wraps(forward)
         def begin(*args: Any, **kwargs: Any) -> Any:
             with torch.set_grad_enabled(torch.is_grad_enabled() and run.is_live):
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+                run.check_gradients()
+                return result
 
         model.forward = begin
         try:
@@ -326,6 +328,8 @@ class _Run:
         sent: list[Tensor] = []
         places = []
         found = tensors_of((args, kwargs))
+        if not any(tensor.requires_grad for tensor in found):
+            self.check_gradients()
         if self.known is not None and len(self.known) != len(found):
             raise RuntimeError(
                 f"{self.blocks[index]} was called with {len(found)} tensors, and with {len(self.known)} for inputs of "
@@ -340,6 +344,19 @@ class _Run:
             sent += [tensor] if known == len(sent) else []
         header = Header(tuple(Form.of(tensor) for tensor in sent), tuple(places), dict(self._returned))
         return Handed(tuple(sent), header)
+
+    def check_gradients(self) -> None:
+        """What changes whether there are gradients, and was entered before the stage's blocks, puts back that of then.
+
+        Raises:
+            RuntimeError: what was computed since then has no graph.
+        """
+        if self.received is not None and self.is_live and self._grad and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"the model's forward calls {self.blocks[self.first]} inside of torch.set_grad_enabled, enable_grad or "
+                "no_grad, in which no stage can begin: freeze blocks by requires_grad_(False) in its place, choose "
+                "another place with pipeline.partition, or set mesh.pipeline to 1"
+            )
 
     def _depends(self, tensor: Tensor) -> bool:
         """Whether the next stage cannot make it of the inputs itself."""
