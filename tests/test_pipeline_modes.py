@@ -74,6 +74,31 @@ def given(step: int, samples: int = SAMPLES) -> Iterator[tuple[Tensor, Tensor]]:
         yield 3 * x + 1, y
 
 
+def numbers(kind: str, pipeline: int, schedule: str = "1f1b", row: int = 0, freezes: tuple[bool, ...] = ()) -> Any:
+    """Losses and norms; before each update some layers are frozen, or not."""
+    engine = start(kind, pipeline, row, schedule if pipeline > 1 else "1f1b")
+    found = []
+    for step in range(3):
+        for frozen in freezes[step : step + 1]:
+            for name, parameter in engine.module.named_parameters():
+                if name.startswith(("first", "layers.0", "layers.1")):
+                    parameter.requires_grad_(not frozen)
+        found += [float(engine.train_batch(given(step))), engine.get_global_grad_norm()]
+    return [*found, float(engine.eval_batch(given(9)))]
+
+
+def compare(kind: str, **options: Any) -> None:
+    expected = run_ranks(numbers, 1, kind, 1, **options)[0]
+    for found in run_ranks(numbers, 2, kind, 2, timeout=60, **options):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("freezes", [(True, False, True), (False, True, False)], ids=["at first", "later"])
+@pytest.mark.parametrize(("schedule", "row"), [("1f1b", 0), ("zb-v", 3)])
+def test_layers_may_be_frozen_between_updates(freezes: tuple[bool, ...], schedule: str, row: int) -> None:
+    compare("plain", freezes=freezes, schedule=schedule, row=row)
+
+
 def evaluate() -> list[int]:
     """How many forwards are taken for such that a backward may follow, before and after evaluations."""
     engine = start("plain", 2, row=3)

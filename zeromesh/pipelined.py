@@ -200,32 +200,39 @@ class Pipelined:
         self, trainer: Work, schedule: Schedule, given: Sequence[Any], recorder: Recorder | None = None
     ) -> list[Tensor]:
         mode = torch.is_grad_enabled(), self._model.training
-        signatures = [(*mode, _signature(batch)) for batch in given]
-        self._require_same(given, signatures)
+        trains = [parameter.requires_grad for parameter in self._model.parameters()]
+        shapes = [(*mode, _signature(batch)) for batch in given]
+        frozen = self._require_same(given, shapes, zlib.crc32(bytes(trains)))
+        signatures = [(*shape, frozen) for shape in shapes]  # what is sent depends on it, too
         if self._interpreter is None:
-            frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
             stages = Stages(self._model, self.cut.blocks, self.cut.starts)
             messages = Messages(self._group, schedule.placement, self._mesh.device)
-            self._interpreter = Interpreter(stages, messages, trainer, frozen)
+            self._interpreter = Interpreter(stages, messages, trainer)
+        self._interpreter.sends_all = not all(trains)
         return self._interpreter.run(schedule, self._group.rank, given, signatures, recorder)
 
-    def _require_same(self, given: Sequence[Any], signatures: Sequence[Any]) -> None:
+    def _require_same(self, given: Sequence[Any], signatures: Sequence[Any], own: float) -> tuple[float, ...]:
         """All stages are given the same micro-batches, or they would wait for what never comes.
+
+        Returns:
+            ``own`` of each rank of the pipeline.
 
         Raises:
             ValueError: they are not; on all ranks.
         """
         sums = sum((number + 1) * float(batches.checksum(one, self._mesh.device)) for number, one in enumerate(given))
-        own = torch.tensor([len(given), zlib.crc32(repr(signatures).encode()), sums], dtype=torch.float64)
-        first, *others = self._group.exchange(own).tolist()
+        shapes = zlib.crc32(repr(signatures).encode())
+        rows = self._group.exchange(torch.tensor([len(given), shapes, sums, own], dtype=torch.float64)).tolist()
+        (*first, _), *others = rows
         for stage, row in enumerate(others, 1):
-            for name, one, other in zip(("numbers", "shapes", "values"), first, row, strict=True):
+            for name, one, other in zip(("numbers", "shapes", "values"), first, row[:3], strict=True):
                 if one != other:
                     raise ValueError(
                         f"ranks 0 and {stage} of a pipeline were given different {name} of micro-batches; give all "
                         "ranks of a pipeline the same ones: share engine.data_rank of engine.data_size, and let seeds "
                         "depend on engine.data_rank only"
                     )
+        return tuple(row[3] for row in rows)
 
 
 def _signature(batch: Any) -> tuple[Any, ...]:

@@ -117,11 +117,14 @@ class Interpreter:
         stages: of the model.
         messages: between them.
         work: what is done with a micro-batch.
+
+    Attributes:
         sends_all: see ``Stages.run``.
     """
 
-    def __init__(self, stages: Stages, messages: Messages, work: Work, sends_all: bool = False) -> None:
-        self._stages, self._messages, self._work, self._sends_all = stages, messages, work, sends_all
+    def __init__(self, stages: Stages, messages: Messages, work: Work) -> None:
+        self._stages, self._messages, self._work = stages, messages, work
+        self.sends_all = False
         self._headers: dict[tuple[int, Any], Header] = {}
 
     def run(
@@ -230,7 +233,7 @@ class _Running:
             lambda: self._all._work.stage_loss(stage, self._batches[microbatch], flight.kept),
             self._take(flight, stage, microbatch) if stage > 0 else None,
             None if known is None else known.places,
-            self._all._sends_all,
+            self._all.sends_all,
             again,
         )
         flight.outputs = (result,) if stage == self._last else result.tensors
