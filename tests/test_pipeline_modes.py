@@ -51,7 +51,31 @@ class Detached(Model):
         return super().forward(x, y).detach()
 
 
-KINDS: dict[str, type[nn.Module]] = {"plain": Model, "detached": Detached}
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        return self.linear(x).tanh() + more
+
+
+class Normed(nn.Module):
+    """All blocks are given the normalised inputs, for which means are kept, but no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+        self.layers = nn.ModuleList(Added() for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        more, h = self.norm(x), x
+        for layer in self.layers:
+            h = layer(h, more)
+        return (h - y).pow(2).mean()
+
+
+KINDS: dict[str, type[nn.Module]] = {"plain": Model, "detached": Detached, "normed": Normed}
 
 
 def start(kind: str, pipeline: int, row: int = 0, schedule: str = "1f1b") -> zeromesh.Engine:
@@ -97,6 +121,11 @@ def compare(kind: str, **options: Any) -> None:
 @pytest.mark.parametrize(("schedule", "row"), [("1f1b", 0), ("zb-v", 3)])
 def test_layers_may_be_frozen_between_updates(freezes: tuple[bool, ...], schedule: str, row: int) -> None:
     compare("plain", freezes=freezes, schedule=schedule, row=row)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_what_is_made_of_inputs_with_buffers_is_the_same_on_all_stages(schedule: str) -> None:
+    compare("normed", schedule=schedule)
 
 
 def evaluate() -> list[int]:

@@ -205,7 +205,7 @@ class Pipelined:
         frozen = self._require_same(given, shapes, zlib.crc32(bytes(trains)))
         signatures = [(*shape, frozen) for shape in shapes]  # what is sent depends on it, too
         if self._interpreter is None:
-            stages = Stages(self._model, self.cut.blocks, self.cut.starts)
+            stages = Stages(self._model, self.cut.blocks, self.cut.starts, self.stages[0])
             messages = Messages(self._group, schedule.placement, self._mesh.device)
             self._interpreter = Interpreter(stages, messages, trainer)
         self._interpreter.sends_all = not all(trains)

@@ -91,11 +91,13 @@ class Stages:
         model: the whole; blocks of other ranks' stages need not have their parameters.
         blocks: names of its blocks, in the order in which they are called.
         starts: the first block of each stage, ascending from 0.
+        first: the first stage that this rank has.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], starts: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], starts: Sequence[int], first: int = 0) -> None:
         self._model, self._blocks = model, tuple(blocks)
         self._bounds = (*starts, len(blocks))
+        self._first = first
         inside = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
         self._outside = [module for module in model.modules() if id(module) not in inside]
 
@@ -122,7 +124,7 @@ class Stages:
             RuntimeError: the model did not call the blocks one after the other.
         """
         run = _Run(self._blocks, self._bounds[stage], self._bounds[stage + 1], received, places, sends_all)
-        with self._gates(run), self._without_graph(run), self._spared(run, again), counting():
+        with self._gates(run), self._without_graph(run), self._spared(run, stage, again), counting():
             try:
                 if run.is_live:
                     counts()
@@ -174,13 +176,14 @@ class Stages:
                 model.forward = own
 
     @contextmanager
-    def _spared(self, run: _Run, again: bool) -> Iterator[None]:
+    def _spared(self, run: _Run, stage: int, again: bool) -> Iterator[None]:
         """Copies in the places of the buffers outside of blocks, until a stage's own blocks are called.
 
-        What comes before these is computed again for each stage, and is to change buffers for the first one only.
-        What is computed ``again`` as a whole is to change none.
+        What comes before these is computed again for each stage, and is to change buffers of a rank for its first one
+        only. That may be of use: what is made of inputs alone, every stage makes with such buffers. What is computed
+        ``again`` as a whole is to change none.
         """
-        modules = list(self._model.modules()) if again else [] if run.is_live else self._outside
+        modules = list(self._model.modules()) if again else [] if stage == self._first else self._outside
         buffers = [(module, name, own) for module in modules for name, own in module._buffers.items()]
         for module, name, own in buffers:
             module._buffers[name] = None if own is None else own.clone()
