@@ -75,7 +75,30 @@ class Normed(nn.Module):
         return (h - y).pow(2).mean()
 
 
-KINDS: dict[str, type[nn.Module]] = {"plain": Model, "detached": Detached, "normed": Normed}
+class Numbered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[int, Tensor]:
+        return {0: x, 1: self.linear(x).tanh()}
+
+
+class Keys(nn.Module):
+    """Its blocks return mappings whose keys are numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Numbered() for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            found = layer(x)
+            x = found[0] + found[1]
+        return (x - y).pow(2).mean()
+
+
+KINDS: dict[str, type[nn.Module]] = {"plain": Model, "detached": Detached, "normed": Normed, "keys": Keys}
 
 
 def start(kind: str, pipeline: int, row: int = 0, schedule: str = "1f1b") -> zeromesh.Engine:
@@ -126,6 +149,10 @@ def test_layers_may_be_frozen_between_updates(freezes: tuple[bool, ...], schedul
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
 def test_what_is_made_of_inputs_with_buffers_is_the_same_on_all_stages(schedule: str) -> None:
     compare("normed", schedule=schedule)
+
+
+def test_blocks_return_mappings_with_numbers_as_keys() -> None:
+    compare("keys")
 
 
 def evaluate() -> list[int]:

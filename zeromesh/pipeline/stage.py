@@ -387,7 +387,7 @@ def _outline(value: Any) -> Any:
     if kind in (list, tuple):
         return {kind.__name__: [_outline(item) for item in value]}
     if kind is dict:
-        return {"dict": {str(key): _outline(item) for key, item in value.items()}}
+        return {"dict": [[key if isinstance(key, int) else str(key), _outline(item)] for key, item in value.items()]}
     if isinstance(value, Mapping):
         fields = {str(key): item for key, item in value.items()}
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -427,7 +427,9 @@ def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         kind, inside = next(iter(outline.items()))
         if isinstance(inside, dict):
             fields = {key: make(item) for key, item in inside.items()}
-            return fields if kind == "dict" else _object(kind, fields)
+            return _object(kind, fields)
+        if kind == "dict":
+            return {key: make(item) for key, item in inside}
         if kind != "tensor":
             return [make(item) for item in inside] if kind == "list" else tuple(make(item) for item in inside)
         *shape, dtype = inside
