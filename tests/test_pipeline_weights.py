@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, MESHES, SAMPLES, batches, build, compare
-from zeromesh.model.linear import Kept, keeping
+from zeromesh.model.linear import Columns, Kept, keeping, multiply
 from zeromesh.pipeline.weights import postpone, roots_of
 
 
@@ -100,3 +100,32 @@ def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
     assert other(torch.ones(2, 8)).abs().max() == 0
     with keeping([]):
         assert other(torch.ones(2, 8, requires_grad=True)).abs().max() == 0
+
+
+def gradient(given: Tensor, later: bool, inner: bool | None = None) -> Tensor | None:
+    """Of a weight; with a gradient inside of the forward, perhaps with a graph."""
+    torch.manual_seed(0)
+    weight, x = nn.Parameter(torch.randn(3, 3)), given.clone().requires_grad_()
+    kept: Kept | None = [] if later else None
+    with keeping(kept):
+        y = multiply(2 * x, Columns(weight, None))
+        if inner is not None:
+            (more,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True, create_graph=inner)
+            y = y + more
+        y.pow(3).sum().backward()
+    if kept:
+        roots = roots_of(kept)
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+    return weight.grad
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 3)])
+def test_inputs_may_have_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    given = torch.randn(shape)
+    torch.testing.assert_close(gradient(given, later=True), gradient(given, later=False))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_inside_of_a_forward_are_refused_where_those_of_weights_come_later(graph: bool) -> None:
+    with pytest.raises(RuntimeError, match="choose another pipeline.schedule, such as 1f1b"):
+        gradient(torch.randn(2, 3), later=True, inner=graph)

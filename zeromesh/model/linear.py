@@ -28,9 +28,15 @@ class Columns:
 
 @dataclass
 class Ticket:
-    """What a layer leaves for the node of its weight's gradient: its input, and the gradient of its output."""
+    """What a layer leaves for the node of its weight's gradient: its input, and the gradient of its output.
+
+    Attributes:
+        operands: these.
+        is_kept: the node is run later, by ``keeping``'s user, and nobody else gives the weight a gradient.
+    """
 
     operands: tuple[Tensor, Tensor] | None = None
+    is_kept: bool = False
 
 
 Kept = list[tuple[Tensor, Ticket]]
@@ -60,9 +66,9 @@ def is_keeping() -> bool:
 def multiply(x: Tensor, columns: Columns) -> Tensor:
     """What a layer gives, as plain torch computes it; ``keeping`` says when its weight's gradient is computed."""
     weight, bias = columns.weight, columns.bias
-    if _Now.kept is None or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+    if _Now.kept is None or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad and x.ndim > 1):
         return torch.nn.functional.linear(x, weight.t() if columns.transposed else weight, bias)
-    ticket = Ticket()
+    ticket = Ticket(is_kept=True)
     token: Tensor = WeightGradient.apply(weight, bias, ticket, columns.transposed, None)  # type: ignore[no-untyped-call]
     _Now.kept.append((token, ticket))
     fixed = _cast(weight.detach()), None if bias is None else _cast(bias.detach())
@@ -123,6 +129,12 @@ class Product(torch.autograd.Function):
         of_x = gradient @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
         token = gradient.new_empty(0) if ctx.needs_input_grad[1] else None
         if torch.is_grad_enabled() or ticket.operands is not None:  # create_graph, or called several times
+            if ticket.is_kept:
+                raise RuntimeError(
+                    "a gradient through a linear layer is computed twice, or with create_graph, as by "
+                    "torch.autograd.grad inside of a forward; where a pipeline's schedule has weight gradients of "
+                    "their own, as zb-h1 and zb-v have, that cannot be: choose another pipeline.schedule, such as 1f1b"
+                )
             of_weight, of_bias = _gradients(x, gradient, transposed, ctx.needs_input_grad[2:4])
             return of_x, token, of_weight, of_bias, None, None
         ticket.operands = x, gradient
