@@ -152,7 +152,7 @@ class Work(nn.Module):
             x = block(x)
         return x.sum()
 
-    def stage_loss(self, stage: int, batch: Tensor, kept: Kept | None) -> Tensor:
+    def stage_loss(self, stage: int, batch: Tensor, kept: Kept | None, trains: bool) -> Tensor:
         """See ``zeromesh.pipeline.run.Work``."""
         block = self.stages[stage]
         block.seconds, block.graph = self.times[stage], Graph()

@@ -188,7 +188,7 @@ class Losses:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.roots = model, []
 
-    def stage_loss(self, stage: int, batch: Any, kept: Any) -> Tensor:
+    def stage_loss(self, stage: int, batch: Any, kept: Any, trains: bool) -> Tensor:
         return self.model(*batch)
 
     def stage_backward(self, stage: int, roots: Any, *_: Any) -> None:

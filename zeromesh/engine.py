@@ -462,22 +462,32 @@ class Engine:
 
     # Stages of a pipeline.
 
-    def stage_loss(self, stage: int, batch: Any, kept: Kept | None) -> torch.Tensor:
-        """The loss of a micro-batch, as stages compute it together; ``kept`` if its backward is in two parts."""
-        with self._computing_stage(stage, kept):
+    def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> torch.Tensor:
+        """The loss of a micro-batch, as stages compute it together.
+
+        Args:
+            stage: which.
+            batch: all of it.
+            kept: if its backward is in two parts.
+            trains: whether a backward comes, which there may be graphs without.
+        """
+        with self._computing_stage(stage, kept, trains=trains):
             return self._loss(batch)
 
     @contextmanager
-    def _computing_stage(self, stage: int, kept: Kept | None, last: bool = False) -> Iterator[None]:
+    def _computing_stage(
+        self, stage: int, kept: Kept | None, last: bool = False, trains: bool = True
+    ) -> Iterator[None]:
         assert self.pipelined is not None
         order = self.sharded.events.order
         order.part = self.pipelined.units_of(stage, self.sharded)
         order.again = self.pipelined.units_after(stage, self.sharded) if last else frozenset()
+        order.evaluates = not trains
         try:
             with keeping(kept):
                 yield
         finally:
-            order.part, order.again = None, frozenset()
+            order.part, order.again, order.evaluates = None, frozenset(), False
 
     def stage_backward(
         self, stage: int, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None, last: bool,
@@ -517,8 +527,6 @@ class Engine:
             raise ValueError(f"num_micro_batches is {count}; it must be at least 1")
         modes = [(module, module.training) for module in self.module.modules()]
         self.eval()
-        order = self.sharded.events.order
-        order.evaluates = True  # a stage has graphs with shapes that are new to it, and not to other ranks of it
         try:
             with torch.no_grad():
                 given = [next(data_iter) for _ in range(count)]
@@ -526,7 +534,6 @@ class Engine:
                     [self._loss(b) for b in given] if self.pipelined is None else self.pipelined.evaluate(self, given)
                 )
         finally:
-            order.evaluates = False
             for module, mode in modes:  # some may be in evaluation mode for good
                 module.training = mode
         return self._mean(losses)

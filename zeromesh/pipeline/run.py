@@ -26,8 +26,12 @@ HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
 class Work(Protocol):
     """What is done with one stage's part of a micro-batch."""
 
-    def stage_loss(self, stage: int, batch: Any, kept: Kept | None) -> Tensor:
-        """The model's loss; a scalar. With ``kept``, its backward is to be in two parts."""
+    def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> Tensor:
+        """The model's loss; a scalar. With ``kept``, its backward is to be in two parts.
+
+        Unless it ``trains``, no backward comes. There may be a graph: with shapes that are new to a stage, and perhaps
+        not to other ranks of it.
+        """
 
     def stage_backward(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None, last: bool, kept: Kept | None
@@ -214,7 +218,7 @@ class _Running:
         # What passes on depends on parameters, which is seen where there are graphs.
         graph = (torch.is_grad_enabled() and not again) or (not known and stage < self._last)
         with torch.set_grad_enabled(graph):
-            result = self._compute(flight, stage, microbatch)
+            result = self._compute(flight, stage, microbatch, trains=self._trains and not again)
             if stage == self._last:
                 self.losses[microbatch] = result.detach()
             else:
@@ -224,13 +228,13 @@ class _Running:
         if not self._trains and (stage == self._last or self._all._messages.is_here(stage + 1)):
             del self._flights[stage, microbatch]
 
-    def _compute(self, flight: _Flight, stage: int, microbatch: int, again: bool = False) -> Any:
+    def _compute(self, flight: _Flight, stage: int, microbatch: int, trains: bool, again: bool = False) -> Any:
         """What a stage makes of what it received; of the last one the loss."""
         flight.kept = [] if self._splits else None
         known = self._all._headers.get(self._key(stage + 1, microbatch))
         result = self._all._stages.run(
             stage,
-            lambda: self._all._work.stage_loss(stage, self._batches[microbatch], flight.kept),
+            lambda: self._all._work.stage_loss(stage, self._batches[microbatch], flight.kept, trains),
             self._take(flight, stage, microbatch) if stage > 0 else None,
             None if known is None else known.places,
             self._all.sends_all,
@@ -243,7 +247,7 @@ class _Running:
         """The forward again, with its random numbers, for the graph that it has not left."""
         flight = self._flights[stage, microbatch]
         with drawing_from(flight.random, self._all._messages.device):
-            self._compute(flight, stage, microbatch, again=True)
+            self._compute(flight, stage, microbatch, trains=True, again=True)
 
     def _take(self, flight: _Flight, stage: int, microbatch: int) -> Handed:
         """What the stage before handed over."""
