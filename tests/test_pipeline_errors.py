@@ -160,8 +160,15 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("fault", ["raises", "dies"])
+@pytest.mark.parametrize(
+    ("fault", "stage"),
+    [
+        ("raises", 1),
+        ("dies", 0),
+        pytest.param("raises", 0, marks=pytest.mark.full),
+        pytest.param("dies", 1, marks=pytest.mark.full),
+    ],
+)
 def test_all_ranks_end_soon_when_a_stage_fails(fault: str, stage: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), rank=stage, block=[1, 6][stage]))
