@@ -37,8 +37,23 @@ POLICIES: dict[str, tuple[int, Shape]] = {
     "row 3, 4 parameter slots": (3, (4, None)),
     "row 3, 3 + 3 slots": (3, (3, 3)),
     "row 3, all slots": (3, (99, 99)),
+    "row 1, host": (1, (None, None)),
+    "row 2, host": (2, (None, None)),
+    "row 3, host": (3, (None, None)),
+    "row 3, half on host": (3, (None, None)),
+    "row 3, parameters on host": (3, (None, None)),
+    "row 3, all on host": (3, (None, None)),
 }
 """By name: the row of the placement table, and the budgets of parameter and gradient slots (None: the row's own)."""
+
+_HOST = {"device": "cpu"}
+OFFLOADED: dict[str, dict[str, Any]] = {
+    **{f"row {row}, host": {"offload_optimizer": _HOST} for row in (1, 2, 3)},
+    "row 3, half on host": {"offload_optimizer": {**_HOST, "ratio": 0.5}},
+    "row 3, parameters on host": {"offload_param": _HOST},
+    "row 3, all on host": {"offload_optimizer": _HOST, "offload_param": _HOST},
+}
+"""By policy: which states rest off the device."""
 
 MESHES: dict[str, dict[str, int]] = {
     "1": {"data": 1},
@@ -158,7 +173,7 @@ class Case:
             "train_batch_size": BATCH,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": CLIP if self.clip else 0.0,
-            "zero_optimization": {"stage": self.row},
+            "zero_optimization": {"stage": self.row, **OFFLOADED.get(self.policy, {})},
             "mesh": MESHES[self.mesh],
             "communication": {"ranks_per_node": NODES.get(self.mesh)},
             "slots": {"parameter": parameter, "gradient": gradient},
@@ -512,7 +527,8 @@ def _summed_in_group(case: Case, parts: list[list[torch.Tensor]]) -> torch.Tenso
     if case.row >= 2 or (case.row == 1 and case.accumulation == 1):
         # Rounded for the wire at once, and summed over the ranks after every micro-batch.
         wires = [[_divided(case, part, case.sent) for part in own] for own in parts]
-        return _add([p for m in range(case.accumulation) for p in _by_node(case, [own[m] for own in wires])], case.home)
+        by_micro_batch = [_by_node(case, [own[m] for own in wires]) for m in range(case.accumulation)]
+        return _add([of[0] if len(of) == 1 else _add(of, case.home) for of in by_micro_batch], case.home)
     # Every rank sums its own micro-batches, and only that is sent.
     totals = [_divided(case, own[0], case.home) for own in parts]
     for total, own in zip(totals, parts, strict=True):

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "data",
         "architectures",
     ),
-    ("dist", "observe", "config"),
+    ("dist", "observe", "config", "tiers"),
     ("model",),
 )
 """Packages and top-level modules, top to bottom."""

@@ -36,10 +36,11 @@ def memory(sharded: Sharded, optimizer: Optimizer | None) -> dict[str, Any]:
 
 
 def _optimizer_state(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[tuple[str, str, int]]:
-    for state in optimizer.state.values() if optimizer else ():
+    tiers = {id(piece.parameter): flat.optimizer_tier for flat in sharded.flats for _, _, piece in flat.pieces}
+    for parameter, state in optimizer.state.items() if optimizer else ():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                yield "optimizer", "device", value.nbytes
+                yield "optimizer", tiers[id(parameter)].value, value.nbytes
 
 
 def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:

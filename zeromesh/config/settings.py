@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -59,12 +60,15 @@ from zeromesh.config.unused import (
     WeightQuantization,
 )
 from zeromesh.config.zero import ZeroOptimization
-from zeromesh.model.placement import ROWS, Row
+from zeromesh.model.placement import ROWS, Row, Tier
 
 if TYPE_CHECKING:
     from zeromesh.model.precision import LossScale, Precision
 
 log = logging.getLogger("zeromesh")
+
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+"""What DeepSpeed calls the device of a state."""
 
 
 class Settings(Section):
@@ -272,8 +276,16 @@ class Settings(Section):
 
     @property
     def row(self) -> Row:
-        """Which states are sharded. Hybrid sharding is a matter of the mesh."""
-        return ROWS[self.zero_optimization.stage]
+        """Which states are sharded, and where they rest. Hybrid sharding is a matter of the mesh."""
+        zero = self.zero_optimization
+        return replace(
+            ROWS[zero.stage],
+            parameter_tier=TIERS[zero.parameter_device],
+            gradient_tier=Tier.DEVICE if zero.optimizer_device == "none" else Tier.HOST,
+            optimizer_tier=TIERS[zero.optimizer_device],
+            offloaded=zero.offload_ratio,
+            pinned=zero.pins,
+        )
 
     @property
     def precision(self) -> Precision:
@@ -329,6 +341,7 @@ class Settings(Section):
         problems = [
             *_precision_problems(self),
             *_shard_group_problems(self),
+            *_offload_problems(self),
             *_link_problems(self),
             *_model_problems(self),
         ]
@@ -423,6 +436,28 @@ def _shard_group_problems(settings: Settings) -> list[str]:
     if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
         return ["zero_optimization.mics_shard_size and zero_hpz_partition_size say the same thing; keep one of them"]
     return []
+
+
+def _offload_problems(settings: Settings) -> list[str]:
+    zero = settings.zero_optimization
+    problems = [
+        f"zero_optimization.{new}.device is {device!r}, but the older {old} is {value}; keep one of them"
+        for new, old, section, value in (
+            ("offload_optimizer", "cpu_offload", zero.offload_optimizer, zero.cpu_offload),
+            ("offload_param", "cpu_offload_param", zero.offload_param, zero.cpu_offload_param),
+        )
+        if section is not None and value is not None and value != ((device := section.device) != "none")
+    ]
+    for key, device, least, stages in (
+        ("offload_optimizer", zero.optimizer_device, 1, "1, 2 or 3"),
+        ("offload_param", zero.parameter_device, 3, "3"),
+    ):
+        if device != "none" and zero.stage < least:
+            problems.append(
+                f"zero_optimization.{key}.device is {device}, and what rests there is sharded, but not at stage "
+                f"{zero.stage}; set zero_optimization.stage to {stages}, also on one rank"
+            )
+    return problems
 
 
 def _only(given: Mapping[str, int]) -> int:

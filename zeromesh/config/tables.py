@@ -61,7 +61,8 @@ RENAMED: dict[str, str] = {
 
 _UNITS = "units travel whole, and their number in memory is set by slots"
 _ALWAYS = "it is always so here"
-_OFFLOAD = "nothing is offloaded in this version"
+_HOST_UPDATE = "the update on the host always takes all threads of torch, and begins as soon as it can"
+_NVME_BUFFERS = "nothing is kept on NVMe in this version"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "sparse_gradients": "gradients travel dense",
@@ -119,11 +120,16 @@ WITHOUT_EFFECT: dict[str, str] = {
     "checkpoint.checkpoint_serialization": "checkpoints have one format",
     "checkpoint.writer": "checkpoints have one writer",
     "zero_optimization.mics_hierarchical_params_gather": "communication.hierarchical says so",
-    "zero_optimization.offload_optimizer": _OFFLOAD,
-    "zero_optimization.offload_param": _OFFLOAD,
-    "zero_optimization.cpu_offload": _OFFLOAD,
-    "zero_optimization.cpu_offload_param": _OFFLOAD,
-    "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
+    **{
+        f"zero_optimization.offload_optimizer.{name}": _NVME_BUFFERS
+        for name in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")
+    },
+    "zero_optimization.offload_optimizer.super_offload": _HOST_UPDATE,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _HOST_UPDATE,
+    **{
+        f"zero_optimization.offload_param.{name}": _NVME_BUFFERS
+        for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+    },
     "zero_optimization.overlap_comm": "communication always overlaps with compute where the backend can",
     "zero_optimization.contiguous_gradients": _ALWAYS,
     "zero_optimization.reduce_scatter": "what is reduced, and how, follows from the placement of the states",
@@ -146,14 +152,14 @@ WITHOUT_EFFECT: dict[str, str] = {
     "zero_optimization.stage3_allgather_sequential": _UNITS,
     "zero_optimization.ignore_unused_parameters": "a parameter that got no gradient on any rank is skipped",
     "zero_optimization.legacy_stage1": "there is one engine for all stages",
-    "zero_optimization.round_robin_gradients": _OFFLOAD,
+    "zero_optimization.round_robin_gradients": "every rank copies its own shard of the gradients to the host",
     "zero_optimization.parameter_alignment": "the layout of a unit aligns what needs it",
     "zero_optimization.memory_efficient_linear": "torch.nn.functional.linear is left as it is",
     "zero_optimization.pipeline_loading_checkpoint": "every rank reads only its own part",
     "zero_optimization.override_module_apply": "torch.nn.Module.apply is left as it is",
     "zero_optimization.log_trace_cache_warnings": "units are fetched in any order of use",
     "zero_optimization.enable_sanity_checks": "the engine always guards against stale memory",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _OFFLOAD,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _NVME_BUFFERS,
     "zero_optimization.leaf_module": "name the modules that are fetched as a whole in units",
 }
 """Keys that are accepted and change nothing, and why."""
@@ -168,16 +174,14 @@ class NotYet:
 
 
 _OFF = (False,)
-_OFFLOADING = "offloading to the host or to NVMe"
+_NVME = "offloading to NVMe"
 
 NOT_YET: dict[str, NotYet] = {
     "mesh.expert": NotYet((1,), "expert parallelism"),
     "expert_parallel.enabled": NotYet(_OFF, "expert parallelism"),
-    "zero_optimization.offload_optimizer.device": NotYet(("none",), _OFFLOADING),
-    "zero_optimization.offload_param.device": NotYet(("none",), _OFFLOADING),
-    "zero_optimization.cpu_offload": NotYet((False, None), _OFFLOADING),
-    "zero_optimization.cpu_offload_param": NotYet((False, None), _OFFLOADING),
-    "zero_optimization.zenflow": NotYet((None,), _OFFLOADING),
+    "zero_optimization.offload_optimizer.device": NotYet(("none", "cpu"), _NVME),
+    "zero_optimization.offload_param.device": NotYet(("none", "cpu"), _NVME),
+    "zero_optimization.zenflow": NotYet((None,), "updates of important gradients first"),
     "zero_optimization.zero_quantized_nontrainable_weights": NotYet(_OFF, "quantised frozen weights"),
     "weight_quantization": NotYet(({"enabled": False}, None), "quantised weights"),
     "data_types.keep_in_fp32_modules": NotYet((None, []), "modules that stay in fp32 in a 16-bit run"),

@@ -15,14 +15,20 @@ Device = Literal["none", "cpu", "nvme"]
 class OffloadOptimizer(Section):
     """Where the optimizer's state rests."""
 
-    device: Device = Field("none", description="Memory of the optimizer's state.")
+    device: Device = Field(
+        "none", description="Memory of the optimizer's state: the update runs there. Gradients go to the host, too."
+    )
     nvme_path: str | None = Field(None, description="Folder on the NVMe device.")
     buffer_count: CountInt = Field(4, description="Buffers for the optimizer's state on the way to NVMe.")
     pin_memory: bool = Field(True, description="Use page-locked host memory.")
     pipeline_read: bool = Field(False, description="Read the next tile while the current one is updated.")
     pipeline_write: bool = Field(False, description="Write the last tile while the current one is updated.")
     fast_init: bool = Field(False, description="Faster first write to NVMe.")
-    ratio: Fraction = Field(1.0, description="Share of the optimizer's state that is offloaded.")
+    ratio: Fraction = Field(
+        1.0,
+        description="Share of the optimizer's state that is offloaded, in whole units. What stays on the device is of "
+        "the units whose gradients come last.",
+    )
     super_offload: bool = Field(False, description="Offloading tuned for superchips.")
     cpuadam_cores_perc: Fraction = Field(0.8, description="Share of the cores that update on the host.")
 
@@ -129,3 +135,28 @@ class ZeroOptimization(Section):
     enable_sanity_checks: bool = Field(False, description="Check the engine's state while it runs.")
     save_muon_momentum_buffer_in_memory: bool = Field(False, description="Keep Muon's momentum off NVMe.")
     leaf_module: LeafModule | None = Field(None, description="Modules that are fetched as a whole.")
+
+    @property
+    def offload_ratio(self) -> float:
+        """Share of the optimizer's state that is offloaded, where any is."""
+        return 1.0 if self.offload_optimizer is None else self.offload_optimizer.ratio
+
+    @property
+    def pins(self) -> bool:
+        """Whether host memory is page-locked."""
+        sections = [section for section in (self.offload_optimizer, self.offload_param) if section is not None]
+        return all(section.pin_memory for section in sections) and self.cpu_offload_use_pin_memory is not False
+
+    @property
+    def optimizer_device(self) -> Device:
+        """Where the optimizer's state rests, by the present keys or the older ones."""
+        if self.offload_optimizer is not None:
+            return self.offload_optimizer.device
+        return "cpu" if self.cpu_offload else "none"
+
+    @property
+    def parameter_device(self) -> Device:
+        """Where the parameters rest, by the present keys or the older ones."""
+        if self.offload_param is not None:
+            return self.offload_param.device
+        return "cpu" if self.cpu_offload_param else "none"

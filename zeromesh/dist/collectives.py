@@ -304,7 +304,7 @@ class Group:
                 segments is then undefined.
             received: buffer of ``receive_elements(n)`` elements, in ``full``'s dtype.
             out: shape ``(n,)``, any dtype; may be this rank's segment of ``full`` if the dtypes are equal.
-            add: add the sum to what ``out`` holds instead of replacing it.
+            add: add the sum, when it is whole, to what ``out`` holds instead of replacing it.
             tag: as in ``all_gather``.
             form: how sums are written between nodes.
         """
@@ -520,9 +520,13 @@ def backend_for(device: torch.device, process_group: Any = None) -> str:
 
 
 def _accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
-    """``out`` (+)= the sum of ``parts``, first to last. One of the parts may be ``out``, the others are scratch."""
-    if out.device.type == "cpu" and parts[0].itemsize < out.itemsize:
-        _convert_and_add(parts, out, add)
+    """``out`` (+)= the sum of ``parts``, first to last. One of the parts may be ``out``, the others are scratch.
+
+    What is added is the whole sum, so that it does not matter whether it is added here or, later, elsewhere.
+    """
+    on_cpu = out.device.type == "cpu"
+    if (on_cpu and parts[0].itemsize < out.itemsize) or (add and len(parts) > 1):
+        _add_in_chunks(parts, out, add, CHUNK if on_cpu else max(1, out.numel()))
         return
     rest = list(parts)
     if any(part.data_ptr() == out.data_ptr() for part in parts):
@@ -541,14 +545,17 @@ def _accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> 
         out.add_(part)
 
 
-def _convert_and_add(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
-    """As ``_accumulate``, chunk by chunk."""
-    scratch = torch.empty(min(CHUNK, out.numel()), dtype=out.dtype, device=out.device)
-    for total, *chunks in zip(out.split(CHUNK), *(part.split(CHUNK) for part in parts), strict=True):
-        if not add:
-            total.copy_(chunks.pop(0))
-        for chunk in chunks:
-            total.add_(scratch[: chunk.numel()].copy_(chunk))
+def _add_in_chunks(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool, size: int) -> None:
+    """As ``_accumulate``, so many elements at a time, of which a sum and a converted part are in scratch memory."""
+    scratch = torch.empty(2, min(size, out.numel()), dtype=out.dtype, device=out.device)
+    for target, first, *rest in zip(out.split(size), *(part.split(size) for part in parts), strict=True):
+        whole, converted = scratch[:, : target.numel()]
+        total = whole if add else target
+        total.copy_(first)
+        for part in rest:
+            total.add_(converted.copy_(part) if part.itemsize < total.itemsize else part)
+        if add:
+            target.add_(total)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Placement(enum.Enum):
@@ -32,9 +32,17 @@ class Tier(enum.Enum):
 class Row:
     """One row of the placement table.
 
+    Attributes:
+        parameter, gradient, optimizer: where each state lies over the ranks.
+        parameter_tier, optimizer_tier: where they rest.
+        gradient_tier: where the sum rests; a full gradient is on the device until it is reduced.
+        offloaded: share of the model of which gradients and optimizer state are on their tiers, in whole units; those
+            of the others are on the device.
+        pinned: whether host memory is page-locked.
+
     Raises:
         ValueError: if a state is sharded while one that must be at least as sharded is not
-            (parameter sharded => gradient sharded => optimizer sharded).
+            (parameter sharded => gradient sharded => optimizer sharded), or rests off the device and is not sharded.
     """
 
     parameter: Placement
@@ -43,6 +51,13 @@ class Row:
     parameter_tier: Tier = Tier.DEVICE
     gradient_tier: Tier = Tier.DEVICE
     optimizer_tier: Tier = Tier.DEVICE
+    offloaded: float = 1.0
+    pinned: bool = True
+
+    @property
+    def on_device(self) -> Row:
+        """The same with gradients and optimizer state on the device."""
+        return replace(self, gradient_tier=Tier.DEVICE, optimizer_tier=Tier.DEVICE)
 
     def __post_init__(self) -> None:
         order = [self.parameter, self.gradient, self.optimizer]
@@ -53,6 +68,16 @@ class Row:
                 f"optimizer={self.optimizer.value}: a sharded parameter needs a sharded gradient, and a sharded "
                 "gradient a sharded optimizer; use one of the rows in zeromesh.model.placement.ROWS"
             )
+        for state, placement, tier in (
+            ("parameter", self.parameter, self.parameter_tier),
+            ("gradient", self.optimizer, self.gradient_tier),
+            ("optimizer", self.optimizer, self.optimizer_tier),
+        ):
+            if tier is not Tier.DEVICE and placement is Placement.REPLICATED:
+                raise ValueError(
+                    f"{state} is to rest on tier {tier.value}, but is replicated: every rank would keep a copy of its "
+                    "own; use a row in which it is sharded"
+                )
 
 
 _REPLICATED, _SHARDED = Placement.REPLICATED, Placement.SHARDED

@@ -129,7 +129,8 @@ class Muon(torch.optim.Optimizer):
             update = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"])
             factor = _ADJUST_LR[group["adjust_lr_fn"]](*matrix.shape)
             piece.parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            piece.parameter.add_(piece.cut(update.view(piece.shape)), alpha=-group["lr"] * factor)
+            part = piece.cut(update.view(piece.shape)).to(piece.parameter.device)
+            piece.parameter.add_(part, alpha=-group["lr"] * factor)
 
     def _momentum(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
         state, gradient = self.state[parameter], parameter.grad

@@ -55,7 +55,7 @@ class FlatExchange:
         """Whole tensors from one piece each."""
         flat = self._flats[bucket]
         layout = flat.layout
-        full = torch.zeros(layout.size, dtype=flat.master.dtype, device=flat.master.device)
+        full = torch.zeros(layout.size, dtype=flat.master.dtype, device=self._mesh.device)
         own = full[flat.own]
         for _, local, piece in flat.pieces:
             if piece.name in pieces:

@@ -8,6 +8,8 @@ turns the full gradient into this rank's part of the sum over the ranks, its *ho
 - gradient replicated: at the accumulation boundary; micro-batches are summed in the full gradient, and the home lies in
   it where the dtypes allow.
 
+A home on the host is filled from the device when the sum is there, and micro-batches are summed on the host.
+
 What is kept is the sum over ranks and micro-batches, of which a part of the division that makes it a mean may have been
 done as gradients arrived (``predivide``); the update does the rest, once.
 """
@@ -22,10 +24,11 @@ import torch
 
 from zeromesh.dist.collectives import Group, Pending
 from zeromesh.dist.mesh import Mesh
-from zeromesh.model.placement import Placement, Row
+from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.slots import Pool, Slot, empty, largest
+from zeromesh.shard.slots import Pool, Slot, largest
+from zeromesh.tiers.memory import empty_on
 
 SHARES = 1 << 22
 """Elements that are summed over the tensor axis in one message, or one parameter's."""
@@ -55,6 +58,7 @@ class GradientPolicy:
             the number of ranks where that is exact, so that the mean costs no pass over memory of its own.
         kept: whether slots and homes keep their memory between updates. Where parameters are sharded it is given back,
             as activations are at their most when there are no gradients.
+        pinned: whether homes on the host are page-locked.
     """
 
     sharded: bool
@@ -64,12 +68,14 @@ class GradientPolicy:
     slots: int | None = None
     predivide: float | None = None
     kept: bool = True
+    pinned: bool = True
 
     @classmethod
     def of(cls, row: Row, **options: object) -> GradientPolicy:
         """The policy of a row of the placement table."""
         kept = row.parameter is Placement.REPLICATED
-        return cls(row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED, kept=kept, **options)  # type: ignore[arg-type]
+        sharded, owned = row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED
+        return cls(sharded, owned, kept=kept, pinned=row.pinned, **options)  # type: ignore[arg-type]
 
     def wire_dtype(self, layout: Layout) -> torch.dtype:
         """Dtype of this layout's gradients on the wire."""
@@ -94,12 +100,15 @@ class Gradient:
         holders: places along the pipeline whose stages have these parameters, where they are tied over several stages;
             the first of them counts what all have.
         home_in_full: whether ``home`` lies in the full gradient, in ``held`` then; otherwise in ``buffer``.
+        tier: where ``home`` rests.
     """
 
     def __init__(
-        self, layout: Layout, own: slice, shard: slice, tag: int, unit: str = "", holders: Sequence[int] = ()
-    ) -> None:
+        self, layout: Layout, own: slice, shard: slice, tag: int, unit: str = "", holders: Sequence[int] = (),
+        tier: Tier = Tier.DEVICE,
+    ) -> None:  # fmt: skip
         self.layout = layout
+        self.tier = tier
         self.holders = tuple(holders)
         self.own = own
         self.shard = shard
@@ -214,6 +223,8 @@ class Reducer:
         self.wires = Pool(largest(wires, self._limit if policy.owned else self._limit + 1), mesh.device)
         receives = [self._receive_bytes(g) for g in self.gradients]
         self.receives = Pool(largest(receives, self._limit), mesh.device)
+        landings = [self._landing_bytes(g) for g in self.gradients]
+        self.landings = Pool(largest(landings, self._limit), mesh.device)
 
     # What follows from the policy.
 
@@ -228,16 +239,21 @@ class Reducer:
         at_once = self.policy.owned and (self.policy.sharded or not self._accumulates)
         home = self.policy.home_dtype(gradient.layout)
         gradient.slot_dtype = self.policy.wire_dtype(gradient.layout) if at_once else home
-        gradient.home_in_full = not self.policy.sharded and gradient.slot_dtype == home
+        at_home = gradient.tier is Tier.DEVICE and gradient.slot_dtype == home
+        gradient.home_in_full = at_home and not self.policy.sharded
 
     def _converts(self, gradient: Gradient) -> bool:
         return self._group.size > 1 and gradient.slot_dtype != self.policy.wire_dtype(gradient.layout)
 
     @property
-    def home_bytes(self) -> int:
+    def home_bytes(self) -> dict[Tier, int]:
         """What homes take that do not lie in full gradients."""
-        own = [g for g in self.gradients if not g.home_in_full]
-        return sum((g.own.stop - g.own.start) * self.policy.home_dtype(g.layout).itemsize for g in own)
+        found = dict.fromkeys(Tier, 0)
+        for gradient in self.gradients:
+            if not gradient.home_in_full:
+                dtype = self._buffer_dtype(gradient)
+                found[gradient.tier] += (gradient.own.stop - gradient.own.start) * dtype.itemsize
+        return found
 
     @property
     def full_bytes(self) -> int:
@@ -248,6 +264,19 @@ class Reducer:
     def _receive_bytes(self, gradient: Gradient) -> int:
         elements = self._group.receive_elements(gradient.layout.shard_size)
         return elements * self.policy.wire_dtype(gradient.layout).itemsize
+
+    def _landing_bytes(self, gradient: Gradient) -> int:
+        """On the device, for a sum that goes to the host."""
+        if gradient.tier is Tier.DEVICE or self._group.size == 1:
+            return 0
+        return gradient.layout.shard_size * self.policy.home_dtype(gradient.layout).itemsize
+
+    def _buffer_dtype(self, gradient: Gradient) -> torch.dtype:
+        """Of the home's own memory: on the host as narrow as what comes, where nothing is ever added to it."""
+        alone = self._mesh.gradients == 1 and not (self._accumulates or gradient.shared or gradient.holders)
+        if gradient.tier is not Tier.DEVICE and alone:
+            return gradient.slot_dtype
+        return self.policy.home_dtype(gradient.layout)
 
     # The way of a gradient.
 
@@ -340,20 +369,39 @@ class Reducer:
         receive_slot = self._take(self.receives, self._receive_bytes(gradient))
         elements = self._group.receive_elements(gradient.layout.shard_size)
         received = receive_slot.tensor(elements, wire.dtype)
-        out, add = full[gradient.shard], False
-        if not gradient.home_in_full:
+        out, add, landing = full[gradient.shard], False, None
+        if gradient.tier is not Tier.DEVICE:
+            if self._group.size > 1:
+                landing = self._take(self.landings, self._landing_bytes(gradient))
+                out = landing.tensor(gradient.layout.shard_size, self.policy.home_dtype(gradient.layout))
+        elif not gradient.home_in_full:
             out, add = self._buffer(gradient), gradient.home is not None
         form = self._mesh.links.reduce
         pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1, form)
-        self._in_flight.append(_Reduction(gradient, full, gradient.slot, wire, wire_slot, pending, receive_slot))
+        done = _Reduction(gradient, full, gradient.slot, wire, wire_slot, pending, receive_slot, out, landing)
+        self._in_flight.append(done)
         gradient.full, gradient.slot = None, None
         gradient.arrived = [False] * len(gradient.arrived)
 
     def _buffer(self, gradient: Gradient) -> torch.Tensor:
         if gradient.buffer is None:
-            elements = gradient.own.stop - gradient.own.start
-            gradient.buffer = empty(elements, self.policy.home_dtype(gradient.layout), self._mesh.device)
+            elements, dtype = gradient.own.stop - gradient.own.start, self._buffer_dtype(gradient)
+            gradient.buffer = empty_on(gradient.tier, elements, dtype, self._mesh.device, self.policy.pinned)
         return gradient.buffer
+
+    def _bring_home(self, done: _Reduction) -> None:
+        """Copy or add a sum to its home on the host."""
+        gradient = done.gradient
+        with span("offload", gradient.unit):
+            if gradient.home is None:
+                self._buffer(gradient).copy_(done.out)
+            elif gradient.home.itemsize < self.policy.home_dtype(gradient.layout).itemsize:
+                self._accumulates = True  # more is added than was said
+                gradient.buffer = gradient.home.to(self.policy.home_dtype(gradient.layout)).add_(done.out.cpu())
+            else:
+                gradient.home.add_(done.out.cpu())
+        if done.landing is not None:
+            self.landings.give(done.landing)
 
     def _finish(self) -> None:
         """Wait for the oldest reduction and put its result where it belongs."""
@@ -362,6 +410,8 @@ class Reducer:
         with span("wait_reduce", gradient.unit):
             done.pending.wait()
         _give(self.receives, done.receive_slot)
+        if gradient.tier is not Tier.DEVICE:
+            self._bring_home(done)
         if not gradient.home_in_full:
             gradient.home = gradient.buffer
             _give(self.slots, done.slot)
@@ -401,7 +451,7 @@ class Reducer:
         while self._gathering:
             self._finish_gathering()
         if not self.policy.kept:
-            for pool in (self.slots, self.wires, self.receives):
+            for pool in (self.slots, self.wires, self.receives, self.landings):
                 pool.trim()
 
     def complete(self) -> None:
@@ -460,8 +510,8 @@ class Reducer:
         group = self._mesh.group("pipeline")
         for number, gradient in enumerate(tied for tied in self.gradients if tied.holders):
             assert gradient.home is not None
-            used = torch.tensor(gradient.used, dtype=gradient.home.dtype, device=gradient.home.device)
-            own = torch.cat([gradient.home, used])
+            used = torch.tensor(gradient.used, dtype=gradient.home.dtype, device=group.device)
+            own = torch.cat([gradient.home.to(group.device), used])
             rows = {place: own if place == group.rank else torch.empty_like(own) for place in gradient.holders}
             others = [place for place in gradient.holders if place != group.rank]
             sends, receives = dict.fromkeys(others, own), {place: rows[place] for place in others}
@@ -477,7 +527,7 @@ class Reducer:
         sums: deque[tuple[Gradient, torch.Tensor, Callable[[], Pending]]] = deque()
         for gradient in self.gradients:
             assert gradient.home is not None
-            wire = gradient.home.to(self.policy.wire_dtype(gradient.layout))
+            wire = gradient.home.to(self._mesh.device, self.policy.wire_dtype(gradient.layout))
             begun = self._mesh.replicate.begin_all_reduce(wire, gradient.tag + 3, self._mesh.links.reduce)
             sums.append((gradient, wire, begun))
             if len(sums) > self._limit:
@@ -515,6 +565,8 @@ class _Reduction:
         slot: that ``full`` lies in; None where autograd left it.
         wire: what is sent: ``full`` itself, or in ``wire_slot`` where the dtype is another.
         receive_slot: where the other ranks' parts come in.
+        out: where the sum is put, or added to.
+        landing: that ``out`` lies in, where it goes on to the host.
     """
 
     gradient: Gradient
@@ -524,14 +576,16 @@ class _Reduction:
     wire_slot: Slot | None
     pending: Pending
     receive_slot: Slot
+    out: torch.Tensor
+    landing: Slot | None
 
 
 def _sum_together(parts: Sequence[torch.Tensor], group: Group) -> None:
     """Sum 1-D tensors of one dtype over the ranks, in place, in one message."""
     with span("sum_shares"):
-        together = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        together = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(group.device)
         group.all_reduce(together, SHARES_TAG)
-        if len(parts) > 1:
+        if together is not parts[0]:
             for part, total in zip(parts, together.split([part.numel() for part in parts]), strict=True):
                 part.copy_(total)
 

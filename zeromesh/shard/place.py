@@ -46,8 +46,9 @@ def place_units(
         tied: by name, the places along the pipeline that have a parameter, where several have it.
     """
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
+    rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], row)
     number = 0
-    for unit in units:
+    for unit, row in zip(units, rows, strict=True):
         flats = []
         kinds = _kinds(unit.module, owned[unit.name], precision, tied or {})
         for (dtype, trainable, holders), members in kinds.items():
@@ -56,10 +57,20 @@ def place_units(
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
             flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, holders)
             if trainable:
-                flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, unit.name or "(root)", holders)
+                place = unit.name or "(root)"
+                flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, place, holders, row.gradient_tier)
             flats.append(flat)
             number += 1
         unit.place(flats, row, mesh, precision.compute is not None, materialise)
+
+
+def _rows(sizes: Sequence[int], row: Row) -> list[Row]:
+    """Each unit's row. The first units' gradients come last, so that their update could not run beside the backward."""
+    rows, stays = [], (1 - row.offloaded) * sum(sizes)
+    for size in sizes:
+        rows.append(row.on_device if size <= stays else row)
+        stays -= size if size <= stays else 0
+    return rows
 
 
 def _whole(shape: torch.Size, mesh: Mesh) -> Held:

@@ -15,7 +15,7 @@ from torch import nn
 
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
-from zeromesh.model.placement import Placement, Row
+from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.observe.spans import span
@@ -353,13 +353,15 @@ class Sharded:
     def memory(self) -> Iterator[tuple[str, str, int]]:
         """What is allocated on this rank at the most: (state, tier, bytes)."""
         for flat in self.flats:
-            rest = flat.home if self.sharded else flat.full
-            yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", "device", rest.nbytes
+            rest, tier = (flat.home, flat.parameter_tier) if self.sharded else (flat.full, Tier.DEVICE)
+            yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
             if flat.master is not flat.home:
-                yield "optimizer", "device", flat.master.nbytes
-        yield "gradient", "device", self.reducer.home_bytes
+                yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
+        for tier, size in self.reducer.home_bytes.items():
+            yield "gradient", tier.value, size
         yield "slot" if self.reducer.policy.sharded else "gradient", "device", self.reducer.full_bytes
-        for pool in (self.reducer.wires, self.reducer.receives, self.pool, self.root_pool):
+        reducer = self.reducer
+        for pool in (reducer.wires, reducer.receives, reducer.landings, self.pool, self.root_pool):
             yield "slot", "device", pool.nbytes
         for buffer in self.model.buffers():
             yield "buffer", "device", buffer.nbytes

@@ -9,36 +9,14 @@ faults; unless ``trim`` takes the memory of those that are free, because somethi
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterable
 
 import torch
 
+from zeromesh.tiers.memory import allocate
+
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Since torch 2.13 memory moves from one storage to another. Before, a lent slot is only a right to allocate."""
-
-
-_HUGE = 2 << 20
-_MADV_HUGEPAGE = 14
-
-
-def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Uninitialized memory; in huge pages where the kernel has them to give (Linux), which are quicker to come by."""
-    storage = torch.UntypedStorage(nbytes, device=device)
-    if device.type == "cpu" and sys.platform == "linux" and nbytes >= 2 * _HUGE:
-        first = -(-storage.data_ptr() // _HUGE) * _HUGE
-        whole = (storage.data_ptr() + nbytes - first) // _HUGE * _HUGE
-        # Advice only: where it is not heeded, nothing is lost.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
-    return storage
-
-
-def empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As ``torch.empty`` of shape ``(elements,)``, in memory from ``allocate``."""
-    return torch.empty(0, dtype=dtype, device=device).set_(
-        allocate(elements * dtype.itemsize, device), 0, (elements,), (1,)
-    )
 
 
 class Slot:

@@ -8,7 +8,8 @@ Note on the names of a unit's tensors:
   and the unit gets another; what autograd saves is no view, but tells where one lies.
 - ``home``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
 - ``master``: what the optimizer updates. For 16-bit parameters it is fp32: where parameters are sharded they rest in it
-  and are converted as they are fetched, elsewhere it is a copy beside them. For others it is ``home`` itself.
+  and are converted as they are fetched, elsewhere it is a copy beside them. For others it is ``home`` itself. Where the
+  optimizer's tier is not the parameters', it is a copy on that tier in any case.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from torch import nn
 from zeromesh.dist.collectives import Pending
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
-from zeromesh.model.placement import Placement, Row
+from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment, round_up
-from zeromesh.shard.slots import Slot, allocate, attach, detach
+from zeromesh.shard.slots import Slot, attach, detach
+from zeromesh.tiers.memory import allocate, zeros_on
 
 VALUES_TAG = 11
 """Of the pipeline axis, for the values of parameters that several stages have."""
@@ -71,6 +73,8 @@ class Flat:
         shard = mesh.shard.rank * layout.shard_size
         self.shard = slice(shard, shard + layout.shard_size)
         self.own = self.shard if row.optimizer is Placement.SHARDED else slice(0, layout.size)
+        self.parameter_tier = row.parameter_tier
+        self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
         self.gradient: Gradient | None = None
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -100,11 +104,16 @@ class Flat:
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
         mixed = mixed and layout.trainable and layout.dtype in SIXTEEN_BIT
         dtype, elements = torch.float32 if mixed else layout.dtype, self.own.stop - self.own.start
-        if sharded:
-            self.home = self.master = torch.zeros(layout.shard_size, dtype=dtype, device=mesh.device)
-        else:
+        apart = self.optimizer_tier is not self.parameter_tier
+        if not sharded:
             self.home = self.full[self.own]
-            self.master = torch.zeros(elements, dtype=dtype, device=mesh.device) if mixed else self.home
+        else:
+            # On the host, what is fetched is not to be converted each time.
+            rest = layout.dtype if apart or self.parameter_tier is not Tier.DEVICE else dtype
+            self.home = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
+        self.master = self.home
+        if apart or self.home.dtype != dtype:
+            self.master = zeros_on(self.optimizer_tier, elements, dtype, mesh.device, row.pinned)
         for start, stop in () if sharded else layout.gaps:
             self.full[start:stop] = 0
         for parameter, segment, view in zip(self.parameters, layout.segments, self.views, strict=True):
@@ -153,7 +162,7 @@ class Flat:
                 raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
             # Never narrower than what it goes to, where it would be compared with what is there.
             wide = torch.promote_types(value.dtype, self.master.dtype)
-            self.put(segment, value.to(device=self.master.device, dtype=wide), first)
+            self.put(segment, value.to(dtype=wide), first)
 
     def take_changes(self) -> None:
         """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into home and master.
@@ -228,7 +237,7 @@ def _put(value: torch.Tensor, at: int, buffer: torch.Tensor, first: int) -> None
     """Copy what lies in ``buffer`` of a value; they begin with the layout's elements ``at`` and ``first``."""
     start, stop = max(at, first), min(at + value.numel(), first + buffer.numel())
     if start < stop:
-        target, part = buffer[start - first : stop - first], value[start - at : stop - at]
+        target, part = buffer[start - first : stop - first], value[start - at : stop - at].to(buffer.device)
         if part.itemsize >= target.itemsize:
             target.copy_(part)
         else:  # what was not changed keeps the bits that the narrower dtype lacks

@@ -1,0 +1,1 @@
+"""Where bytes rest: on the device, in host memory, in files."""

@@ -1,0 +1,73 @@
+"""Memory for states that rest on the device or on the host.
+
+On a machine without an accelerator the host's memory is a store of its own all the same: what rests there is copied to
+be computed with, so that what is tested there is what runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+
+import torch
+
+from zeromesh.model.placement import Tier
+
+_HUGE = 2 << 20
+_MADV_HUGEPAGE = 14
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Uninitialized memory; in huge pages where the kernel has them to give (Linux), which are quicker to come by."""
+    storage = torch.UntypedStorage(nbytes, device=device)
+    if device.type == "cpu" and sys.platform == "linux" and nbytes >= 2 * _HUGE:
+        first = -(-storage.data_ptr() // _HUGE) * _HUGE
+        whole = (storage.data_ptr() + nbytes - first) // _HUGE * _HUGE
+        # Advice only: where it is not heeded, nothing is lost.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
+    return storage
+
+
+def empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As ``torch.empty`` of shape ``(elements,)``, in memory from ``allocate``."""
+    return torch.empty(0, dtype=dtype, device=device).set_(
+        allocate(elements * dtype.itemsize, device), 0, (elements,), (1,)
+    )
+
+
+def device_of(tier: Tier, device: torch.device) -> torch.device:
+    """Where the tensors of a tier lie in a process that computes on ``device``."""
+    return device if tier is Tier.DEVICE else torch.device("cpu")
+
+
+def empty_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
+    """As ``empty``, on a tier of a process that computes on ``device``.
+
+    With ``pin``, memory of the host is page-locked where the device is a GPU, so that copies run while it computes. Not
+    by torch's own allocator for this, which takes up to twice as much, as it rounds up to powers of two.
+
+    Raises:
+        RuntimeError: it cannot be page-locked.
+    """
+    found = empty(elements, dtype, device_of(tier, device))
+    if pin and device.type == "cuda" and found.device.type == "cpu" and found.nbytes:
+        _lock_pages(found.untyped_storage())
+    return found
+
+
+def zeros_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
+    """As ``empty_on``, filled with zeros."""
+    return empty_on(tier, elements, dtype, device, pin).zero_()
+
+
+def _lock_pages(storage: torch.UntypedStorage) -> None:
+    """Until the memory goes."""
+    runtime, address = torch.cuda.cudart(), storage.data_ptr()
+    error = int(runtime.cudaHostRegister(address, storage.nbytes(), 0))
+    if error != 0:
+        raise RuntimeError(
+            f"{storage.nbytes():,} bytes of host memory could not be page-locked (CUDA error {error}); set pin_memory "
+            "of offload_optimizer and offload_param to false, or allow more with `ulimit -l`"
+        )
+    weakref.finalize(storage, runtime.cudaHostUnregister, address)
