@@ -56,8 +56,7 @@ def test_the_resolved_configuration_reads_back_as_itself(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("cpu_offload_old_form", ["zero_optimization.cpu_offload"]),
-        ("zero_infinity", ["zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"]),
+        ("zero_infinity", ["zero_optimization.offload_optimizer.device"]),
         ("onebit", ["optimizer.type"]),
         ("apex", ["amp"]),
         ("parallel", ["zero_optimization.zero_quantized_nontrainable_weights"]),
@@ -360,12 +359,12 @@ def test_what_is_not_yet_possible_is_refused_in_those_words(path: str) -> None:
     entry = entries()[path]
     value: Any = {}
     if not entry.section:
-        value = not entry.default if "true" in entry.rule else "cpu" if "cpu" in entry.rule else 2
+        value = not entry.default if "true" in entry.rule else "nvme" if "nvme" in entry.rule else 2
         given = {"gradient_allreduce_op": "sum", "data_types.keep_in_fp32_modules": ["Linear"]}
         value = given.get(path, "fp32" if "fp32" in entry.rule else value)
     elif path == "weight_quantization":
         value = {"num_bits": 4}
-    (problem,) = problems(nested(path, value))
+    (problem,) = problems(nested(path, value), "zero_optimization.stage=3")
     assert problem.startswith(f"{path} = ")
     assert "is not in this version yet" in problem
 
@@ -373,7 +372,7 @@ def test_what_is_not_yet_possible_is_refused_in_those_words(path: str) -> None:
 @pytest.mark.parametrize("path", NOT_YET)
 def test_the_default_of_what_is_not_yet_possible_is_allowed(path: str) -> None:
     for value in NOT_YET[path].allowed:
-        Settings.load(nested(path, value))
+        Settings.load(nested(path, value), ["zero_optimization.stage=3"])
 
 
 def no_effect_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -477,7 +476,39 @@ def test_a_wrong_override_gets_the_same_errors(override: str, expected: str) -> 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_stage_is_a_row(stage: int) -> None:
-    assert Settings.load({"zero_optimization": {"stage": stage}}).row is ROWS[stage]
+    assert Settings.load({"zero_optimization": {"stage": stage}}).row == ROWS[stage]
+
+
+@pytest.mark.parametrize(
+    ("zero", "tiers"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, ("device", "host", "host")),
+        ({"offload_param": {"device": "cpu"}}, ("host", "device", "device")),
+        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, ("host", "host", "host")),
+        ({"cpu_offload": True}, ("device", "host", "host")),
+        ({"cpu_offload": False, "cpu_offload_param": True}, ("host", "device", "device")),
+        ({"offload_optimizer": {"device": "none"}}, ("device", "device", "device")),
+    ],
+)
+def test_what_is_offloaded_is_a_tier_of_the_row(zero: dict[str, Any], tiers: tuple[str, ...]) -> None:
+    row = Settings.load({"zero_optimization": {"stage": 3, **zero}}).row
+    assert (row.parameter_tier.value, row.gradient_tier.value, row.optimizer_tier.value) == tiers
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "set zero_optimization.stage to 1, 2 or 3, also on one"),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "set zero_optimization.stage to 3, also on one rank"),
+        (
+            {"stage": 3, "cpu_offload": True, "offload_optimizer": {"device": "none"}},
+            "offload_optimizer.device is 'none', but the older cpu_offload is True; keep one of them",
+        ),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(zero: dict[str, Any], message: str) -> None:
+    (problem,) = problems({"zero_optimization": zero})
+    assert message in problem
 
 
 FP16_SCALE = LossScale(None, 12, 500, 3, True, 2.0)
