@@ -57,7 +57,7 @@ class GradientPolicy:
         predivide: gradients are divided by it as they arrive, before they are summed over the ranks; None divides by
             the number of ranks where that is exact, so that the mean costs no pass over memory of its own.
         kept: whether slots and homes keep their memory between updates. Where parameters are sharded it is given back,
-            as activations are at their most when there are no gradients.
+            as activations are at their most when there are no gradients; but not on the host, where there are none.
         pinned: whether homes on the host are page-locked.
     """
 
@@ -549,7 +549,7 @@ class Reducer:
         for gradient in self.gradients:
             _give(self.slots, gradient.slot)
             _give(self.slots, gradient.held)
-            if not self.policy.kept:
+            if not self.policy.kept and gradient.tier is Tier.DEVICE:
                 gradient.buffer = None
             gradient.full = gradient.slot = gradient.home = gradient.held = None
             gradient.arrived = [False] * len(gradient.arrived)
