@@ -1,0 +1,21 @@
+"""The native kernels, which are compiled when the package is installed; all else is in pyproject.toml.
+
+They are plain C without Python's headers or torch's, loaded with ctypes. Where they cannot be compiled the package is
+installed without them, and torch's updates are used.
+"""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "zeromesh.kernels._native",
+            ["zeromesh/kernels/native.c"],
+            depends=["zeromesh/kernels/native.h", "zeromesh/kernels/lanes.h"],
+            # Products and sums are joined where the source says so only: each instruction set gives the same bits.
+            extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+    ]
+)

@@ -1,0 +1,192 @@
+// The kernels for one instruction set. native.c includes this once for each, with
+//   NAME(x)             x, named after the set
+//   TARGET              the attribute that lets a function use its instructions
+//   WIDTH               floats in a vector: 4, 8 or 16
+//   SQRT, FMA           of vectors, rounded once
+//   FROM_HALF, TO_HALF  between WIDTH halves in 16-bit integers and floats
+//   STREAM              store to an aligned address, past the caches
+//
+// All is done lane by lane in the same order of roundings, and what is left at the end goes through whole vectors, too.
+// So every set, cut and alignment gives the same bits. (But for the payload of a NaN made of two.)
+
+#define INLINE static inline __attribute__((always_inline)) TARGET
+#define FLOATS NAME(floats)
+#define INTEGERS NAME(integers)
+#define SHORTS NAME(shorts)
+#define DOUBLES NAME(doubles)
+#define PART NAME(part)
+
+typedef float FLOATS __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t INTEGERS __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t SHORTS __attribute__((vector_size(2 * WIDTH)));
+typedef double DOUBLES __attribute__((vector_size(4 * WIDTH)));
+typedef float PART __attribute__((vector_size(2 * WIDTH)));
+typedef FLOATS NAME(floats_anywhere) __attribute__((aligned(4), may_alias));
+typedef SHORTS NAME(shorts_anywhere) __attribute__((aligned(2), may_alias));
+
+INLINE FLOATS NAME(load)(const float *from) { return *(const NAME(floats_anywhere) *)from; }
+
+INLINE void NAME(store)(float *to, FLOATS x, int stream) {
+    if (stream) STREAM(to, x);
+    else *(NAME(floats_anywhere) *)to = x;
+}
+
+INLINE FLOATS NAME(select)(INTEGERS mask, FLOATS yes, FLOATS no) {
+    return (FLOATS)((mask & (INTEGERS)yes) | (~mask & (INTEGERS)no));
+}
+
+// Elements from i on, whatever their type, as floats.
+INLINE FLOATS NAME(widen)(const void *from, int64_t i, int type) {
+    if (type == FLOAT32) return NAME(load)((const float *)from + i);
+    SHORTS x = *(const NAME(shorts_anywhere) *)((const uint16_t *)from + i);
+    if (type == FLOAT16) return FROM_HALF(x);
+    return (FLOATS)(__builtin_convertvector(x, INTEGERS) << 16);
+}
+
+// Rounded to nearest, ties to even. A NaN stays one.
+INLINE SHORTS NAME(to_bfloat)(FLOATS x) {
+    INTEGERS bits = (INTEGERS)x;
+    INTEGERS rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    INTEGERS quiet = bits | 0x400000;
+    INTEGERS nan = (INTEGERS)((bits & 0x7fffffff) > 0x7f800000);
+    return __builtin_convertvector(((nan & quiet) | (~nan & rounded)) >> 16, SHORTS);
+}
+
+INLINE void NAME(narrow)(void *to, int64_t i, int type, FLOATS x) {
+    if (type == FLOAT32) NAME(store)((float *)to + i, x, 0);
+    else *(NAME(shorts_anywhere) *)((uint16_t *)to + i) = type == FLOAT16 ? TO_HALF(x) : NAME(to_bfloat)(x);
+}
+
+// start + weight * (end - start), from the end that is nearer: exact at both.
+INLINE FLOATS NAME(lerp)(FLOATS start, FLOATS end, float weight) {
+    int near_start = weight < 0.5f;
+    FLOATS coefficient = (FLOATS){0} + (near_start ? weight : weight - 1.0f);
+    return FMA(coefficient, end - start, near_start ? start : end);
+}
+
+// One step of a rule. States that it does not have are left alone.
+INLINE void NAME(rule)(int rule, const struct row *row, FLOATS g, FLOATS *p, FLOATS *s, FLOATS *t) {
+    const FLOATS zero = {0};
+    FLOATS step = zero + row->step;
+    g = g * row->scale;
+    if (row->weight_decay != 0) g = FMA(zero + row->weight_decay, *p, g);
+    if (rule == ADAM) {
+        *s = NAME(lerp)(*s, g, row->weight1);
+        *t = FMA(row->weight2 * g, g, *t * row->beta2);
+        FLOATS below = SQRT(*t) / row->root + row->eps;
+        *p = *p * row->decay + step * *s / below;
+    } else if (rule == SGD) {
+        if (row->momentous) {
+            *s = row->first ? g : FMA(zero + row->weight2, g, *s * row->beta2);
+            g = row->nesterov ? FMA(zero + row->beta2, *s, g) : *s;
+        }
+        *p = FMA(step, g, *p);
+    } else if (rule == LION) {
+        FLOATS direction = NAME(lerp)(g, *s, row->weight1);
+        FLOATS one = zero + 1.0f;
+        FLOATS up = NAME(select)((INTEGERS)(direction > zero), one, zero);
+        FLOATS down = NAME(select)((INTEGERS)(direction < zero), one, zero);
+        *p = FMA(step, up - down, *p * row->decay);
+        *s = NAME(lerp)(*s, g, row->weight2);
+    } else {
+        *s = FMA(g, g, *s);
+        *p = *p + step * g / (SQRT(*s) + row->eps);
+    }
+}
+
+// A vector of elements, from i on.
+INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q, int64_t i, int stream) {
+    FLOATS x[3] = {NAME(load)(q->read[0] + i)};
+    if (q->read[1]) x[1] = NAME(load)(q->read[1] + i);
+    if (q->read[2]) x[2] = NAME(load)(q->read[2] + i);
+    NAME(rule)(rule, row, NAME(widen)(q->gradient, i, q->gradient_type), &x[0], &x[1], &x[2]);
+    NAME(store)(q->write[0] + i, x[0], stream);
+    if (q->write[1]) NAME(store)(q->write[1] + i, x[1], stream);
+    if (q->write[2]) NAME(store)(q->write[2] + i, x[2], stream);
+    if (q->parameter) NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
+}
+
+INLINE void NAME(elements)(int rule, const struct row *given, const struct piece *whole, int64_t begin, int64_t end,
+                           int stream) {
+    struct row row = *given;
+    struct piece q = *whole;
+    int64_t i = begin;
+    for (; i + WIDTH <= end; i += WIDTH) NAME(advance)(rule, &row, &q, i, stream);
+    if (i == end) return;
+    // The rest, in copies with zeros behind.
+    float state[3][WIDTH] = {{0}}, gradient[WIDTH] = {0}, parameter[WIDTH] = {0};
+    int64_t rest = end - i, wide = q.gradient_type == FLOAT32 ? 4 : 2, narrow = q.parameter_type == FLOAT32 ? 4 : 2;
+    struct piece small = q;
+    memcpy(gradient, (const char *)q.gradient + wide * i, wide * rest);
+    small.gradient = gradient;
+    for (int k = 0; k < 3; k++)
+        if (q.read[k]) {
+            memcpy(state[k], q.read[k] + i, 4 * rest);
+            small.read[k] = small.write[k] = state[k];
+        }
+    if (q.parameter) small.parameter = parameter;
+    NAME(advance)(rule, &row, &small, 0, 0);
+    for (int k = 0; k < 3; k++)
+        if (q.write[k]) memcpy(q.write[k] + i, state[k], 4 * rest);
+    if (q.parameter) memcpy((char *)q.parameter + narrow * i, parameter, narrow * rest);
+}
+
+TARGET static void NAME(update)(const struct row *row, const struct piece *q, int64_t begin, int64_t end, int stream) {
+    // Streams need aligned addresses.
+    for (int k = 0; k < 3; k++)
+        if (q->write[k] && (uintptr_t)(q->write[k] + begin) % (4 * WIDTH)) stream = 0;
+#define CASE(rule)                                                                \
+    case rule:                                                                    \
+        if (stream) NAME(elements)(rule, row, q, begin, end, 1);                  \
+        else NAME(elements)(rule, row, q, begin, end, 0);                         \
+        break
+    switch (row->rule) {
+        CASE(ADAM);
+        CASE(SGD);
+        CASE(LION);
+        CASE(ADAGRAD);
+    }
+#undef CASE
+    if (stream) FENCE();
+}
+
+// Sixteen sums, whatever the width: element i goes to sum i % 16. Squares of floats are exact in doubles.
+INLINE void NAME(sixteen)(const void *from, int64_t i, int type, DOUBLES *sums) {
+    for (int k = 0; k < 16 / WIDTH; k++) {
+        union { FLOATS whole; PART parts[2]; } x = {NAME(widen)(from, i + k * WIDTH, type)};
+        for (int half = 0; half < 2; half++) {
+            DOUBLES wide = __builtin_convertvector(x.parts[half], DOUBLES);
+            sums[2 * k + half] += wide * wide;
+        }
+    }
+}
+
+TARGET static double NAME(squares)(const void *from, int type, int64_t begin, int64_t end) {
+    union { DOUBLES vectors[32 / WIDTH]; double each[16]; } sums = {{{0}}};
+    int64_t i = begin, wide = type == FLOAT32 ? 4 : 2;
+    for (; i + 16 <= end; i += 16) NAME(sixteen)(from, i, type, sums.vectors);
+    if (i < end) {
+        float rest[16] = {0};
+        memcpy(rest, (const char *)from + wide * i, wide * (end - i));
+        NAME(sixteen)(rest, 0, type, sums.vectors);
+    }
+    double total = 0;
+    for (int k = 0; k < 16; k++) total += sums.each[k];
+    return total;
+}
+
+#undef INLINE
+#undef FLOATS
+#undef INTEGERS
+#undef SHORTS
+#undef DOUBLES
+#undef PART
+#undef NAME
+#undef TARGET
+#undef WIDTH
+#undef SQRT
+#undef FMA
+#undef FROM_HALF
+#undef TO_HALF
+#undef STREAM
+#undef FENCE

@@ -1,0 +1,197 @@
+// Updates of optimizers on a CPU, and what goes with them. Plain pointers: neither Python's nor torch's headers.
+
+#include "native.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCK 65536       // elements that a thread takes at a time
+#define BYTES (1 << 20)   // the same of bytes
+
+typedef void update_function(const struct row *, const struct piece *, int64_t, int64_t, int);
+typedef double squares_function(const void *, int, int64_t, int64_t);
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+
+#define NAME(x) x##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define WIDTH 16
+#define SQRT(x) ((FLOATS)_mm512_sqrt_ps((__m512)(x)))
+#define FMA(a, b, c) ((FLOATS)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define FROM_HALF(x) ((FLOATS)_mm512_cvtph_ps((__m256i)(x)))
+#define TO_HALF(x) ((SHORTS)_mm512_cvtps_ph((__m512)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define STREAM(to, x) _mm512_stream_ps(to, (__m512)(x))
+#define FENCE() _mm_sfence()
+#include "lanes.h"
+
+#define NAME(x) x##_avx2
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define WIDTH 8
+#define SQRT(x) ((FLOATS)_mm256_sqrt_ps((__m256)(x)))
+#define FMA(a, b, c) ((FLOATS)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define FROM_HALF(x) ((FLOATS)_mm256_cvtph_ps((__m128i)(x)))
+#define TO_HALF(x) ((SHORTS)_mm256_cvtps_ph((__m256)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define STREAM(to, x) _mm256_stream_ps(to, (__m256)(x))
+#define FENCE() _mm_sfence()
+#include "lanes.h"
+
+static int has_f16c(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+static int has_avx2(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+}
+
+static int has_avx512(void) {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+#elif defined(__aarch64__) && defined(__AARCH64EL__)
+#include <arm_neon.h>
+
+#define NAME(x) x##_neon
+#define TARGET
+#define WIDTH 4
+#define SQRT(x) ((FLOATS)vsqrtq_f32((float32x4_t)(x)))
+#define FMA(a, b, c) ((FLOATS)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
+#define FROM_HALF(x) ((FLOATS)vcvt_f32_f16((float16x4_t)(x)))
+#define TO_HALF(x) ((SHORTS)vcvt_f16_f32((float32x4_t)(x)))
+#define STREAM(to, x) (*(NAME(floats_anywhere) *)(to) = (x))
+#define FENCE()
+#include "lanes.h"
+
+static int always(void) { return 1; }
+#endif
+
+// The instruction sets, best first.
+static const struct {
+    const char *name;
+    int (*present)(void);
+    update_function *update;
+    squares_function *squares;
+} sets[] = {
+#if defined(__x86_64__)
+    {"avx512", has_avx512, update_avx512, squares_avx512},
+    {"avx2", has_avx2, update_avx2, squares_avx2},
+#elif defined(__aarch64__) && defined(__AARCH64EL__)
+    {"neon", always, update_neon, squares_neon},
+#endif
+    {NULL, NULL, NULL, NULL},
+};
+
+// The numbers that must be the same in Python: of the interface, of a row's bytes and of a piece's.
+int32_t zeromesh_interface(void) { return INTERFACE << 16 | (int32_t)sizeof(struct row) << 8 | (int32_t)sizeof(struct piece); }
+
+// The name of a set, "" if this processor has it not, null after the last.
+const char *zeromesh_instructions(int32_t set) {
+    if (!sets[set].name) return NULL;
+    return sets[set].present() ? sets[set].name : "";
+}
+
+// Blocks of work, which threads take as they come. Each block's result depends on nothing but the block.
+struct work {
+    void (*block)(const struct work *, int64_t index, int64_t *cursor);
+    int64_t blocks, next;
+    int32_t set, stream;
+    const void *from;
+    int64_t size;
+    int32_t type;
+    void *results;
+    const struct row *rows;
+};
+
+static void *take(void *argument) {
+    struct work *work = argument;
+    int64_t index, cursor[2] = {0, 0};
+    while ((index = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->blocks)
+        work->block(work, index, cursor);
+    return NULL;
+}
+
+// Threads are made for each call: nothing is kept that a fork could break. Where one cannot be made, fewer do the work.
+static void run(struct work *work, int64_t threads) {
+    pthread_t made[255];
+    int64_t more = (threads < work->blocks ? threads : work->blocks) - 1, count = 0;
+    if (more > 255) more = 255;
+    while (count < more && !pthread_create(&made[count], NULL, take, work)) count++;
+    take(work);
+    while (count > 0) pthread_join(made[--count], NULL);
+}
+
+static int64_t blocks_of(int64_t size, int64_t block) { return size / block + (size % block > 0); }
+
+// The cursor is the piece that is looked at and the block that it begins with; a thread's blocks only go up.
+static void update_block(const struct work *work, int64_t index, int64_t *cursor) {
+    const struct piece *pieces = work->from;
+    int64_t blocks;
+    while (index >= cursor[1] + (blocks = blocks_of(pieces[cursor[0]].elements, BLOCK))) {
+        cursor[0] += 1;
+        cursor[1] += blocks;
+    }
+    const struct piece *piece = &pieces[cursor[0]];
+    int64_t begin = (index - cursor[1]) * BLOCK, end = begin + BLOCK;
+    if (end > piece->elements) end = piece->elements;
+    int stream = work->stream && piece->read[0] != piece->write[0];
+    sets[work->set].update(&work->rows[piece->row], piece, begin, end, stream);
+}
+
+// One step for all pieces. `stream` says whether what is not in place is written past the caches.
+void zeromesh_update(int32_t set, const struct row *rows, const struct piece *pieces, int64_t count, int32_t stream,
+                     int32_t threads) {
+    struct work work = {.block = update_block, .set = set, .stream = stream, .from = pieces, .rows = rows};
+    for (int64_t i = 0; i < count; i++) work.blocks += blocks_of(pieces[i].elements, BLOCK);
+    run(&work, threads);
+}
+
+static void squares_block(const struct work *work, int64_t index, int64_t *cursor) {
+    (void)cursor;
+    int64_t begin = index * BLOCK, end = begin + BLOCK < work->size ? begin + BLOCK : work->size;
+    ((double *)work->results)[index] = sets[work->set].squares(work->from, work->type, begin, end);
+}
+
+// The sum of squares of each BLOCK elements.
+void zeromesh_squares(int32_t set, const void *from, int32_t type, int64_t elements, double *sums, int32_t threads) {
+    struct work work = {.block = squares_block, .set = set, .from = from, .type = type, .size = elements,
+                        .results = sums, .blocks = blocks_of(elements, BLOCK)};
+    run(&work, threads);
+}
+
+static uint64_t mix(uint64_t sum, uint64_t word) {
+    sum = (sum ^ word) * 0x9e3779b97f4a7c15u;  // odd: different words, different sums
+    return sum << 29 | sum >> 35;              // so that high bits come to change low ones, too
+}
+
+// Eight sums at once, as a product waits for the one before.
+static void checksum_block(const struct work *work, int64_t index, int64_t *cursor) {
+    (void)cursor;
+    int64_t begin = index * BYTES, size = work->size - begin < BYTES ? work->size - begin : BYTES;
+    const char *from = (const char *)work->from + begin;
+    uint64_t sums[8], words[8], total = mix((uint64_t)size, 0);
+    for (int k = 0; k < 8; k++) sums[k] = mix((uint64_t)size, k + 1);
+    int64_t i = 0;
+    for (; i + 64 <= size; i += 64) {
+        memcpy(words, from + i, 64);
+        for (int k = 0; k < 8; k++) sums[k] = mix(sums[k], words[k]);
+    }
+    if (i < size) {
+        memset(words, 0, 64);
+        memcpy(words, from + i, size - i);
+        for (int k = 0; k < 8; k++) sums[k] = mix(sums[k], words[k]);
+    }
+    for (int k = 0; k < 8; k++) total = mix(total, sums[k]);
+    ((uint64_t *)work->results)[index] = mix(total, total >> 32);
+}
+
+// The checksum of each BYTES bytes.
+void zeromesh_checksum(const void *from, int64_t size, uint64_t *sums, int32_t threads) {
+    struct work work = {.block = checksum_block, .from = from, .size = size, .results = sums,
+                        .blocks = blocks_of(size, BYTES)};
+    run(&work, threads);
+}

@@ -1,0 +1,147 @@
+"""The library of native kernels: found beside this file, checked and loaded; and what it and Python tell each other.
+
+It is compiled when the package is installed (setup.py), never later. Where it is missing, ``library`` says so once, and
+what asks for it uses torch instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+_INTERFACE = 1
+
+TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+"""The codes of dtypes; 0 is no tensor."""
+
+
+class Row(ctypes.Structure):
+    """A rule with the hyperparameters of a group at a step: ``struct row`` in native.h, which says what each is."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("rule", "first", "nesterov", "momentous")),
+        *((name, ctypes.c_float) for name in ("scale", "weight_decay", "decay", "step", "weight1")),
+        *((name, ctypes.c_float) for name in ("beta2", "weight2", "root", "eps")),
+    ]
+
+
+PIECE = "@9q4i"
+"""``struct piece``: gradient, parameter, three to read, three to write, elements; dtypes, row, nothing."""
+
+PIECE_BYTES = 88
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded library.
+
+    Attributes:
+        handle: what ctypes calls. It holds no lock of Python's meanwhile.
+        sets: instruction sets that this processor has, by name, the best one first.
+    """
+
+    handle: ctypes.CDLL
+    sets: dict[str, int]
+
+    def choose(self, name: str | None) -> int:
+        """The number of an instruction set; of the best one for None.
+
+        Raises:
+            ValueError: this processor does not have it.
+        """
+        if name is None:
+            return next(iter(self.sets.values()))
+        if name not in self.sets:
+            raise ValueError(
+                f"instructions is {name!r}, and this processor has {', '.join(self.sets)}; choose of those"
+            )
+        return self.sets[name]
+
+
+@functools.cache
+def library() -> Library | None:
+    """The native kernels, or None where there are none: then that is logged, once."""
+    try:
+        return _load()
+    except OSError as error:
+        _log.warning("%s. Torch's updates are used on the host instead, which take about twice as long.", error)
+        return None
+
+
+def _load() -> Library:
+    """The library beside this file.
+
+    Raises:
+        OSError: there is none that fits, with the reason and a remedy.
+    """
+    path = next((path for suffix in EXTENSION_SUFFIXES if (path := FOLDER / f"_native{suffix}").exists()), None)
+    if path is None:
+        raise OSError(
+            "ZeroMesh's native kernels are not there: no C compiler was found when it was installed. "
+            "Install one, such as gcc, and install ZeroMesh again"
+        )
+    handle = ctypes.CDLL(str(path))
+    expected = _INTERFACE << 16 | ctypes.sizeof(Row) << 8 | PIECE_BYTES
+    if not hasattr(handle, "zeromesh_interface") or handle.zeromesh_interface() != expected:
+        raise OSError(f"{path.name} was compiled from another version of ZeroMesh; install ZeroMesh again")
+    _declare(handle)
+    sets, number = {}, 0
+    while (name := handle.zeromesh_instructions(number)) is not None:
+        if name:
+            sets[name.decode()] = number
+        number += 1
+    if not sets:
+        raise OSError("ZeroMesh's native kernels are for AVX-512, AVX2 and NEON, none of which this processor has")
+    return Library(handle, sets)
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    """What the functions take; see native.c."""
+    pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    handle.zeromesh_instructions.argtypes = [number]
+    handle.zeromesh_instructions.restype = ctypes.c_char_p
+    handle.zeromesh_update.argtypes = [number, pointer, pointer, size, number, number]
+    handle.zeromesh_squares.argtypes = [number, pointer, number, size, pointer, number]
+    handle.zeromesh_checksum.argtypes = [pointer, size, pointer, number]
+    for function in (handle.zeromesh_update, handle.zeromesh_squares, handle.zeromesh_checksum):
+        function.restype = None
+
+
+def threads_of(threads: int | None) -> int:
+    """How many threads work: as many as torch uses, if none are told.
+
+    Raises:
+        ValueError: there would be none.
+    """
+    if threads is None:
+        return torch.get_num_threads()
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; at least 1 must work")
+    return threads
+
+
+def check(name: str, tensor: torch.Tensor, elements: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse a tensor that is not 1-D, contiguous, of so many elements, of these dtypes and on the CPU.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"the {name} is {tensor.dtype}, and the kernel takes {wanted}; use torch's own update")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"the {name} is on {tensor.device}, and the kernel works on the CPU; move it there")
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != elements:
+        raise ValueError(
+            f"the {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and must have shape "
+            f"({elements},) and be contiguous, as all tensors of a piece"
+        )

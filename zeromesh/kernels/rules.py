@@ -1,0 +1,110 @@
+"""The update rules of the kernel, as rows of a table, and which optimizers they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+Group = Mapping[str, Any]
+"""Hyperparameters as an optimizer's ``param_groups`` hold them."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table.
+
+    Attributes:
+        code: the rule's number in native.h.
+        states: names of the states that an optimizer of torch keeps with this group, in the kernel's order.
+        row: what the kernel computes with, from a group and the number of the step, the first being 1.
+    """
+
+    code: int
+    states: Callable[[Group], tuple[str, ...]]
+    row: Callable[[Group, int], dict[str, float]]
+
+
+def _adam(group: Group, step: int) -> dict[str, float]:
+    """Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015)."""
+    beta1, beta2 = map(float, group["betas"])
+    return {
+        "step": -(float(group["lr"]) / (1 - beta1**step)),
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "root": (1 - beta2**step) ** 0.5,
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+    }
+
+
+def _adamw(group: Group, step: int) -> dict[str, float]:
+    """Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019)."""
+    return _adam(group, step) | _decoupled(group)
+
+
+def _decoupled(group: Group) -> dict[str, float]:
+    return {"weight_decay": 0.0, "decay": 1 - float(group["lr"]) * float(group["weight_decay"])}
+
+
+def _sgd(group: Group, step: int) -> dict[str, float]:
+    """With torch's momentum, which begins as the first gradient."""
+    return {
+        "step": -float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "momentous": float(group["momentum"]) != 0,
+        "first": step == 1,
+        "nesterov": bool(group["nesterov"]),
+        "beta2": float(group["momentum"]),
+        "weight2": 1 - float(group["dampening"]),
+    }
+
+
+def _lion(group: Group, step: int) -> dict[str, float]:
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023)."""
+    weight, decay = map(float, group["betas"])
+    return {"step": -float(group["lr"]), "weight1": weight, "weight2": 1 - decay} | _decoupled(group)
+
+
+def _adagrad(group: Group, step: int) -> dict[str, float]:
+    """Duchi et al., "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization" (2011)."""
+    return {
+        "step": -(float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))),
+        "weight_decay": float(group["weight_decay"]),
+        "eps": float(group["eps"]),
+    }
+
+
+RULES: dict[str, Rule] = {
+    "adam": Rule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adam),
+    "adamw": Rule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adamw),
+    "sgd": Rule(1, lambda group: ("momentum_buffer",) if float(group["momentum"]) else (), _sgd),
+    "lion": Rule(2, lambda group: ("exp_avg",), _lion),
+    "adagrad": Rule(3, lambda group: ("sum",), _adagrad),
+}
+
+_OPTIMIZERS: dict[str, str] = {
+    "torch.optim.adam.Adam": "adam",
+    "torch.optim.adamw.AdamW": "adamw",
+    "torch.optim.sgd.SGD": "sgd",
+    "torch.optim.adagrad.Adagrad": "adagrad",
+    "zeromesh.optim.lion.Lion": "lion",
+}
+"""Full names of classes, as this layer knows none of ZeroMesh's own. A subclass may compute something else."""
+
+_REFUSED = ("amsgrad", "differentiable", "capturable")
+
+
+def rule_of(optimizer: type[Optimizer], group: Group) -> str | None:
+    """The name of the rule that updates a group as an optimizer of this class does; None where no rule does.
+
+    The kernel has no ``amsgrad``, ``differentiable`` and ``capturable``, and neither subclasses of the optimizers. Which
+    of torch's forms (``foreach``, ``fused``) a group asks for does not matter.
+    """
+    name = _OPTIMIZERS.get(f"{optimizer.__module__}.{optimizer.__qualname__}")
+    if name is None or any(group.get(key) for key in _REFUSED):
+        return None
+    return "adamw" if name == "adam" and group.get("decoupled_weight_decay") else name

@@ -1,0 +1,150 @@
+"""The update of an optimizer on the host: one pass over memory, for many pieces at once.
+
+It reads a 16- or 32-bit gradient, multiplies it with one factor (unscaling and clipping), updates the fp32 master and
+the fp32 states, and writes the parameter as it is computed with. Where no native kernel is there, torch does the same
+in several passes. The bits of the result depend neither on the number of threads, nor on how memory is cut into pieces,
+nor on the instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zeromesh.kernels import fallback
+from zeromesh.kernels.native import PIECE, PIECE_BYTES, TYPES, Row, check, library, threads_of
+from zeromesh.kernels.rules import RULES, Group
+
+STREAMED = 1 << 20
+"""From so many elements on, results that go elsewhere are written past the caches, which could not keep them."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rule of ``RULES`` with the hyperparameters of a group, and which step it is, the first being 1."""
+
+    rule: str
+    group: Group
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"rule is {self.rule!r}; the kernel has {', '.join(RULES)}")
+        if self.number < 1:
+            raise ValueError(f"the number of the step is {self.number}; the first step is 1")
+
+
+@dataclass(slots=True)
+class Piece:
+    """Elements that are updated alike: 1-D contiguous tensors on the CPU, all of the same length, which may be 0.
+
+    Attributes:
+        step: by which rule, with which hyperparameters.
+        gradient: fp32, bf16 or fp16.
+        master: fp32.
+        states: fp32, as ``RULES[step.rule].states(step.group)`` names them. At the first step they are zeros; SGD's
+            momentum may then be anything.
+        output: fp32, bf16 or fp16, where the new parameter goes, too, rounded to nearest even; None if nowhere.
+        new_master, new_states: where the new master and states go; None and () for where the old ones are. A step so
+            written can be dropped: what it was read from is left as it was.
+
+    What is written shares no memory with anything else, but for what is updated in place, and for an output of the
+    gradient's dtype in the place of the gradient.
+    """
+
+    step: Step
+    gradient: torch.Tensor
+    master: torch.Tensor
+    states: tuple[torch.Tensor, ...]
+    output: torch.Tensor | None = None
+    new_master: torch.Tensor | None = None
+    new_states: tuple[torch.Tensor, ...] = field(default=())
+
+
+def update(
+    pieces: Sequence[Piece], factor: float = 1.0, threads: int | None = None, instructions: str | None = None
+) -> None:
+    """Take one step for all pieces, in one native call.
+
+    Args:
+        pieces: what to update; see ``Piece``. Their steps may differ.
+        factor: gradients are multiplied with it, in fp32.
+        threads: how many work at most, by default as many as torch uses; small work is done by fewer.
+        instructions: the instruction set, by default the best one; for tests.
+
+    Raises:
+        ValueError: a tensor is not as it must be, or the processor lacks the instruction set.
+    """
+    for piece in pieces:
+        _check(piece)
+    workers, native = threads_of(threads), library()
+    if native is None:
+        for piece in pieces:
+            _update_by_torch(piece, factor)
+        return
+    steps = {id(piece.step): piece.step for piece in pieces}
+    numbers = {key: number for number, key in enumerate(steps)}
+    rows = (Row * len(steps))(*(_row(step, factor) for step in steps.values()))
+    table = ctypes.create_string_buffer(PIECE_BYTES * len(pieces))
+    for index, piece in enumerate(pieces):
+        struct.pack_into(PIECE, table, PIECE_BYTES * index, *_described(piece), numbers[id(piece.step)], 0)
+    stream = sum(piece.master.numel() for piece in pieces) >= STREAMED
+    native.handle.zeromesh_update(native.choose(instructions), rows, table, len(pieces), stream, workers)
+
+
+def _update_by_torch(piece: Piece, factor: float) -> None:
+    """The same without the native library."""
+    with torch.no_grad():
+        master = piece.master if piece.new_master is None else piece.new_master.copy_(piece.master)
+        pairs = zip(piece.new_states or piece.states, piece.states, strict=True)
+        states = [new if new is old else new.copy_(old) for new, old in pairs]
+        step = piece.step
+        fallback.update(step.rule, step.group, step.number, piece.gradient, factor, master, states)
+        if piece.output is not None:
+            piece.output.copy_(master)
+
+
+def _row(step: Step, factor: float) -> Row:
+    """What the kernel computes with."""
+    rule = RULES[step.rule]
+    values = {"decay": 1.0, "scale": -factor if step.group.get("maximize") else factor}
+    return Row(rule=rule.code, **values | rule.row(step.group, step.number))
+
+
+def _described(piece: Piece) -> tuple[int, ...]:
+    """The fields of ``struct piece`` up to the row."""
+    read = [piece.master.data_ptr(), *(state.data_ptr() for state in piece.states)]
+    new = [piece.new_master, *(piece.new_states or piece.states)]
+    write = [old if tensor is None else tensor.data_ptr() for old, tensor in zip(read, new, strict=True)]
+    missing = [0] * (3 - len(read))
+    output = piece.output
+    addresses = (piece.gradient.data_ptr(), 0 if output is None else output.data_ptr(), *read, *missing, *write)
+    types = (TYPES[piece.gradient.dtype], 0 if output is None else TYPES[output.dtype])
+    return (*addresses, *missing, piece.master.numel(), *types)
+
+
+_EXACT = (torch.float32,)
+_ANY = tuple(TYPES)
+
+
+def _check(piece: Piece) -> None:
+    """Refuse what the kernel would misread."""
+    elements, names = piece.master.numel(), RULES[piece.step.rule].states(piece.step.group)
+    if len(piece.states) != len(names):
+        raise ValueError(f"{piece.step.rule} has {len(names)} state(s), {names}, and {len(piece.states)} are given")
+    if piece.new_states and len(piece.new_states) != len(names):
+        raise ValueError(f"{len(names)} states are read, and {len(piece.new_states)} are to be written; name as many")
+    check("gradient", piece.gradient, elements, _ANY)
+    check("master", piece.master, elements, _EXACT)
+    for name, state in zip(names, piece.states, strict=True):
+        check(name, state, elements, _EXACT)
+    if piece.output is not None:
+        check("output", piece.output, elements, _ANY)
+    if piece.new_master is not None:
+        check("new master", piece.new_master, elements, _EXACT)
+    for name, state in zip(names, piece.new_states, strict=False):
+        check(f"new {name}", state, elements, _EXACT)
