@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all bench bench-tensor bench-pipeline bench-links check clean
+.PHONY: train test test-all bench bench-tensor bench-pipeline bench-links bench-kernel check clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -41,6 +41,10 @@ bench-links: .venv/.plots.done
 	.venv/bin/python benchmarks/links.py $(if $(RATES),--rates $(RATES)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 		$(if $(OUT),--out $(OUT))
 
+# The update on the host beside torch's and DeepSpeed's.
+bench-kernel: .venv/.plots.done .venv-deepspeed/.peers.done
+	.venv/bin/python benchmarks/kernel.py $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(OUT),--out $(OUT))
+
 check: .venv/.test.done
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
@@ -50,10 +54,10 @@ check: .venv/.test.done
 	$(RUN) zeromesh.config.reference --check
 
 clean:
-	rm -rf .venv .venv-deepspeed build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-deepspeed build *.egg-info zeromesh/kernels/*.so .mypy_cache .ruff_cache .pytest_cache
 
-# The environment with the extras of one name, again whenever the requirements change.
-.venv/.%.done: pyproject.toml constraints.txt tools/setup.py
+# The environment with the extras of one name, again whenever the requirements or the native kernels change.
+.venv/.%.done: pyproject.toml constraints.txt tools/setup.py setup.py $(wildcard zeromesh/kernels/*.[ch])
 	$(PYTHON) tools/setup.py $*
 
 # DeepSpeed in an environment of its own. Where it cannot be installed, its rows of the benchmark say so.

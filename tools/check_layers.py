@@ -32,11 +32,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "architectures",
     ),
     ("dist", "observe", "config", "tiers"),
-    ("model",),
+    ("model", "kernels"),
 )
 """Packages and top-level modules, top to bottom."""
 
-FORBIDDEN: dict[str, tuple[str, ...]] = {"model": ("torch.distributed",)}
+FORBIDDEN: dict[str, tuple[str, ...]] = {"model": ("torch.distributed",), "kernels": ("torch.distributed",)}
 """Modules from elsewhere that a package must not import."""
 
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

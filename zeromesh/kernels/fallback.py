@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,22 +69,24 @@ def sum_of_squares(tensor: torch.Tensor) -> float:
     return math.fsum(value for part in parts for value in part.double().square_().sum(1).tolist())
 
 
+Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _BLOCK, _PRIME, _LEFT = 1 << 20, np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 
 
-def _mix(sums: np.ndarray, words: np.ndarray) -> np.ndarray:
-    product = (sums ^ words) * _PRIME
-    return product << _LEFT | product >> np.uint64(64 - 29)
+def _mix(sums: Numbers, words: Numbers) -> Numbers:
+    product: Numbers = (sums ^ words) * _PRIME
+    return (product << _LEFT) | (product >> np.uint64(64 - 29))
 
 
-def checksums(data: np.ndarray) -> np.ndarray:
+def checksums(data: Bytes) -> Numbers:
     """Of each MiB of bytes, as ``zeromesh_checksum`` in native.c computes it, all whole ones at once."""
     whole = len(data) // _BLOCK * _BLOCK
-    blocks = [data[:whole].reshape(-1, _BLOCK)]
-    if whole < len(data):
-        blocks.append(data[None, whole:])
-    found = []
+    blocks = (data[:whole].reshape(-1, _BLOCK), data[None, whole:])
+    found = [np.empty(0, np.uint64)]
     for block in blocks:
+        if not block.size:
+            continue
         count, size = block.shape
         lanes = np.arange(9, dtype=np.uint64)
         seeds = _mix(np.full(9, size, dtype=np.uint64), lanes)

@@ -96,13 +96,15 @@ INLINE void NAME(rule)(int rule, const struct row *row, FLOATS g, FLOATS *p, FLO
 
 // A vector of elements, from i on.
 INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q, int64_t i, int stream) {
-    FLOATS x[3] = {NAME(load)(q->read[0] + i)};
-    if (q->read[1]) x[1] = NAME(load)(q->read[1] + i);
-    if (q->read[2]) x[2] = NAME(load)(q->read[2] + i);
+    FLOATS x[3] = {{0}};
+    for (int k = 0; k < 3; k++)
+        if (q->read[k]) {
+            __builtin_prefetch(q->read[k] + i + AHEAD, 1);
+            x[k] = NAME(load)(q->read[k] + i);
+        }
     NAME(rule)(rule, row, NAME(widen)(q->gradient, i, q->gradient_type), &x[0], &x[1], &x[2]);
-    NAME(store)(q->write[0] + i, x[0], stream);
-    if (q->write[1]) NAME(store)(q->write[1] + i, x[1], stream);
-    if (q->write[2]) NAME(store)(q->write[2] + i, x[2], stream);
+    for (int k = 0; k < 3; k++)
+        if (q->write[k]) NAME(store)(q->write[k] + i, x[k], stream);
     if (q->parameter) NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
 }
 

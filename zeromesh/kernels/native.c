@@ -8,6 +8,7 @@
 
 #define BLOCK 65536       // elements that a thread takes at a time
 #define BYTES (1 << 20)   // the same of bytes
+#define AHEAD 256         // elements that are asked of memory before they are needed: seven streams are many to foresee
 
 typedef void update_function(const struct row *, const struct piece *, int64_t, int64_t, int);
 typedef double squares_function(const void *, int, int64_t, int64_t);

@@ -86,7 +86,7 @@ def _load() -> Library:
     path = next((path for suffix in EXTENSION_SUFFIXES if (path := FOLDER / f"_native{suffix}").exists()), None)
     if path is None:
         raise OSError(
-            "ZeroMesh's native kernels are not there: no C compiler was found when it was installed. "
+            "ZeroMesh's native kernels were not built when it was installed, for which it needs a C compiler. "
             "Install one, such as gcc, and install ZeroMesh again"
         )
     handle = ctypes.CDLL(str(path))

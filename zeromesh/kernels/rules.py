@@ -101,8 +101,8 @@ _REFUSED = ("amsgrad", "differentiable", "capturable")
 def rule_of(optimizer: type[Optimizer], group: Group) -> str | None:
     """The name of the rule that updates a group as an optimizer of this class does; None where no rule does.
 
-    The kernel has no ``amsgrad``, ``differentiable`` and ``capturable``, and neither subclasses of the optimizers. Which
-    of torch's forms (``foreach``, ``fused``) a group asks for does not matter.
+    The kernel has no ``amsgrad``, ``differentiable`` and ``capturable``, and no subclasses of the optimizers. Which of
+    torch's forms (``foreach``, ``fused``) a group asks for does not matter.
     """
     name = _OPTIMIZERS.get(f"{optimizer.__module__}.{optimizer.__qualname__}")
     if name is None or any(group.get(key) for key in _REFUSED):

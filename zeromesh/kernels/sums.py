@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +68,7 @@ def checksum(tensor: torch.Tensor, threads: int | None = None) -> int:
         data = np.append(sums, np.uint64(size)).view(np.uint8)
 
 
-def _checksums(data: np.ndarray[Any, np.dtype[np.uint8]], threads: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _checksums(data: fallback.Bytes, threads: int) -> fallback.Numbers:
     """Of each block of the bytes."""
     native = library()
     if native is None:
