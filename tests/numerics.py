@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 import zeromesh
+from zeromesh.model.placement import Tier
+from zeromesh.optim.host import HostSteps
 from zeromesh.optim.lamb import Lamb
 from zeromesh.optim.lion import Lion
 
@@ -269,6 +271,7 @@ class Run:
     rates: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     pieces: list[tuple[str, int, int]] = field(default_factory=list)
+    on_host: list[str] = field(default_factory=list)
     masters: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -294,6 +297,8 @@ def _train(case: Case, further: Mapping[str, Any]) -> Run:
         run.norms.append(engine.get_global_grad_norm())
         run.scales.append(engine.loss_scale)
         run.rates.append(engine.get_lr()[0])
+    flats = engine.sharded.flats
+    run.on_host = [s.name for f in flats if f.optimizer_tier is Tier.HOST for s in f.layout.segments]
     for piece in engine.sharded.pieces.values():
         if piece is None:
             continue
@@ -378,11 +383,20 @@ def make_optimizers(name: str, parameters: dict[str, nn.Parameter], cut: Sequenc
     return chosen | others, [torch.optim.Muon(chosen.values(), **options), torch.optim.AdamW(rest, **options, **fused)]
 
 
-def apply(views: dict[Any, nn.Parameter], optimizers: Any, gradients: dict[str, torch.Tensor | None]) -> None:
+def apply(
+    views: dict[Any, nn.Parameter], optimizers: Any, gradients: dict[str, torch.Tensor | None], native: Any = ()
+) -> None:
+    """One step; of the parameters named in ``native`` by the native kernel, where it can."""
     for (name, start, stop), view in views.items():
         gradient = gradients[name]
         view.grad = None if gradient is None else gradient.flatten()[start:stop].view(view.shape).clone()
     for optimizer in optimizers:
+        steps, ours = HostSteps(optimizer), []
+        for (name, _, _), view in views.items():
+            if name in native and view.grad is not None and steps.takes(view, view.grad):
+                ours.append((view, view.grad.view(-1), None))
+                view.grad = None
+        steps.step(ours, 1.0)
         optimizer.step()
 
 
@@ -431,11 +445,14 @@ def rounded(case: Case, runs: Sequence[Run]) -> tuple[Run, dict[str, torch.Tenso
     """
     cut = sorted({piece for run in runs for piece in run.pieces})
     policy = "row 0" if case.row == 0 else "row 1" if case.row == 1 and case.accumulation > 1 else "row 3"
-    return _rounded(replace(case, policy=policy, checkpointing=False), tuple(runs[0].norms), tuple(cut))
+    native = () if case.optimizer in ("lamb", "muon") else tuple(runs[0].on_host)
+    return _rounded(replace(case, policy=policy, checkpointing=False), tuple(runs[0].norms), tuple(cut), native)
 
 
 @functools.lru_cache(maxsize=8)
-def _rounded(case: Case, norms: tuple[float, ...], cut: tuple[tuple[str, int, int], ...]) -> tuple[Run, Any]:
+def _rounded(
+    case: Case, norms: tuple[float, ...], cut: tuple[tuple[str, int, int], ...], native: tuple[str, ...]
+) -> tuple[Run, Any]:
     model = build_net(torch.float32 if case.precision != "float64" else torch.float64)
     masters = {name: p.detach().to(case.master, copy=True) for name, p in model.named_parameters() if p.requires_grad}
     model.to(case.compute)
@@ -457,7 +474,7 @@ def _rounded(case: Case, norms: tuple[float, ...], cut: tuple[tuple[str, int, in
             assert abs(norms[step] - norm) <= 1e-6 * norm, f"update {step}: norm {norms[step]}, but {norm} expected"
             clip = min(1.0, CLIP / (norms[step] + 1e-6)) if case.clip else 1.0
             means = {name: None if t is None else t.to(case.master).mul_(factor * clip) for name, t in sums.items()}
-            apply(views, optimizers, means)
+            apply(views, optimizers, means, native)
             for one in optimizers:
                 for group in one.param_groups:
                     group["lr"] *= GAMMA

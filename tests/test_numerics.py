@@ -30,6 +30,9 @@ FULL_PRECISION = ("float64", "fp32")
 SHARDED = [name for name, (row, _) in numerics.POLICIES.items() if row > 0]
 """The policies whose optimizer is sharded, which differ only in when and where things are in memory."""
 
+NATIVE = ["row 1, host", "row 2, host", "row 3, host", "row 3, all on host"]
+"""Those of which the native kernel updates all; torch's own rounds otherwise in the last place."""
+
 LIMIT = 120
 """Seconds that ranks have for the cases of one call."""
 
@@ -142,9 +145,10 @@ def check_policies(shared: dict[str, Any], policies: Sequence[str]) -> None:
     cases = [Case(policy=policy, **shared) for policy in policies]
     masters = {case.policy: check(case, runs) for case, runs in zip(cases, run(cases), strict=True)}
     if shared["accumulation"] == 1:
-        first, *others = [masters[policy] for policy in policies if policy in SHARDED]
-        for other in others:
-            assert all(torch.equal(first[name], other[name]) for name in first), shared
+        for alike in (NATIVE, [policy for policy in SHARDED if policy not in (*NATIVE, "row 3, half on host")]):
+            first, *others = [masters[policy] for policy in policies if policy in alike]
+            for other in others:
+                assert all(torch.equal(first[name], other[name]) for name in first), shared
 
 
 @pytest.mark.parametrize("precision", ["float64", "fp32", "bf16", "fp16"])

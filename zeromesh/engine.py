@@ -20,10 +20,11 @@ from zeromesh.model.linear import Kept, keeping
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
+from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.saving import load, save, whole
-from zeromesh.shard.sharded import Agreement, Sharded
+from zeromesh.shard.sharded import Agreement, Sharded, Steps, Takes
 from zeromesh.tensor.logits import expire
 
 if TYPE_CHECKING:
@@ -299,21 +300,34 @@ class Engine:
             with span("take_changes"):
                 self.sharded.take_changes()
             self._check_groups()
+            factor *= self._clip(self._norm or 0.0)
+            takes, step = self._host_update(optimizer, factor)
             with span("clip"):
-                self.sharded.set_gradients(factor * self._clip(self._norm or 0.0))
+                self.sharded.set_gradients(factor, takes)
         except BaseException:
             self.sharded.forget_gradients()
             raise
         try:
             with span("update"):
                 optimizer.step()
-        finally:  # if it raises, some masters may have changed, and other ranks may have done it all
+        except BaseException:  # some masters may have changed, and other ranks may have done it all
+            self.sharded.updated()
+            raise
+        else:
             with span("publish"):
-                self.sharded.updated()
+                self.sharded.updated(takes, step)
+        finally:
             expire()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._print()
+
+    def _host_update(self, optimizer: Optimizer, factor: float) -> tuple[Takes | None, Steps | None]:
+        """How what rests on the host is updated apart from the optimizer's own step."""
+        if not self.sharded.updates_on_host:
+            return None, None
+        steps = HostSteps(optimizer)
+        return steps.takes, lambda given: steps.step(given, factor)
 
     def _check_groups(self) -> None:
         """The optimizer updates pieces of parameters; those themselves, if somebody added them, it cannot."""

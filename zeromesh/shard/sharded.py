@@ -30,10 +30,17 @@ from zeromesh.shard.place import make_units, place_units
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.unit import Flat, Materialise, State, Unit
+from zeromesh.tiers.memory import Staging
 
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
 """Of a flat buffer, where in this rank's part of it a piece lies, and the piece: a tensor of the piece's size."""
 
+
+Takes = Callable[[torch.nn.Parameter, torch.Tensor], bool]
+"""Of a piece's parameter and the home of its gradient: whether it is updated from there."""
+
+Steps = Callable[[Sequence[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor | None]]], None]
+"""Updates parameters by gradients, and writes them where they are computed with, too."""
 
 NORM_ROW = 1024
 """Elements whose squares are summed in the gradient's own precision; their sums are added up in float64."""
@@ -111,6 +118,7 @@ class Sharded:
         self._name_tags()
         self._handles = self._listen()
         self.buffers = Buffers(model, mesh)
+        self._staging = Staging(row.pinned)
         self._most_flags = len(self._flags())
         if mesh.sizes["pipeline"] > 1:  # stages have parts of the model of different sizes
             lengths = mesh.group("world").exchange(torch.tensor([self._most_flags]))
@@ -189,6 +197,11 @@ class Sharded:
         return any(segment.held.split is not None for flat in self.flats for segment in flat.layout.segments)
 
     @property
+    def updates_on_host(self) -> bool:
+        """Whether some optimizer state rests off the device."""
+        return any(flat.gradient and flat.optimizer_tier is not Tier.DEVICE for flat in self.flats)
+
+    @property
     def pieces(self) -> dict[int, Piece | None]:
         """By ``id`` of each trainable parameter: the piece of it that this rank updates, None if it holds nothing."""
         found: dict[int, Piece | None] = {}
@@ -246,33 +259,85 @@ class Sharded:
                     return f"; the first parameter concerned on rank {self.mesh.rank} is {piece.name}"
         return ""
 
-    def set_gradients(self, factor: float) -> None:
-        """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one."""
+    def set_gradients(self, factor: float, later: Takes | None = None) -> None:
+        """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one.
+
+        But for those on the host that are ``later`` updated from their homes: they have none here.
+        """
         for flat in self.flats:
             gradient = flat.gradient
             if gradient is None or gradient.home is None:
                 continue
+            late = {index for index, *_ in self._late(flat, later)}
+            if len(late) == len(flat.pieces):
+                continue
             home = gradient.home.to(flat.master.dtype)  # first: 16 bits are too few for what a loss scale leaves
             if factor != 1.0:
-                home.mul_(factor)
+                home = home.mul(factor) if late else home.mul_(factor)
             for index, local, piece in flat.pieces:
-                piece.parameter.grad = home[local].view_as(piece.parameter) if gradient.used[index] else None
+                here = gradient.used[index] and index not in late
+                piece.parameter.grad = home[local].view_as(piece.parameter) if here else None
 
-    def updated(self) -> None:
-        """After an update: forget the gradients and publish the masters."""
-        self.forget_gradients()
-        self.publish()
+    def _late(self, flat: Flat, takes: Takes | None) -> Iterator[tuple[int, slice, Piece]]:
+        """What of it, on the host, is updated from the home of its gradient, or would be if it had one."""
+        home = None if flat.gradient is None else flat.gradient.home
+        if takes is not None and home is not None and flat.optimizer_tier is not Tier.DEVICE:
+            yield from (entry for entry in flat.pieces if takes(entry[2].parameter, home))
 
-    def publish(self) -> None:
-        """The masters have changed: write them home and send the new parameters on their way, in the order of use."""
+    def updated(self, takes: Takes | None = None, step: Steps | None = None) -> None:
+        """After an update: update the rest from the homes of gradients, publish the masters, forget the gradients.
+
+        Args:
+            takes: what ``set_gradients`` left for later.
+            step: updates it: given parameters, gradients, and where the new parameters go.
+        """
+        try:
+            self.publish(None if step is None else lambda flat: self._step(flat, takes, step))
+        finally:
+            self.forget_gradients()
+
+    def _step(self, flat: Flat, takes: Takes | None, step: Steps) -> None:
+        """Update what rests on the host, and write it home in the same pass."""
+        late, gradient = list(self._late(flat, takes)), flat.gradient
+        if not late:
+            self._write_home(flat)
+            return
+        assert gradient is not None
+        assert gradient.home is not None
+        apart = flat.master is not flat.home
+        out = self._staging.take(flat.home) if apart else None
+        given = [
+            (piece.parameter, gradient.home[local], None if out is None else out[local])
+            for index, local, piece in late
+            if gradient.used[index]
+        ]
+        step(given)
+        if out is None:
+            return
+        written = {index for index, *_ in late if gradient.used[index]}
+        for index, local, piece in flat.pieces:
+            if index not in written:
+                out[local].copy_(piece.parameter.detach().view(-1))
+        self._staging.send(out, flat.home)
+
+    def _write_home(self, flat: Flat) -> None:
+        if flat.master is not flat.home:
+            flat.home.copy_(flat.master)
+
+    def publish(self, update: Callable[[Flat], None] | None = None) -> None:
+        """The masters have changed: write them home and send the new parameters on their way, in the order of use.
+
+        Args:
+            update: changes the masters of a flat buffer and writes them home.
+        """
         self.rest()
         for unit in self.units:
             unit.version += 1
         for index in [self.root.index, *self._order.canonical]:
             unit = self.units[index]
-            for flat in unit.flats:
-                if flat.master is not flat.home:
-                    flat.home.copy_(flat.master)
+            with span("update_home", unit.name or "(root)"):
+                for flat in unit.flats:
+                    (update or self._write_home)(flat)
             if not self.sharded and any(flat.gathers for flat in unit.flats):
                 self._renew(unit)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
+from typing import Any
 
 import torch
 
@@ -59,6 +60,39 @@ def empty_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device
 def zeros_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
     """As ``empty_on``, filled with zeros."""
     return empty_on(tier, elements, dtype, device, pin).zero_()
+
+
+class Staging:
+    """Host memory in which new parameters are put together on their way to the device.
+
+    Where the device is the host, they are written to their place at once.
+    """
+
+    def __init__(self, pin: bool = True) -> None:
+        self._pin = pin
+        self._buffers: list[tuple[torch.Tensor, Any]] = []
+
+    def take(self, target: torch.Tensor) -> torch.Tensor:
+        """Memory on the host for what goes to ``target``; of its shape, 1-D, and dtype."""
+        if target.device.type == "cpu":
+            return target
+        # Of two buffers, the one whose copy was begun first; it is free when that copy has run.
+        memory, copied = self._buffers.pop(0) if len(self._buffers) > 1 else (torch.empty(0, dtype=torch.uint8), None)
+        if copied is not None:
+            copied.synchronize()
+        if memory.nbytes < target.nbytes:
+            memory = empty_on(Tier.HOST, target.nbytes, torch.uint8, target.device, self._pin)
+        self._buffers.append((memory, None))
+        return memory[: target.nbytes].view(target.dtype)
+
+    def send(self, staged: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what was put together to ``target``. On CUDA behind what the current stream has to do."""
+        if staged is target:
+            return
+        target.copy_(staged, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._buffers[-1] = self._buffers[-1][0], event
 
 
 def _lock_pages(storage: torch.UntypedStorage) -> None:

@@ -1,0 +1,65 @@
+"""Steps for what rests on the host: by the native kernel, unit by unit, where it does what the optimizer does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from zeromesh.kernels.native import TYPES
+from zeromesh.kernels.rules import RULES, rule_of
+from zeromesh.kernels.update import Piece, Step, update
+
+
+class HostSteps:
+    """For one update: changes parameters of an optimizer as its own ``step`` would, which can go on with the states.
+
+    Args:
+        optimizer: with its groups as they are in this update.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+    def takes(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
+        """Whether the kernel does for this parameter what the optimizer would."""
+        group = self._groups.get(id(parameter))
+        on_host = parameter.device.type == "cpu" and parameter.dtype == torch.float32 and gradient.dtype in TYPES
+        return group is not None and on_host and rule_of(type(self._optimizer), group) is not None
+
+    def step(self, given: Sequence[tuple[Parameter, torch.Tensor, torch.Tensor | None]], factor: float) -> None:
+        """One step, of parameters that ``takes`` is true for; all tensors of one have the same number of elements.
+
+        Args:
+            given: parameters of the optimizer, their gradients, and where the new parameters go, too, if anywhere.
+            factor: gradients are multiplied with it.
+        """
+        steps: dict[tuple[int, int], Step] = {}
+        pieces = []
+        for parameter, gradient, output in given:
+            group = self._groups[id(parameter)]
+            rule = rule_of(type(self._optimizer), group)
+            assert rule is not None
+            states, number = self._states(parameter, rule, group)
+            step = steps.setdefault((id(group), number), Step(rule, group, number))
+            pieces.append(Piece(step, gradient, parameter.detach().view(-1), states, output))
+        update(pieces, factor)
+
+    def _states(self, parameter: Parameter, rule: str, group: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], int]:
+        """The parameter's states, made if it has none yet, and which step this is."""
+        state, names = self._optimizer.state[parameter], RULES[rule].states(group)
+        first = any(state.get(name) is None for name in names)
+        for name in names if first else ():
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
+        if rule in COUNTED:
+            state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        number = int(state["step"]) if rule in COUNTED else 1 if first else 2
+        return tuple(state[name].view(-1) for name in names), number
+
+
+COUNTED = frozenset({"adam", "adamw", "adagrad"})
+"""Rules whose optimizers count steps, under the name ``step``. SGD only tells the first one from the others."""
