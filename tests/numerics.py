@@ -105,6 +105,7 @@ class Case:
     accumulation: int = 1
     clip: bool = False
     checkpointing: bool = False
+    offload: bool = False
     optimizer: str = "adamw"
     predivide: str = "none"
     accumulate: str = "default"
@@ -115,6 +116,7 @@ class Case:
         parts += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         parts += ["clipping"] if self.clip else []
         parts += ["checkpointing"] if self.checkpointing else []
+        parts += ["inputs on the host"] if self.offload else []
         parts += [f"predivide {self.predivide}"] if self.predivide != "none" else []
         parts += [f"summed in {self.accumulate}"] if self.accumulate != "default" else []
         parts += [f"sent in {self.wire}"] if self.wire != "default" else []
@@ -179,7 +181,7 @@ class Case:
             "mesh": MESHES[self.mesh],
             "communication": {"ranks_per_node": NODES.get(self.mesh)},
             "slots": {"parameter": parameter, "gradient": gradient},
-            "activation_checkpointing": {"enabled": self.checkpointing},
+            "activation_checkpointing": {"enabled": self.checkpointing, "cpu_checkpointing": self.offload},
             "optimizer": {"type": self.optimizer, "params": dict(OPTIMIZERS[self.optimizer])},
             "scheduler": {"type": "ExponentialLR", "params": {"gamma": GAMMA}},
             "communication_data_type": None if self.wire == "default" else self.wire,
@@ -286,6 +288,8 @@ def _train(case: Case, further: Mapping[str, Any]) -> Run:
     print(case, flush=True)
     model = build_net(torch.float64 if case.precision == "float64" else torch.float32)
     engine, optimizer, _, _ = zeromesh.initialize(model=model, config={**case.config, **further})
+    if engine.activations is not None:
+        engine.activations.least = 0
     run = Run()
     for step in range(STEPS):
         for micro_batch in range(case.accumulation):
@@ -307,6 +311,8 @@ def _train(case: Case, further: Mapping[str, Any]) -> Run:
         run.masters[key] = piece.parameter.detach().flatten().clone()
         run.counts[piece.name] = float(optimizer.state.get(piece.parameter, {}).get("step", 0))
     run.state = engine.gathered_state_dict()
+    moved = engine.memory_report()["activation"].get("host", 0)
+    assert bool(moved) == (case.checkpointing and case.offload), case
     engine.destroy()
     return run
 

@@ -21,6 +21,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "accumulation": [1, 3],
     "clip": [False, True],
     "checkpointing": [False, True],
+    "offload": [False, True],
     "optimizer": list(numerics.OPTIMIZERS),
     "predivide": ["none", "factor 3", "ranks"],
     "accumulate": ["default", "fp32", "bf16"],
@@ -117,7 +118,7 @@ ON_MPI = [
     Case("fp32", "row 0", "2x2", clip=True),
     Case("bf16", "row 1", "4", accumulation=3),
     Case("fp16", "row 2", "2x2", accumulate="fp32"),
-    Case("bf16", "row 3", "2x2", accumulation=3, clip=True, checkpointing=True),
+    Case("bf16", "row 3", "2x2", accumulation=3, clip=True, checkpointing=True, offload=True),
     Case("float64", "row 3, 3 + 3 slots", "4", optimizer="muon"),
     Case("fp32", "row 3", "4", optimizer="lamb", predivide="ranks"),
 ]

@@ -52,6 +52,7 @@ from zeromesh.tensor.sequence import Stack, find_stacks
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from zeromesh.activation.store import Store
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.context.applied import Applied
     from zeromesh.model.piece import PieceExchange
@@ -198,10 +199,12 @@ def initialize(
             sharded.close()
         error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
         raise
-    _checkpoint_activations(model, resolved)
+    store = _store(resolved, mesh)
+    _checkpoint_activations(model, resolved, store)
     engine = Engine(sharded, resolved, built, scheduler, loss_fn, loader, make_observer(model, resolved, mesh, monitor))
     engine.context_parallel = spread
     engine.pipelined = cut
+    engine.activations = store
     zero.register(engine)
     if mesh.rank == 0:
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
@@ -551,14 +554,30 @@ def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | 
             module._buffers[name] = placed[id(buffer)][1]
 
 
-def _checkpoint_activations(model: nn.Module, settings: Resolved) -> None:
+def _store(settings: Resolved, mesh: Mesh) -> Store | None:
+    """Where the inputs of checkpointed modules wait for the backward; None: where they are."""
+    chosen = settings.activation_checkpointing
+    if not chosen.enabled:
+        return None
+    group = mesh.group("tensor")
+    # Where the sequence is split over these ranks, each has a part of the inputs anyway.
+    partitions = chosen.partition_activations and group.size > 1 and not settings.tensor_parallel.sequence
+    if not (chosen.cpu_checkpointing or partitions):
+        return None
+    from zeromesh.activation.store import Store
+
+    return Store(mesh.device, chosen.cpu_checkpointing, group if partitions else None)
+
+
+def _checkpoint_activations(model: nn.Module, settings: Resolved, store: Store | None = None) -> None:
     chosen = settings.activation_checkpointing
     if chosen.enabled:
         from zeromesh.activation.checkpoint import checkpoint_modules
 
         found = find_units(model, chosen.targets or settings.units)
         # A leaf has nothing inside that would be kept; recomputing it only costs time.
-        checkpoint_modules(module for _, module in found if chosen.targets or next(module.children(), None) is not None)
+        inner = (module for _, module in found if chosen.targets or next(module.children(), None) is not None)
+        checkpoint_modules(inner, store)
 
 
 def _parameters_and_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[dict[str, Any]]:

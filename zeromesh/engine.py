@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh import batches, export, report
+from zeromesh.activation.checkpoint import compile_forward
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.linear import Kept, keeping
@@ -28,6 +29,7 @@ from zeromesh.shard.sharded import Agreement, Sharded, Steps, Takes
 from zeromesh.tensor.logits import expire
 
 if TYPE_CHECKING:
+    from zeromesh.activation.store import Store
     from zeromesh.config.settings import Resolved
     from zeromesh.context.applied import Applied
     from zeromesh.pipelined import Pipelined
@@ -59,6 +61,7 @@ class Engine:
         config: the resolved settings.
         sharded: the model's states.
         context_parallel: how its sequences are spread over ranks; None where they are not.
+        activations: where inputs of checkpointed modules wait for the backward; None: where they are.
         pipelined: how it is cut into stages; None where it is not.
         global_steps: updates so far, skipped ones included.
         global_samples: that all ranks have consumed in them.
@@ -87,6 +90,7 @@ class Engine:
         self.micro_steps = 0
         self.skipped_steps = 0
         self.context_parallel: Applied | None = None
+        self.activations: Store | None = None
         self.pipelined: Pipelined | None = None
         self._loss_fn = loss_fn
         self._passes: Iterator[Any] | None = None
@@ -642,7 +646,7 @@ class Engine:
         At stage 3 slots and gradients have memory only while they are needed, and parameters of 16 bits rest in their
         masters: they count as ``optimizer``.
         """
-        return report.memory(self.sharded, self.optimizer)
+        return report.memory(self.sharded, self.optimizer, self.activations)
 
     def traffic_report(self, reset: bool = False) -> dict[str, dict[str, float]]:
         """What this rank sent since the last reset, by collective and axis (``"all_gather/data"``).
@@ -671,7 +675,7 @@ class Engine:
         """
         options = {"backend": backend, **(compile_kwargs or {}), **options}
         for unit in self.sharded.units[1:]:
-            unit.module.forward = torch.compile(unit.module.forward, **options)
+            compile_forward(unit.module, **options)
 
     # Saving.
 

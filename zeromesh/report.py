@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,25 +13,32 @@ from zeromesh.dist.collectives import Traffic
 from zeromesh.observe.process import live_bytes, peak_bytes
 from zeromesh.shard.sharded import Sharded
 
-STATES = ("parameter", "gradient", "optimizer", "slot", "buffer")
+if TYPE_CHECKING:
+    from zeromesh.activation.store import Store
+
+STATES = ("parameter", "gradient", "optimizer", "slot", "buffer", "activation")
 
 
-def memory(sharded: Sharded, optimizer: Optimizer | None) -> dict[str, Any]:
+def memory(sharded: Sharded, optimizer: Optimizer | None, activations: Store | None = None) -> dict[str, Any]:
     """Bytes by state and tier on this rank, at the most: slots and gradients may be there during a step only.
 
     Returns:
-        For each of ``STATES`` a dict of tier to bytes; ``total``, their sum; ``measured``, what the process uses now
-        (``live``) and has used at most (``peak``), and ``remainder``: the peak less the total, which is activations,
-        temporaries, fragmentation, and on a CPU Python and torch themselves.
+        For each of ``STATES`` a dict of tier (``device`` or ``host``) to bytes; ``total``, their sum; ``measured``, what
+        the process uses now (``live``) and has used at most (``peak``), and ``remainder``: the peak less what is counted
+        on the measured device, which is other activations, temporaries, fragmentation, and on a CPU Python and torch
+        themselves. ``activation`` counts what activation checkpointing has had in host memory at the most so far.
     """
     tiers: dict[str, dict[str, int]] = {state: defaultdict(int) for state in STATES}
     for state, tier, size in [*sharded.memory(), *_optimizer_state(sharded, optimizer)]:
         tiers[state][tier] += size
+    if activations is not None and activations.pool is not None:
+        tiers["activation"]["host"] = activations.pool.peak
     total = sum(sum(sizes.values()) for sizes in tiers.values())
     live = live_bytes(sharded.mesh.device)
     # The kernel notes peaks now and then only.
     peak = max(live, peak_bytes(sharded.mesh.device))
-    measured = {"live": live, "peak": peak, "remainder": peak - total}
+    here = total if sharded.mesh.device.type == "cpu" else sum(sizes["device"] for sizes in tiers.values())
+    measured = {"live": live, "peak": peak, "remainder": peak - here}
     return {**{state: dict(sizes) for state, sizes in tiers.items()}, "total": total, "measured": measured}
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from zeromesh.activation.store import Store
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -32,19 +35,37 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-def checkpoint_modules(modules: Iterable[nn.Module]) -> None:
-    """Have the forward of each module checkpointed, in place. Their hooks run around it, once."""
+def checkpoint_modules(modules: Iterable[nn.Module], store: Store | None = None) -> None:
+    """Have the forward of each module checkpointed, in place. Their hooks run around it, once.
+
+    Args:
+        modules: any; those inside of others are checkpointed, too.
+        store: where the inputs wait for the backward; None: where they are.
+    """
     for module in modules:
-        module.forward = partial(_without_cache, module.forward)
+        module.forward = partial(_without_cache, module.forward, store)
 
 
-def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def compile_forward(module: nn.Module, **options: Any) -> None:
+    """Have the module's forward compiled: inside the checkpoint, if its inputs wait elsewhere until the backward."""
+    forward: Any = module.forward
+    if isinstance(forward, partial) and forward.func is _without_cache and forward.args[1] is not None:
+        module.forward = partial(_without_cache, torch.compile(forward.args[0], **options), forward.args[1])
+    else:
+        module.forward = torch.compile(forward, **options)
+
+
+def _without_cache(forward: Callable[..., Any], store: Store | None, /, *args: Any, **kwargs: Any) -> Any:
     """As ``checkpoint``; what is computed twice must not be added to a cache of keys and values twice."""
     if torch.is_grad_enabled():
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
-    return checkpoint(forward, *args, **kwargs)
+    if store is None or not store.active():
+        return checkpoint(forward, *args, **kwargs)
+    function, tensors = store.keep(forward, args, kwargs)
+    del args, kwargs  # which would hold the inputs while the block computes
+    return checkpoint(function, *tensors)
 
 
 def _is_cache(value: Any) -> bool:

@@ -108,8 +108,14 @@ class ActivationCheckpointing(Section):
     targets: Names = Field(
         (), description="Class names, or glob patterns of module names, to recompute. Empty: the units."
     )
-    partition_activations: bool = Field(False, description="Split kept activations over tensor-parallel ranks.")
-    cpu_checkpointing: bool = Field(False, description="Keep activations in host memory.")
+    partition_activations: bool = Field(
+        False,
+        description="Each tensor-parallel rank keeps its part of what the targets are given, and gathers it for the "
+        "backward. With tensor_parallel.sequence, or on one such rank, nothing changes.",
+    )
+    cpu_checkpointing: bool = Field(
+        False, description="What the targets are given waits for the backward in host memory, if enabled is true."
+    )
     number_checkpoints: CountInt | None = Field(None, description="Number of checkpoints in the model.")
     contiguous_memory_optimization: bool = Field(False, description="Keep activations in one buffer.")
     synchronize_checkpoint_boundary: bool = Field(False, description="Synchronise the device at each checkpoint.")

@@ -109,8 +109,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "torch_autocast.lower_precision_safe_modules": "communication_data_type says how gradients travel",
     "bf16.immediate_grad_update": "gradients are added as soon as they are there",
     "bf16.check_grad_overflow": "an update whose gradient is not finite is always skipped",
-    "activation_checkpointing.partition_activations": "there is no tensor parallelism in this version",
-    "activation_checkpointing.cpu_checkpointing": "activations are recomputed, not moved",
     "activation_checkpointing.number_checkpoints": "targets says what is recomputed",
     "activation_checkpointing.contiguous_memory_optimization": "activations are left to torch's allocator",
     "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait there",

@@ -1,0 +1,331 @@
+"""Where the inputs of checkpointed blocks wait for their backward: in host memory, in parts over ranks, or both.
+
+Sources: Rajbhandari et al., "ZeRO", 2020, section 6.1 (activations that tensor-parallel ranks replicate are
+partitioned, and may be offloaded); Ren et al., "ZeRO-Offload", 2021.
+
+What waits elsewhere is taken out of the forward's arguments, and put back before they are used again: autograd keeps
+only the other arguments, and checks that nobody changed them in place. A copy has what the tensor held when the block
+was called, whatever becomes of the tensor since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakValueDictionary, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zeromesh.dist.collectives import Group
+from zeromesh.model.containers import map_tensors, tensors_of
+
+_TAG = 4
+"""Of the messages of partitioned inputs; they are waited for at once."""
+
+_inside: ContextVar[bool] = ContextVar("a checkpointed block computes", default=False)
+
+
+class HostPool:
+    """Buffers of host memory that are lent out and used again; page-locked where there is an accelerator.
+
+    Attributes:
+        peak: bytes that were lent at the most; the pool never holds more.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self.peak = 0
+        self._pinned = pinned
+        self._free: list[Tensor] = []
+        self._held = self._lent = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer of at least ``nbytes`` bytes: uint8, 1-D."""
+        fitting = [n for n, buffer in enumerate(self._free) if nbytes <= buffer.nbytes <= 2 * nbytes]
+        if fitting:
+            buffer = self._free.pop(min(fitting, key=lambda n: self._free[n].nbytes))
+        else:
+            self.peak = max(self.peak, self._lent + nbytes)
+            while self._free and self._held + nbytes > self.peak:
+                # Of page-locked memory torch's allocator lets nobody have it while a copy of a stream is under way.
+                self._held -= self._free.pop(0).nbytes
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            self._held += nbytes
+        self._lent += buffer.nbytes
+        self.peak = max(self.peak, self._lent)
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer. Its next writer is a copy on the stream of its last reader, and so comes after it."""
+        self._lent -= buffer.nbytes
+        self._free.append(buffer)
+
+
+class Store:
+    """Keeps the inputs of one model's checkpointed blocks.
+
+    Attributes:
+        least: bytes of the smallest tensor that is moved.
+
+    Args:
+        device: where the model computes; what is elsewhere stays there.
+        host: whether what is kept goes to host memory.
+        group: the ranks that have the same inputs and keep one part of them each; None: each rank keeps all.
+    """
+
+    def __init__(self, device: torch.device, host: bool, group: Group | None = None) -> None:
+        self.device = device
+        self.least = 4096
+        self.pool = HostPool(pinned=device.type != "cpu") if host else None
+        self.group = group
+        self.stream = torch.Stream(device) if host and device.type != "cpu" else None
+        self._known: WeakValueDictionary[Any, _Kept] = WeakValueDictionary()
+        self._seen: set[int] = set()
+        self._last: ref[_Inputs] | None = None
+        self._ahead: list[ref[_Kept]] = []
+        self._task = -1
+        self._differs: list[Tensor] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        """The copy of a model keeps its inputs in the same place."""
+        return self
+
+    def keep(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], list[Tensor]]:
+        """What to checkpoint in place of ``forward(*args, **kwargs)``: a function, and the tensors to call it with.
+
+        Inside of another block that is kept here it is the forward itself: only the outermost block keeps inputs.
+        """
+        tensors = tensors_of((args, kwargs))
+        movable = [self._moves(tensor) for tensor in tensors]
+        if id(forward) in self._seen:  # another pass begins
+            self._seen, self._last = set(), None
+            self._known.clear()
+        self._seen.add(id(forward))
+        inputs = _Inputs(self, forward, args, kwargs, movable)
+        self._last = ref(inputs)
+        # Of no elements: torch keeps the random states of the devices of what it is given.
+        here = torch.empty(0, device=self.device)
+        return inputs, [here, *(tensor for tensor, moves in zip(tensors, movable, strict=True) if not moves)]
+
+    @staticmethod
+    def active() -> bool:
+        """Whether a block's inputs are kept now: gradients are computed, and no block around it keeps its own."""
+        return torch.is_grad_enabled() and not _inside.get() and not torch.compiler.is_compiling()
+
+    def _moves(self, tensor: Tensor) -> bool:
+        """Whether it waits elsewhere. Parameters do not; they are there anyway, or fetched by their unit."""
+        return (
+            type(tensor) is Tensor
+            and tensor.nbytes >= max(1, self.least)
+            and tensor.device.type == self.device.type
+            and (tensor.is_floating_point() or tensor.is_complex())
+            and not (isinstance(tensor._base, nn.Parameter) or tensor.is_inference())
+            and not (tensor.is_conj() or tensor.is_neg())
+            and _is_dense(tensor)
+        )
+
+    def put(self, tensor: Tensor) -> _Kept:
+        """Keep a tensor; the same one, unchanged since another block was given it, is kept once."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        key = (storage.cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        kept = self._known.get(key)
+        if kept is None:
+            self._known[key] = kept = _Kept(self, tensor, storage)
+        return kept
+
+    def begin_backward(self) -> None:
+        """Inputs are asked for: what is known is forgotten, as an update may follow; the end is listened for."""
+        self._known.clear()
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task, self._differs = task, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def fetch_ahead(self, inputs: _Inputs | None) -> None:
+        """Start to bring a block's inputs back. At most one block's are under way: others that nobody took are dropped."""
+        wanted = [] if inputs is None else inputs.kept
+        for kept in filter(None, (early() for early in self._ahead)):
+            if not any(kept is other for other in wanted):
+                kept.ahead = None
+        for kept in wanted:
+            kept.start()
+        self._ahead = [ref(kept) for kept in wanted]
+
+    def compare(self, whole: Tensor, checksum: Tensor) -> None:
+        """Note whether what was gathered is what this rank was given."""
+        self._differs.append(_checksum(whole) != checksum)
+
+    def _end_backward(self) -> None:
+        """Autograd calls it on all ranks alike: their backwards are the same.
+
+        Raises:
+            RuntimeError: what was partitioned was not the same on all ranks.
+        """
+        self._task = -1
+        self.fetch_ahead(None)
+        differs, self._differs = self._differs, []
+        if self.group is None or not differs:
+            return
+        number = torch.stack(differs).sum().view(1)
+        if bool(self.group.exchange(number, _TAG).any()):
+            raise RuntimeError(
+                "activation_checkpointing.partition_activations keeps a part of each block's inputs on each rank of "
+                f"the axis {self.group.axis}, but inputs differ between these ranks, and the gradients are wrong: name "
+                "whole blocks in activation_checkpointing.targets, whose inputs are the same on all of them, or set "
+                "partition_activations to false"
+            )
+
+
+class _Kept:
+    """A tensor that waits elsewhere.
+
+    Attributes:
+        ahead: its copy on the device, if that has been started, and the event after which it is there.
+    """
+
+    def __init__(self, store: Store, tensor: Tensor, storage: StorageWeakRef) -> None:
+        self.ahead: tuple[Tensor, torch.Event | None] | None = None
+        self._store = store
+        self._source = storage  # as long as it is referred to, no other storage has its address
+        self._size, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self._elements = tensor.numel()
+        with torch.no_grad():
+            part = tensor.detach().as_strided((self._elements,), (1,))
+            group = store.group
+            if group is not None:
+                self._checksum = _checksum(part)
+                self._each = -(-self._elements // group.size)
+                part = part[self._each * group.rank : self._each * (group.rank + 1)]
+            self._part = part.clone() if store.pool is None else self._to_host(part, store.pool)
+
+    def _to_host(self, part: Tensor, pool: HostPool) -> Tensor:
+        buffer = pool.take(part.nbytes)
+        finalize(self, pool.give, buffer).atexit = False
+        host = buffer[: part.nbytes].view(self._dtype)
+        stream = self._store.stream
+        if stream is None:
+            return host.copy_(part)
+        # The copy waits for the current stream, which wrote the tensor; whoever gets the tensor's memory next waits
+        # for the copy.
+        stream.wait_stream(torch.accelerator.current_stream(self._store.device))
+        with stream:
+            host.copy_(part, non_blocking=True)
+        part.record_stream(stream)
+        return host
+
+    def start(self) -> None:
+        """Start to copy this rank's part to the device, unless it is there, or on its way."""
+        if self._store.pool is not None and self.ahead is None:
+            self.ahead = self._to_device()
+
+    def _to_device(self) -> tuple[Tensor, torch.Event | None]:
+        there = torch.empty_like(self._part, device=self._store.device, pin_memory=False)
+        stream = self._store.stream
+        if stream is None:
+            return there.copy_(self._part), None
+        # The copy waits for the current stream, whose kernels may still read what had this memory before, and, as it
+        # is on the same stream, for the copy to the host.
+        stream.wait_stream(torch.accelerator.current_stream(self._store.device))
+        with stream:
+            there.copy_(self._part, non_blocking=True)
+        there.record_stream(stream)  # it may be dropped before it has arrived
+        return there, stream.record_event()
+
+    def fetch(self) -> Tensor:
+        """The tensor as it was, in memory of its own. With a group, all its ranks call it."""
+        store = self._store
+        if store.pool is None:
+            part = self._part
+        else:
+            (part, arrived), self.ahead = self.ahead or self._to_device(), None
+            if arrived is not None:
+                torch.accelerator.current_stream(store.device).wait_event(arrived)
+        if store.group is not None:
+            whole = part.new_empty(self._each * store.group.size)
+            own = whole.chunk(store.group.size)[store.group.rank]
+            own[: part.numel()].copy_(part)
+            store.group.all_gather(whole, own, _TAG).wait()
+            part = whole[: self._elements]
+            store.compare(part, self._checksum)
+        return part.as_strided(self._size, self._stride)
+
+
+class _Inputs:
+    """A block's forward with the inputs that wait elsewhere; it is called once with the inputs as they were given.
+
+    Attributes:
+        kept: the inputs that wait elsewhere.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        movable: list[bool],
+    ) -> None:
+        self._store, self._forward = store, forward
+        self._given: tuple[Any, Any] | None = (args, kwargs)
+        self._before = store._last
+        places: list[Tensor] = []
+        kept: list[_Kept | None] = []
+
+        def take(tensor: Tensor) -> Tensor:
+            kept.append(store.put(tensor) if movable[len(kept)] else None)
+            self._grads.append(tensor.requires_grad)
+            places.append(torch.empty(0, device="cpu"))
+            return places[-1]
+
+        self._grads: list[bool] = []
+        self._tree = map_tensors((args, kwargs), take)
+        self._places = {id(place): n for n, place in enumerate(places)}
+        self._kept = kept
+
+    @property
+    def kept(self) -> list[_Kept]:
+        return [kept for kept in self._kept if kept is not None]
+
+    def __call__(self, _: Tensor, *staying: Tensor) -> Any:
+        given, self._given = self._given, None
+        args, kwargs = self._restored(staying) if given is None else given
+        del given
+        token = _inside.set(True)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            _inside.reset(token)
+
+    def _restored(self, staying: tuple[Tensor, ...]) -> tuple[Any, Any]:
+        rest = iter(staying)
+        with torch.no_grad():
+            self._store.begin_backward()
+            # In the order of the arguments, which is the same on all ranks.
+            values = [next(rest) if kept is None else kept.fetch() for kept in self._kept]
+            self._store.fetch_ahead(self._before() if self._before is not None else None)
+        for value, kept, grad in zip(values, self._kept, self._grads, strict=True):
+            if kept is not None:
+                value.requires_grad_(grad)
+        restored: tuple[Any, Any] = map_tensors(self._tree, lambda place: values[self._places[id(place)]])
+        return restored
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie in one piece of memory, in any order of dims, so that a copy can have the same strides."""
+    expected = 1
+    dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    for step, size in dims:
+        if step != expected:
+            return False
+        expected *= size
+    return tensor.layout is torch.strided
+
+
+def _checksum(flat: Tensor) -> Tensor:
+    """The sum of the bits of a 1-D tensor, as whole numbers: int64, of no dims; it depends on no order."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.itemsize]
+    return flat.view(whole).sum(dtype=torch.int64)
