@@ -23,10 +23,10 @@ def memory(sharded: Sharded, optimizer: Optimizer | None, activations: Store | N
     """Bytes by state and tier on this rank, at the most: slots and gradients may be there during a step only.
 
     Returns:
-        For each of ``STATES`` a dict of tier (``device`` or ``host``) to bytes; ``total``, their sum; ``measured``, what
-        the process uses now (``live``) and has used at most (``peak``), and ``remainder``: the peak less what is counted
-        on the measured device, which is other activations, temporaries, fragmentation, and on a CPU Python and torch
-        themselves. ``activation`` counts what activation checkpointing has had in host memory at the most so far.
+        For each of ``STATES`` a dict of tier (``device`` or ``host``) to bytes; ``total``, their sum; ``measured``,
+        what the process uses now (``live``) and has used at most (``peak``), and ``remainder``: the peak less what is
+        counted on the measured device, which is other activations, temporaries, fragmentation, and on a CPU Python
+        and torch themselves. ``activation`` is what activation checkpointing has had in host memory at the most so far.
     """
     tiers: dict[str, dict[str, int]] = {state: defaultdict(int) for state in STATES}
     for state, tier, size in [*sharded.memory(), *_optimizer_state(sharded, optimizer)]:

@@ -146,7 +146,7 @@ class Store:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def fetch_ahead(self, inputs: _Inputs | None) -> None:
-        """Start to bring a block's inputs back. At most one block's are under way: others that nobody took are dropped."""
+        """Start to bring a block's inputs back; those of another that nobody took are dropped."""
         wanted = [] if inputs is None else inputs.kept
         for kept in filter(None, (early() for early in self._ahead)):
             if not any(kept is other for other in wanted):
@@ -315,7 +315,7 @@ class _Inputs:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie in one piece of memory, in any order of dims, so that a copy can have the same strides."""
+    """Whether its elements lie in one piece of memory, in any order of dims: a copy can have the same strides."""
     expected = 1
     dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     for step, size in dims:
