@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 from typing import Any
 
 import pytest
@@ -308,6 +309,34 @@ def test_a_block_inside_of_a_block_keeps_nothing_of_its_own() -> None:
     loss.backward()
     plain(other).backward()
     assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_copies_of_the_model_are_ordinary_ones() -> None:
+    store = Store(CPU, host=True)
+    model = make(store)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert equal(gradients(other, given()), gradients(model, given()))
+        loss = other(given())
+        assert in_use(store) == 0
+        del loss
+
+
+def test_gradients_of_gradients_and_autocast_are_the_same() -> None:
+    found = []
+    for store in (Store(CPU, host=True), None):
+        model = make(store, 2)
+        torch.manual_seed(1)
+        x = given().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        found.append([first, *torch.autograd.grad(first.square().sum(), list(model.parameters()), allow_unused=True)])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
 
 
 def test_the_pool_holds_no_more_than_was_lent_at_once() -> None:

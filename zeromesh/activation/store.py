@@ -49,7 +49,7 @@ class HostPool:
         else:
             self.peak = max(self.peak, self._lent + nbytes)
             while self._free and self._held + nbytes > self.peak:
-                # Of page-locked memory torch's allocator lets nobody have it while a copy of a stream is under way.
+                # Torch's allocator of page-locked memory waits for the copies that it is still part of.
                 self._held -= self._free.pop(0).nbytes
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
             self._held += nbytes
@@ -88,9 +88,9 @@ class Store:
         self._task = -1
         self._differs: list[Tensor] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        """The copy of a model keeps its inputs in the same place."""
-        return self
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """A copy of the model, or one that is saved, is an ordinary one: its inputs stay where they are."""
+        return _nowhere, ()
 
     def keep(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -178,6 +178,10 @@ class Store:
                 "whole blocks in activation_checkpointing.targets, whose inputs are the same on all of them, or set "
                 "partition_activations to false"
             )
+
+
+def _nowhere() -> None:
+    """What a store is in a copy of its model."""
 
 
 class _Kept:
