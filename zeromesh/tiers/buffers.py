@@ -1,0 +1,98 @@
+"""Buffers that direct I/O can use: memory that begins at a page, lent out from one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from zeromesh.tiers.swap_file import ALIGNMENT, aligned
+
+Allocate = Callable[[int], torch.Tensor]
+"""Makes host memory: from a number of bytes to a uint8 tensor of shape ``(nbytes,)``."""
+
+
+def host_memory(nbytes: int) -> torch.Tensor:
+    """Uninitialized; page-locked where there is an accelerator, so that copies to it run while it computes."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+
+
+class Transfer(Protocol):
+    """What may be under way with a buffer."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def settle(self) -> None:
+        """Wait until it has ended; raises what went wrong, unless somebody was told."""
+
+
+class Buffer:
+    """Host memory that begins at a page, in whole blocks.
+
+    Args:
+        nbytes: at least as many; they are rounded up.
+        allocate: where the memory comes from.
+
+    Attributes:
+        nbytes: its size.
+        memory: uint8, shape ``(nbytes,)``.
+        transfer: what a store does with it, or did last.
+    """
+
+    def __init__(self, nbytes: int, allocate: Allocate = host_memory) -> None:
+        self.nbytes = aligned(nbytes)
+        memory = allocate(self.nbytes + ALIGNMENT)
+        begin = -memory.data_ptr() % ALIGNMENT
+        self.memory = memory[begin : begin + self.nbytes]
+        self.view = self.memory.numpy().data
+        self.transfer: Transfer | None = None
+        self._used: torch.Event | None = None
+
+    def tensor(self, elements: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """``elements`` of it from byte ``offset`` on, as ``(elements,)``: a view, which does not outlive the loan."""
+        return self.memory[offset : offset + elements * dtype.itemsize].view(dtype)
+
+    def record(self) -> None:
+        """Say that copies between it and an accelerator were launched on the current stream.
+
+        The next transfer waits for them, in its own thread. Without an accelerator there is nothing to wait for.
+        """
+        if torch.accelerator.is_available():
+            self._used = torch.accelerator.current_stream().record_event()
+
+    def settle(self) -> None:
+        """Wait for the copies of ``record``."""
+        if self._used is not None:
+            self._used.synchronize()
+
+
+class Buffers:
+    """A pool of buffers, which is a budget: it does not grow.
+
+    Args:
+        sizes: bytes of each buffer.
+        allocate: where their memory comes from.
+
+    Attributes:
+        nbytes: of all of them.
+    """
+
+    def __init__(self, sizes: Iterable[int], allocate: Allocate = host_memory) -> None:
+        self._free = sorted((Buffer(size, allocate) for size in sizes), key=lambda buffer: buffer.nbytes)
+        self.nbytes = sum(buffer.nbytes for buffer in self._free)
+
+    def take(self, nbytes: int) -> Buffer | None:
+        """The smallest free buffer that holds ``nbytes``, or None."""
+        for index, buffer in enumerate(self._free):
+            if buffer.nbytes >= nbytes:
+                return self._free.pop(index)
+        return None
+
+    def give(self, buffer: Buffer) -> None:
+        """Return a buffer; nothing may be under way with it."""
+        assert buffer.transfer is None or buffer.transfer.done(), "a buffer came back while the disk uses it"
+        assert buffer not in self._free, "a buffer came back twice"
+        self._free.append(buffer)
+        self._free.sort(key=lambda free: free.nbytes)

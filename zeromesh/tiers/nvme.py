@@ -1,0 +1,378 @@
+"""The NVMe tier: states that rest in a swap file, and come and go by several direct requests at a time.
+
+A *region* holds the bytes of a state. It is read into, and written from, buffers that begin at pages. Both go on by
+themselves in threads, one request of a few blocks each: the kernel's calls leave Python's lock alone, so they overlap
+with each other and with what is computed. What is read is compared with the checksums of what was written.
+
+What an update computes may have to be dropped, such as when the gradient's norm is not finite. A *provisional* write
+leaves the region as it is and goes to a spare place; ``commit`` makes it what the region holds, ``drop`` forgets it.
+
+Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import TracebackType
+
+from zeromesh.tiers.buffers import Buffer
+from zeromesh.tiers.checksum import checksum
+from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned
+from zeromesh.tiers.traffic import Meter, Traffic
+
+_log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+class Pending:
+    """A read or write that was begun. Nothing else may touch its buffer until ``wait`` has returned."""
+
+    def __init__(self, what: str, requests: int, meter: Meter, patience: float) -> None:
+        self._what = what
+        self._requests = self._left = requests
+        self._meter = meter
+        self._patience = patience
+        self._error: BaseException | None = None
+        self._told = False
+        self._ended = threading.Condition()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._left
+
+    def wait(self) -> None:
+        """Until all its requests have ended; whenever that takes another ``patience`` seconds, the log says so.
+
+        Raises:
+            OSError: the disk failed, or what was read is not what was written.
+            RuntimeError: the store was closed before it was done.
+        """
+        self.settle()
+        if self._error is not None:
+            raise self._error
+
+    def settle(self) -> None:
+        """As ``wait``; but an error that somebody was told is not raised again."""
+        began = time.monotonic()
+        with self._ended:
+            while self._left:
+                if not self._ended.wait(self._patience):
+                    _log.warning(
+                        "%s is not done after %.3g s of waiting: %d of %d requests are left; the disk has done %.3g "
+                        "MB/s so far",
+                        self._what,
+                        time.monotonic() - began,
+                        self._left,
+                        self._requests,
+                        self._meter.traffic().rate / 1e6,
+                    )
+        if self._error is not None and not self._told:
+            self._told = True
+            raise self._error
+
+    def end_one(self, error: BaseException | None) -> None:
+        """One of its requests has ended."""
+        with self._ended:
+            self._left -= 1
+            self._error = self._error or error
+            if not self._left:
+                self._ended.notify_all()
+
+    def end_closed(self) -> None:
+        """One of its requests will not be done."""
+        self.end_one(RuntimeError(f"{self._what} was not done: its store was closed before"))
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where in the file a version of a region lies.
+
+    Attributes:
+        offset, nbytes: multiples of ``ALIGNMENT``.
+        checksums: of each request's bytes, as they were written; None if they were not.
+        transfer: what is done with it, or was done last.
+    """
+
+    offset: int
+    nbytes: int
+    checksums: list[int | None]
+    transfer: Pending | None = None
+
+
+@dataclass(eq=False)
+class Region:
+    """Bytes of a store.
+
+    Attributes:
+        nbytes: as it was asked for.
+    """
+
+    nbytes: int
+    _current: _Place
+    _next: _Place | None = field(default=None, repr=False)
+
+    @property
+    def padded(self) -> int:
+        """Bytes that it takes in the file, and that a buffer for it must have."""
+        return self._current.nbytes
+
+
+class Store:
+    """Regions in a swap file of this process, which is deleted when the store is closed or forgotten, or Python ends.
+
+    One thread uses it. Of several operations on one region, or with one buffer, each waits for the one before it.
+
+    Args:
+        folder: on the disk that is used.
+        rank: stands in the file's name.
+        block_size: bytes of a request.
+        queue_depth: requests that are with the disk at a time.
+        patience: seconds of waiting for a transfer after which the log says that the disk is slow.
+
+    Raises:
+        ValueError: a number is out of range.
+        OSError: the folder cannot be used; the message says why.
+    """
+
+    def __init__(
+        self, folder: str | Path, rank: int = 0, block_size: int = MIB, queue_depth: int = 8, patience: float = 30.0
+    ) -> None:
+        if block_size < ALIGNMENT or block_size % ALIGNMENT:
+            raise ValueError(f"block_size is {block_size}; direct I/O takes a positive multiple of {ALIGNMENT}")
+        if queue_depth < 1:
+            raise ValueError(f"queue_depth is {queue_depth}; at least one request is with the disk at a time, say 8")
+        self._block_size = block_size
+        self._patience = patience
+        self._file = SwapFile(Path(folder), rank)
+        self._meter = Meter()
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._end = 0
+        self._spare: list[_Place] = []
+        self._provisional: list[Region] = []
+        # The threads know the file, not the store, so that it can be forgotten while they work. At Python's end nobody
+        # waits for them but ``_close``, which does not let them finish what is left.
+        known = (self._requests, self._file, self._meter)
+        threads = [Thread(target=_work, args=known, name=f"nvme-{n}", daemon=True) for n in range(queue_depth)]
+        self._close = weakref.finalize(self, _close, self._requests, threads, self._file)
+        for thread in threads:
+            thread.start()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The swap file."""
+        return self._file.path
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the swap file."""
+        return self._file.nbytes
+
+    @property
+    def direct(self) -> bool:
+        """Whether its requests pass by the page cache."""
+        return self._file.direct
+
+    def allocate(self, nbytes: int) -> Region:
+        """A region of ``nbytes`` bytes, to be used after the next ``reserve``."""
+        assert nbytes > 0, "a region without bytes"
+        return Region(nbytes, self._place(nbytes))
+
+    def allocate_spare(self, nbytes: int, count: int = 1) -> None:
+        """Room for ``count`` provisional writes of regions of this size at once, after the next ``reserve``."""
+        self._spare += [self._place(nbytes) for _ in range(count)]
+
+    def reserve(self) -> None:
+        """Take the disk space of all that was allocated.
+
+        Raises:
+            OSError: there is not enough; the message has the numbers.
+        """
+        self._require_open()
+        self._file.reserve(self._end)
+
+    def read(self, region: Region, buffer: Buffer) -> Pending:
+        """Begin to read a region, as it was last committed or written, into the front of a buffer.
+
+        Raises:
+            OSError: the file was changed by somebody else. What else goes wrong is raised by ``Pending.wait``.
+        """
+        return self._begin(region._current, buffer, writes=False)
+
+    def write(self, region: Region, buffer: Buffer, provisional: bool = False) -> Pending:
+        """Begin to write a region from the front of a buffer; with ``provisional`` it counts from ``commit`` on.
+
+        Raises:
+            OSError: as ``read``.
+        """
+        place = region._current
+        if provisional:
+            if region._next is None:
+                region._next = self._take_spare(place.nbytes)
+                self._provisional.append(region)
+            place = region._next
+        else:
+            assert region._next is None, "a region is written while a provisional write of it awaits commit or drop"
+        return self._begin(place, buffer, writes=True)
+
+    def commit(self) -> None:
+        """Let all regions hold what was written provisionally; waits until it is on the disk.
+
+        Raises:
+            OSError: a write failed; then all is dropped.
+        """
+        try:
+            for region in self._provisional:
+                assert region._next is not None
+                assert region._next.transfer is not None
+                region._next.transfer.wait()  # also what somebody was told before
+        except BaseException:
+            self.drop()
+            raise
+        for region in self._provisional:
+            assert region._next is not None
+            # Reads of the old place that are under way end well: who writes to it next waits for them.
+            self._spare.append(region._current)
+            region._current, region._next = region._next, None
+        self._provisional.clear()
+
+    def drop(self) -> None:
+        """Forget what was written provisionally, also what failed."""
+        for region in self._provisional:
+            assert region._next is not None
+            with suppress(OSError, RuntimeError):
+                _settle(region._next)
+            self._spare.append(region._next)
+            region._next = None
+        self._provisional.clear()
+
+    def traffic(self) -> Traffic:
+        """What it has moved so far."""
+        return self._meter.traffic()
+
+    def close(self) -> None:
+        """Wait for the requests that are with the disk, forget the others, and delete the file."""
+        self._close()
+
+    def _require_open(self) -> None:
+        if not self._close.alive:
+            raise RuntimeError(f"the store in {self.path.parent} was closed, and its file is deleted; open another one")
+
+    def _place(self, nbytes: int) -> _Place:
+        place = _Place(self._end, aligned(nbytes), [None] * -(-nbytes // self._block_size))
+        self._end += place.nbytes
+        return place
+
+    def _take_spare(self, nbytes: int) -> _Place:
+        place = next((place for place in self._spare if place.nbytes == nbytes), None)
+        assert place is not None, f"no spare place of {nbytes} bytes is left: see allocate_spare"
+        self._spare.remove(place)
+        return place
+
+    def _begin(self, place: _Place, buffer: Buffer, writes: bool) -> Pending:
+        """Cut a transfer into requests and hand them to the threads."""
+        self._require_open()
+        assert place.offset + place.nbytes <= self._file.nbytes, "a region is used that was not reserved"
+        assert buffer.nbytes >= place.nbytes, f"a buffer of {buffer.nbytes} bytes for a region of {place.nbytes}"
+        _settle(place)
+        _settle(buffer)
+        assert writes or None not in place.checksums, "a region is read that was never written, or not to its end"
+        self._file.check()
+        if writes:
+            place.checksums = [None] * len(place.checksums)
+        what = f"{'writing' if writes else 'reading'} {place.nbytes:,} bytes at {place.offset:,} of {self.path}"
+        pending = Pending(what, len(place.checksums), self._meter, self._patience)
+        place.transfer = buffer.transfer = pending
+        for index, begin in enumerate(range(0, place.nbytes, self._block_size)):
+            memory = buffer.view[begin : min(begin + self._block_size, place.nbytes)]
+            self._requests.put(_Request(pending, place, buffer, index, place.offset + begin, memory, writes))
+        return pending
+
+
+def _settle(used: _Place | Buffer) -> None:
+    """Wait for what is done with a place or a buffer; what goes wrong is raised, unless somebody was told."""
+    if used.transfer is not None:
+        used.transfer.settle()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A part of a transfer, for one of the threads.
+
+    Attributes:
+        index: of the part.
+        offset: in the file, of bytes.
+        memory: bytes of the buffer.
+    """
+
+    pending: Pending
+    place: _Place
+    buffer: Buffer
+    index: int
+    offset: int
+    memory: memoryview
+    writes: bool
+
+    def run(self, file: SwapFile, meter: Meter) -> None:
+        """Do it."""
+        self.buffer.settle()
+        if self.writes:
+            written = checksum(self.memory)
+            with meter.count(len(self.memory), writes=True):
+                file.write(self.memory, self.offset)
+            self.place.checksums[self.index] = written
+            return
+        with meter.count(len(self.memory), writes=False):
+            file.read(self.memory, self.offset)
+        if checksum(self.memory) != self.place.checksums[self.index]:
+            raise OSError(
+                errno.EIO,
+                f"{len(self.memory):,} bytes at {self.offset:,} of {file.path} are not those that were written there: "
+                "the file was changed by somebody else, or the disk is failing (see dmesg); start again from the last "
+                "checkpoint",
+            )
+
+
+def _work(requests: SimpleQueue[_Request | None], file: SwapFile, meter: Meter) -> None:
+    """What a thread does until it is given None."""
+    while (request := requests.get()) is not None:
+        error: BaseException | None = None
+        try:
+            request.run(file, meter)
+        except BaseException as caught:  # whoever waits for it raises it
+            error = caught
+        request.pending.end_one(error)
+        del request, error  # or the buffer would live until the next one comes
+
+
+def _close(requests: SimpleQueue[_Request | None], threads: Sequence[threading.Thread], file: SwapFile) -> None:
+    """End the threads, then the file: whoever closes a file under a thread's hands has it write to another one."""
+    try:
+        with suppress(Empty):
+            while (request := requests.get_nowait()) is not None:
+                request.pending.end_closed()
+        for _ in threads:
+            requests.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():  # which may be the one that collects garbage
+                thread.join()
+    finally:
+        file.delete()

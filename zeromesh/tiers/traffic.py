@@ -1,0 +1,85 @@
+"""What goes to and from a disk, and for how long that was at work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a store has moved so far.
+
+    Attributes:
+        bytes_read, bytes_written: in whole blocks.
+        read_seconds, write_seconds: in which at least one such request was with the disk.
+        busy_seconds: in which any was.
+    """
+
+    bytes_read: int
+    bytes_written: int
+    read_seconds: float
+    write_seconds: float
+    busy_seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second while the disk was busy, both directions together."""
+        return (self.bytes_read + self.bytes_written) / self.busy_seconds if self.busy_seconds else 0.0
+
+
+class _Busy:
+    """Counts bytes, and the seconds in which at least one request was under way."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._active = 0
+        self._since = self._seconds = 0.0
+
+    def begin(self, now: float) -> None:
+        if not self._active:
+            self._since = now
+        self._active += 1
+
+    def end(self, now: float, nbytes: int) -> None:
+        self._active -= 1
+        self.nbytes += nbytes
+        if not self._active:
+            self._seconds += now - self._since
+
+    def seconds(self, now: float) -> float:
+        return self._seconds + (now - self._since if self._active else 0.0)
+
+
+class Meter:
+    """The traffic of a store, counted in its threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read, self._written, self._any = _Busy(), _Busy(), _Busy()
+
+    @contextmanager
+    def count(self, nbytes: int, writes: bool) -> Iterator[None]:
+        """Of one request, which is with the disk in this context; its bytes count if it ends well."""
+        both = (self._written if writes else self._read, self._any)
+        with self._lock:
+            for busy in both:
+                busy.begin(time.perf_counter())
+        moved = 0
+        try:
+            yield
+            moved = nbytes
+        finally:
+            with self._lock:
+                for busy in both:
+                    busy.end(time.perf_counter(), moved)
+
+    def traffic(self) -> Traffic:
+        """What there was so far, with the requests under way."""
+        with self._lock:
+            now = time.perf_counter()
+            seconds = (busy.seconds(now) for busy in (self._read, self._written, self._any))
+            return Traffic(self._read.nbytes, self._written.nbytes, *seconds)
