@@ -100,14 +100,19 @@ class _Place:
 
     Attributes:
         offset, nbytes: multiples of ``ALIGNMENT``.
-        checksums: of each request's bytes, as they were written; None if they were not.
+        checksums: of each request's bytes, as they were written; None if they were not. Empty before all writes.
         transfer: what is done with it, or was done last.
     """
 
     offset: int
     nbytes: int
-    checksums: list[int | None]
+    checksums: list[int | None] = field(default_factory=list)
     transfer: Pending | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether all of it was."""
+        return bool(self.checksums) and None not in self.checksums
 
 
 @dataclass(eq=False)
@@ -277,7 +282,7 @@ class Store:
             raise RuntimeError(f"the store in {self.path.parent} was closed, and its file is deleted; open another one")
 
     def _place(self, nbytes: int) -> _Place:
-        place = _Place(self._end, aligned(nbytes), [None] * -(-nbytes // self._block_size))
+        place = _Place(self._end, aligned(nbytes))
         self._end += place.nbytes
         return place
 
@@ -294,12 +299,13 @@ class Store:
         assert buffer.nbytes >= place.nbytes, f"a buffer of {buffer.nbytes} bytes for a region of {place.nbytes}"
         _settle(place)
         _settle(buffer)
-        assert writes or None not in place.checksums, "a region is read that was never written, or not to its end"
+        assert writes or place.written, "a region is read that was never written, or not to its end"
         self._file.check()
+        requests = -(-place.nbytes // self._block_size)
         if writes:
-            place.checksums = [None] * len(place.checksums)
+            place.checksums = [None] * requests
         what = f"{'writing' if writes else 'reading'} {place.nbytes:,} bytes at {place.offset:,} of {self.path}"
-        pending = Pending(what, len(place.checksums), self._meter, self._patience)
+        pending = Pending(what, requests, self._meter, self._patience)
         place.transfer = buffer.transfer = pending
         for index, begin in enumerate(range(0, place.nbytes, self._block_size)):
             memory = buffer.view[begin : min(begin + self._block_size, place.nbytes)]

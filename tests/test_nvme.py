@@ -1,0 +1,713 @@
+"""The NVMe tier: what is written comes back, or an error says why not; swap files never stay."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gc
+import logging
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zeromesh.tiers import swap_file
+from zeromesh.tiers.bandwidth import measure_bandwidth
+from zeromesh.tiers.buffers import Buffer, Buffers
+from zeromesh.tiers.checksum import checksum
+from zeromesh.tiers.nvme import Region, Store
+from zeromesh.tiers.stream import stream
+from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned, sweep
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
+
+BLOCK = 16384
+"""Bytes of a request here: small, so that there are many."""
+
+
+def without_direct(patch: pytest.MonkeyPatch) -> None:
+    """Let no file system have direct I/O."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    patch.setattr(os, "open", refuse)
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """A store, with direct I/O where there is any, and without."""
+    if request.param == "buffered":
+        without_direct(monkeypatch)
+    with Store(tmp_path, block_size=BLOCK, queue_depth=4) as store:
+        if request.param == "direct" and not store.direct:
+            pytest.skip("the file system of the temporary folder has no direct I/O")
+        yield store
+    assert not list(tmp_path.glob("*.swap"))
+
+
+def filled(value: int, nbytes: int) -> Buffer:
+    """A buffer of bytes that depend on ``value`` and on their place."""
+    buffer = Buffer(nbytes)
+    buffer.memory.copy_(torch.arange(buffer.nbytes).mul_(value + 1).add_(value).remainder_(251))
+    return buffer
+
+
+def write(store: Store, region: Region, value: int, provisional: bool = False) -> None:
+    store.write(region, filled(value, region.nbytes), provisional).wait()
+
+
+def read(store: Store, region: Region) -> torch.Tensor:
+    buffer = Buffer(region.nbytes)
+    store.read(region, buffer).wait()
+    return buffer.memory[: region.nbytes]
+
+
+def holds(store: Store, region: Region, value: int) -> bool:
+    return torch.equal(read(store, region), filled(value, region.nbytes).memory[: region.nbytes])
+
+
+def allocate(store: Store, *sizes: int, spare: int = 0) -> list[Region]:
+    regions = [store.allocate(size) for size in sizes]
+    store.allocate_spare(sizes[0], spare)
+    store.reserve()
+    return regions
+
+
+# What is written comes back.
+
+
+def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reported(store: Store) -> None:
+    sizes = [1, ALIGNMENT, ALIGNMENT + 1, BLOCK, 3 * BLOCK - 1, 20 * BLOCK + 5]
+    regions = allocate(store, *sizes)
+    for number, region in enumerate(regions):
+        write(store, region, number)
+    assert [holds(store, region, number) for number, region in enumerate(regions)] == [True] * len(sizes)
+    status = os.stat(store.path)
+    assert status.st_size == store.nbytes == sum(map(aligned, sizes))
+    assert status.st_blocks * 512 >= store.nbytes, "the space is taken, not only promised"
+    later = allocate(store, 100)[0]
+    write(store, later, 77)
+    assert holds(store, later, 77)
+    assert holds(store, regions[0], 0)
+    assert os.stat(store.path).st_size == store.nbytes == sum(map(aligned, [*sizes, 100]))
+    moved = store.traffic()
+    assert moved.bytes_written == store.nbytes
+    assert moved.bytes_read == store.nbytes + aligned(1)
+
+
+def test_whether_io_is_direct_is_what_the_kernel_says(store: Store) -> None:
+    flags = fcntl.fcntl(store._file._descriptor, fcntl.F_GETFL)
+    assert bool(flags & os.O_DIRECT) == store.direct
+
+
+def test_a_file_system_without_direct_io_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_direct(monkeypatch)
+    with Store(tmp_path) as store:
+        region = allocate(store, 10)[0]
+        write(store, region, 1)
+        assert holds(store, region, 1)
+    assert [record.message for record in caplog.records if "has no direct I/O" in record.message] == [
+        f"the file system of {tmp_path} has no direct I/O: the NVMe tier works through the page cache, which is slower "
+        "and takes host memory; a local disk with ext4 or XFS has it"
+    ]
+
+
+def test_several_requests_of_one_transfer_are_with_the_disk_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = allocate(store, 8 * BLOCK)[0]
+    meeting, real = threading.Barrier(4), {name: getattr(os, name) for name in ("preadv", "pwritev")}
+    for name in real:
+
+        def meet(*given: Any, name: str = name) -> int:
+            meeting.wait(60)  # goes on only if as many requests as the queue is deep are there
+            return int(real[name](*given))
+
+        monkeypatch.setattr(os, name, meet)
+    write(store, region, 3)
+    assert holds(store, region, 3)
+
+
+def test_any_order_of_operations_reads_what_was_written_last(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many operations under way at once, on few regions and buffers, with a disk that takes its time."""
+    draw = random.Random(0)
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(draw.choice([0, 0.002])), real(*given))[1])
+    regions = [store.allocate(BLOCK * 2 + 100) for _ in range(4)]
+    store.allocate_spare(regions[0].nbytes, 3)
+    store.reserve()
+    current, following = dict.fromkeys(regions, 0), dict[Region, int]()
+    for region in regions:
+        write(store, region, 0)
+    buffers = [Buffer(regions[0].nbytes) for _ in range(3)]
+    for step in range(1, 200):
+        region, buffer = draw.choice(regions), draw.choice(buffers)
+        match draw.choice(["read", "write", "write", "provisional", "provisional", "commit", "drop"]):
+            case "read":
+                store.read(region, buffer).wait()
+                assert torch.equal(buffer.memory, filled(current[region], region.nbytes).memory)
+            case "write" if region not in following:
+                store.write(region, filled(step, region.nbytes))
+                current[region] = step
+            case "provisional" if region in following or len(following) < 3:
+                store.write(region, filled(step, region.nbytes), provisional=True)
+                following[region] = step
+            case "commit":
+                store.commit()
+                current |= following
+                following.clear()
+            case "drop":
+                store.drop()
+                following.clear()
+    assert all(holds(store, region, current[region]) for region in regions)
+    assert store.nbytes == 7 * regions[0].padded
+
+
+def test_a_provisional_write_counts_from_commit_on(store: Store) -> None:
+    first, second = allocate(store, 3 * BLOCK, 3 * BLOCK, spare=2)
+    size = store.nbytes
+    for region in (first, second):
+        write(store, region, 1)
+        write(store, region, 2, provisional=True)
+        assert holds(store, region, 1)
+    store.commit()
+    assert holds(store, first, 2)
+    assert holds(store, second, 2)
+    for number in range(3, 6):  # the places go round
+        write(store, first, number, provisional=True)
+        write(store, second, number, provisional=True)
+        store.drop()
+        assert holds(store, first, number - 1)
+        write(store, first, number, provisional=True)
+        store.commit()
+        assert holds(store, first, number)
+        assert holds(store, second, 2)
+    assert store.nbytes == size == os.stat(store.path).st_size
+
+
+def test_what_a_caller_must_not_do_is_an_assertion(store: Store) -> None:
+    region, other = allocate(store, BLOCK, BLOCK, spare=1)
+    late = store.allocate(BLOCK)
+    buffer = Buffer(BLOCK)
+    with pytest.raises(AssertionError, match="never written"):
+        store.read(region, buffer)
+    with pytest.raises(AssertionError, match="not reserved"):
+        store.write(late, buffer)
+    with pytest.raises(AssertionError, match="a buffer of 4096 bytes for a region of 16384"):
+        store.write(region, Buffer(1))
+    write(store, region, 1, provisional=True)
+    with pytest.raises(AssertionError, match="awaits commit or drop"):
+        store.write(region, buffer)
+    with pytest.raises(AssertionError, match="no spare place"):
+        store.write(other, buffer, provisional=True)
+
+
+def test_numbers_out_of_range_are_refused(tmp_path: Path) -> None:
+    for wrong in ({"block_size": 5000}, {"block_size": 0}, {"queue_depth": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}; "):
+            Store(tmp_path, **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_transfer_waits_for_what_an_accelerator_does_with_its_buffer(store: Store) -> None:
+    region = allocate(store, 2 * BLOCK)[0]
+    buffer = Buffer(region.nbytes)
+
+    class Copy:
+        def synchronize(self) -> None:
+            buffer.memory.copy_(filled(9, region.nbytes).memory)
+
+    buffer._used = Copy()  # type: ignore[assignment]
+    store.write(region, buffer).wait()
+    assert holds(store, region, 9)
+
+
+# Buffers and streams.
+
+
+def test_buffers_are_aligned_and_stay_within_their_budget(store: Store) -> None:
+    pool = Buffers([BLOCK, 3, BLOCK])
+    assert pool.nbytes == 2 * BLOCK + ALIGNMENT
+    small, large, larger = pool.take(3), pool.take(4097), pool.take(1)
+    assert small is not None
+    assert large is not None
+    assert larger is not None
+    assert [buffer.nbytes for buffer in (small, large, larger)] == [ALIGNMENT, BLOCK, BLOCK]
+    assert all(buffer.memory.data_ptr() % ALIGNMENT == 0 for buffer in (small, large, larger))
+    assert pool.take(1) is None
+    pool.give(small)
+    assert pool.take(ALIGNMENT + 1) is None
+    assert pool.take(1) is small
+    numbers = large.tensor(10, torch.float32, offset=8)
+    numbers.fill_(1.0)
+    assert numbers.shape == (10,)
+    assert numbers.data_ptr() == large.memory.data_ptr() + 8
+    pool.give(large)
+    with pytest.raises(AssertionError, match="came back twice"):
+        pool.give(large)
+
+
+def test_a_buffer_that_the_disk_uses_cannot_be_given_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, go = allocate(store, BLOCK)[0], threading.Event()
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *given: (go.wait(60), real(*given))[1])
+    pool = Buffers([BLOCK])
+    buffer = pool.take(BLOCK)
+    assert buffer is not None
+    pending = store.write(region, buffer)
+    assert not pending.done()
+    with pytest.raises(AssertionError, match="while the disk uses it"):
+        pool.give(buffer)
+    go.set()
+    pending.wait()
+    pool.give(buffer)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_stream_changes_every_region_in_order(store: Store, count: int) -> None:
+    sizes = [2 * BLOCK, 100, BLOCK, 5 * BLOCK, 7, 2 * BLOCK]
+    regions = allocate(store, *sizes)
+    for number, region in enumerate(regions):
+        write(store, region, number)
+    pool = Buffers([5 * BLOCK] * count)
+    for round_ in range(3):
+        for number, buffer in enumerate(stream(store, regions, pool)):
+            expected = filled(number, sizes[number]).memory[: sizes[number]] + round_
+            assert torch.equal(buffer.memory[: sizes[number]], expected)
+            buffer.memory.add_(1)
+    before = store.traffic().bytes_written
+    for number, buffer in enumerate(stream(store, regions, pool, write=False)):
+        assert torch.equal(
+            buffer.memory[: sizes[number]], filled(number, sizes[number]).memory[: sizes[number]] + round_ + 1
+        )
+        buffer.memory.zero_()
+    assert store.traffic().bytes_written == before
+    assert [pool.take(5 * BLOCK) is not None for _ in range(count + 1)] == [True] * count + [False]
+
+
+def test_a_stream_reads_ahead_and_writes_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    regions = allocate(store, *[BLOCK] * 5)
+    for region in regions:
+        write(store, region, 0)
+    begun: list[tuple[str, int]] = []
+    for name in ("read", "write"):
+        real = getattr(store, name)
+
+        def note(region: Region, *rest: Any, name: str = name, real: Callable[..., Any] = real) -> Any:
+            begun.append((name, regions.index(region)))
+            pending = real(region, *rest)
+            pending.wait()
+            return pending
+
+        monkeypatch.setattr(store, name, note)
+    for number, _ in enumerate(stream(store, regions, Buffers([BLOCK] * 3))):
+        begun.append(("use", number))
+    order = {event: place for place, event in enumerate(begun)}
+    assert len(order) == len(begun) == 15
+    for number in range(4):
+        assert order["read", number + 1] < order["use", number], "the next is read while one is used"
+        assert order["use", number] < order["write", number] < order["use", number + 1]
+
+
+def test_a_stream_that_ends_early_or_fails_gives_all_buffers_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regions = allocate(store, *[2 * BLOCK] * 4)
+    for region in regions:
+        write(store, region, 1)
+    pool = Buffers([2 * BLOCK] * 3)
+
+    def all_there() -> bool:
+        buffers = [pool.take(2 * BLOCK) for _ in range(3)]
+        for buffer in buffers:
+            if buffer is not None:
+                pool.give(buffer)
+        return None not in buffers
+
+    for number, buffer in enumerate(stream(store, regions, pool)):
+        buffer.memory.copy_(filled(2, 2 * BLOCK).memory)
+        if number == 1:
+            break
+    gc.collect()
+    assert all_there()
+    assert [holds(store, region, value) for region, value in zip(regions, [2, 1, 1, 1], strict=True)] == [True] * 4
+    real = os.pwritev
+
+    def fail(descriptor: int, memory: Any, offset: int) -> int:
+        if offset >= 2 * BLOCK:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor, memory, offset)
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(OSError, match="writing .* failed"):
+        for _ in stream(store, regions, pool):
+            pass
+    assert all_there()
+
+
+# Disks that fail.
+
+
+def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder, kind, message in (
+        (tmp_path / "missing", FileNotFoundError, "missing of the NVMe tier does not exist; mount the disk"),
+        (file, NotADirectoryError, "is no folder"),
+        (Path("/proc"), OSError, "cannot make a swap file in /proc .*; name a folder that can be written to"),
+    ):
+        with pytest.raises(kind, match=message):
+            Store(folder)
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_full_disk_is_said_before_the_start(store: Store) -> None:
+    kept = allocate(store, BLOCK)[0]
+    write(store, kept, 5)
+    store.allocate(1 << 60)
+    with pytest.raises(
+        OSError, match=r"needs 1,152,921,504,606,846,976 bytes more in .*, where [\d,]+ are free; make room"
+    ) as caught:
+        store.reserve()
+    assert caught.value.errno == errno.ENOSPC
+    assert os.stat(store.path).st_size == store.nbytes == BLOCK
+    assert holds(store, kept, 5)
+
+
+def test_space_that_cannot_be_reserved_is_said(tmp_path: Path) -> None:
+    file = SwapFile(tmp_path, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    file.reserve(ALIGNMENT)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * ALIGNMENT, limits[1]))
+    try:
+        with pytest.raises(OSError, match="cannot be reserved .*ulimit -f") as caught:
+            file.reserve(5 * ALIGNMENT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert caught.value.errno == errno.EFBIG
+    assert os.stat(file.path).st_size == file.nbytes == ALIGNMENT
+    file.delete()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_short_transfers_are_continued(store: Store, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    region = allocate(store, 4 * BLOCK)[0]
+    real, turn = getattr(os, name), [0]
+
+    def short(descriptor: int, memory: list[memoryview], offset: int) -> int:
+        turn[0] += 1
+        whole = len(memory[0]) // ALIGNMENT // 2 * ALIGNMENT or ALIGNMENT
+        done = int(real(descriptor, [memory[0][:whole]], offset))
+        # Of what is not a whole block the rest could not be asked for: it is asked for again.
+        return done - 1000 if turn[0] % 3 == 0 and done > ALIGNMENT else done
+
+    monkeypatch.setattr(os, name, short)
+    write(store, region, 4)
+    assert holds(store, region, 4)
+    assert turn[0] > 8
+
+
+def test_a_file_that_is_cut_off_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = allocate(store, 4 * BLOCK)[0]
+    write(store, region, 4)
+    real = os.preadv
+
+    def cut(*given: Any) -> int:
+        os.truncate(store.path, BLOCK)
+        return real(*given)
+
+    monkeypatch.setattr(os, "preadv", cut)
+    with pytest.raises(OSError, match=r"ended after 0: the file was cut off by somebody else"):
+        read(store, region)
+    with pytest.raises(OSError, match=r"changed by somebody else: it has 16,384 bytes and had 65,536"):
+        read(store, region)
+    with pytest.raises(OSError, match=r"changed by somebody else: it has 16,384 bytes and had 65,536"):
+        write(store, region, 5)
+
+
+def test_a_file_that_somebody_writes_to_is_noticed(store: Store) -> None:
+    first, second = allocate(store, 4 * BLOCK, 4 * BLOCK)
+    write(store, first, 1)
+    write(store, second, 2)
+    with store.path.open("r+b") as file:
+        file.seek(4 * BLOCK + 2 * BLOCK + 10)
+        file.write(b"x")
+    with pytest.raises(OSError, match=r"16,384 bytes at 98,304 of .* are not those that were written there"):
+        read(store, second)
+    assert holds(store, first, 1)
+    write(store, second, 3)
+    assert holds(store, second, 3)
+
+
+def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Store(tmp_path) as store:
+        region = allocate(store, BLOCK)[0]
+        write(store, region, 1)
+        store.path.unlink()
+        assert holds(store, region, 1)
+        assert holds(store, region, 1)
+        store.path.write_text("another")
+    assert store.path.read_text() == "another"
+    assert sum("was deleted by somebody else" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(("code", "text"), [(errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left")])
+def test_a_disk_that_fails_is_said_and_nothing_is_taken_for_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch, code: int, text: str
+) -> None:
+    region = allocate(store, 4 * BLOCK, spare=1)[0]
+    write(store, region, 1)
+    real = os.pwritev
+
+    def fail(descriptor: int, memory: Any, offset: int) -> int:
+        if offset % (4 * BLOCK) == BLOCK:
+            raise OSError(code, text)
+        return real(descriptor, memory, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        pending = store.write(region, filled(2, region.nbytes), provisional=True)
+        for _ in range(2):
+            with pytest.raises(
+                OSError, match=rf"writing 16,384 bytes at 81,920 of .* failed \({text}\); see "
+            ) as caught:
+                pending.wait()
+            assert caught.value.errno == code
+        with pytest.raises(OSError, match="writing"):
+            store.commit()
+        store.commit()
+        assert holds(store, region, 1), "what failed was dropped"
+        store.write(region, filled(2, region.nbytes))
+        with pytest.raises(OSError, match="writing"):
+            store.read(region, Buffer(region.nbytes))
+        with pytest.raises(AssertionError, match="not to its end"):
+            store.read(region, Buffer(region.nbytes))
+    write(store, region, 3)
+    assert holds(store, region, 3)
+
+
+def test_a_slow_disk_is_said_while_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.pwritev
+    with Store(tmp_path, patience=0.05) as store:
+        region = allocate(store, BLOCK)[0]
+        write(store, region, 1)
+        monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(0.3), real(*given))[1])
+        write(store, region, 2)
+        assert store.traffic().write_seconds >= 0.3
+    (message, *_) = [record.message for record in caplog.records if "is not done after" in record.message]
+    assert re.fullmatch(
+        rf"writing 16,384 bytes at 0 of {re.escape(str(store.path))} is not done after [\d.e-]+ s of waiting: 1 of 1 "
+        r"requests are left; the disk has done [\d.e+-]+ MB/s so far",
+        message,
+    )
+
+
+def test_closing_forgets_what_waits_and_deletes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, block_size=BLOCK, queue_depth=1)
+    region = allocate(store, 4 * BLOCK)[0]
+    under_way, real = threading.Event(), os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *given: (under_way.set(), time.sleep(0.05), real(*given))[2])
+    pending = store.write(region, filled(1, region.nbytes))
+    under_way.wait(60)
+    store.close()
+    store.close()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(RuntimeError, match="writing 65,536 bytes .* was not done: its store was closed before"):
+        pending.wait()
+    for use in (lambda: store.read(region, Buffer(region.nbytes)), store.reserve):
+        with pytest.raises(RuntimeError, match="was closed, and its file is deleted; open another one"):
+            use()
+
+
+def test_a_store_that_is_forgotten_deletes_its_file_and_ends_its_threads(tmp_path: Path) -> None:
+    before = threading.active_count()
+    store = Store(tmp_path)
+    region = allocate(store, BLOCK)[0]
+    pending = store.write(region, filled(1, BLOCK))
+    assert threading.active_count() > before
+    del store
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    assert threading.active_count() == before
+    assert pending.done()
+
+
+# Processes that end.
+
+PROCESSES = """
+import os, sys, time
+from zeromesh.tiers.nvme import Store
+from zeromesh.tiers.buffers import Buffer
+
+# All from one that has imported torch, which takes seconds.
+ends, pids = sys.argv[2:], {}
+for rank, end in enumerate(ends):
+    pid = os.fork()
+    if pid == 0:
+        break
+    pids[pid] = rank
+else:
+    print(*pids, flush=True)
+    while pids:
+        pid, status = os.wait()
+        print("ended", pids.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
+    sys.exit()
+
+store = Store(sys.argv[1], rank=rank, block_size=4096, queue_depth=2)
+region = store.allocate(1 << 20)
+store.reserve()
+buffer = Buffer(1 << 20)
+store.write(region, buffer).wait()
+if end == "fork":
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    assert store.path.exists(), "it is the parent's"
+if end == "raise":
+    store.write(region, buffer)
+    raise SystemExit(3)
+if end == "work":
+    real = os.pwritev
+    def slow(*given):
+        time.sleep(0.01)
+        return real(*given)
+    os.pwritev = slow
+    print("ready", flush=True)
+    while True:
+        store.write(region, buffer).wait()
+"""
+
+
+def test_only_killed_processes_leave_files_which_the_next_one_removes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = ["return", "raise", "fork", "work", "work", "work"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PROCESSES, str(tmp_path), *ends], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pids = list(map(int, parent.stdout.readline().split()))
+    try:
+        lines = [parent.stdout.readline() for _ in ends]
+        assert sorted(lines) == ["ended 0 0\n", "ended 1 3\n", "ended 2 0\n", *["ready\n"] * 3]
+        os.kill(pids[3], signal.SIGINT)
+        os.kill(pids[4], signal.SIGKILL)
+        assert sorted(parent.stdout.readline() for _ in range(2)) == ["ended 3 -2\n", "ended 4 -9\n"]
+        killed, living = (f"zeromesh-{swap_file.host_name()}-rank{rank}-pid{pids[rank]}-0.swap" for rank in (4, 5))
+        assert {path.name for path in tmp_path.iterdir()} == {killed, living}
+        other = tmp_path / "zeromesh.swap"
+        other.touch()
+        with caplog.at_level(logging.WARNING), Store(tmp_path) as store:
+            assert {path.name for path in tmp_path.iterdir()} == {living, store.path.name, other.name}
+        assert f"removed {tmp_path / killed} (1,048,576 bytes), left by a process that was killed" in caplog.text
+    finally:
+        for pid in pids[3:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        parent.communicate()
+
+
+def test_a_file_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, swept = os.open, list[Path]()
+
+    def open_and_sweep(path: Any, flags: int, *rest: Any) -> int:
+        descriptor = real(path, flags, *rest)
+        if flags & os.O_CREAT and not swept:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "open", real)
+                swept.extend(sweep(tmp_path))
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_and_sweep)
+    file = SwapFile(tmp_path, 0)
+    assert len(swept) == 1
+    assert [*tmp_path.iterdir()] == [file.path] != swept
+    file.reserve(ALIGNMENT)
+    file.check()
+    file.delete()
+
+
+def test_files_of_other_hosts_stay_where_locks_may_not_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"zeromesh-{host}-rank0-pid1-0.swap" for host in (swap_file.host_name(), "another")]
+    for name in names:
+        (tmp_path / name).touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "major", lambda device: 0)
+        assert sweep(tmp_path) == [tmp_path / names[0]]
+    assert f"{tmp_path / names[1]} (0 bytes) is another host's" in caplog.text
+    monkeypatch.setattr(os, "major", lambda device: 8)
+    assert sweep(tmp_path) == [tmp_path / names[1]]
+
+
+# What tells and measures.
+
+
+def test_the_checksum_sees_order_and_signs() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(1 << 14)
+
+    def of(tensor: torch.Tensor) -> int:
+        return checksum(tensor.contiguous().view(torch.uint8).numpy().data)
+
+    blocks = values.view(4, -1)
+    others = [-values, values.flip(0), blocks[[1, 0, 2, 3]], values.nextafter(torch.tensor(9.0)), values.roll(1)]
+    two = values.clone()
+    two[[5, 77]] *= -1
+    assert len({of(values), *map(of, others), of(two)}) == 7
+    assert of(values) == of(values.clone())
+
+
+def test_bandwidth_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
+    found = measure_bandwidth(tmp_path, nbytes=3 * (1 << 20) + 5)
+    assert found.read > 0 < found.write
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="are free"):
+        measure_bandwidth(tmp_path, nbytes=1 << 60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_seconds_are_those_in_which_a_request_was_with_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+    with Store(tmp_path, block_size=BLOCK, queue_depth=4) as store:
+        region = allocate(store, 4 * BLOCK)[0]
+        write(store, region, 1)
+        before = store.traffic()
+        assert before.read_seconds == 0.0
+        monkeypatch.setattr(os, "preadv", lambda *given: (time.sleep(0.1), real(*given))[1])
+        read(store, region)
+        after = store.traffic()
+        assert after.read_seconds >= 0.1
+        assert after.write_seconds == before.write_seconds
+        assert after.busy_seconds == pytest.approx(after.read_seconds + after.write_seconds)
+        assert after.rate == pytest.approx(8 * BLOCK / after.busy_seconds)
