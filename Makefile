@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all bench bench-tensor bench-pipeline bench-links bench-kernel check clean
+.PHONY: train test test-all bench bench-tensor bench-pipeline bench-links bench-kernel bench-nvme check clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -44,6 +44,11 @@ bench-links: .venv/.plots.done
 # The update on the host beside torch's and DeepSpeed's.
 bench-kernel: .venv/.plots.done .venv-deepspeed/.peers.done
 	.venv/bin/python benchmarks/kernel.py $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(OUT),--out $(OUT))
+
+# The NVMe tier beside other ways to a disk: `make bench-nvme FOLDER=/mnt/nvme ROUNDS=3 OUT=runs/nvme`.
+bench-nvme: .venv/.plots.done
+	.venv/bin/python benchmarks/nvme.py $(if $(FOLDER),--folder $(FOLDER)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+		$(if $(OUT),--out $(OUT))
 
 check: .venv/.test.done
 	$(RUN) ruff check .

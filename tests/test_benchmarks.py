@@ -328,3 +328,20 @@ def test_stages_that_sleep_hold_what_the_table_says_and_have_a_page(tmp_path: Pa
     assert f"]({page.name})" in (tmp_path / "README.md").read_text()
     assert f"]({page.stem}.svg)" in text
     assert page.with_suffix(".svg").read_text().startswith("<svg")
+
+
+def test_ways_to_a_disk_are_measured_and_have_a_page(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
+    options = ["--folder", tmp_path, "--megabytes", "4", "--rounds", "1", "--depth", "2", "--out", tmp_path]
+    done = run_command([sys.executable, BENCHMARKS / "nvme.py", *options, "--blocks", "512", "--depths", "1", "2"], 120)
+    assert done.returncode == 0, done.stdout
+    found = result(tmp_path)
+    names = [row["name"] for row in found["ways"]]
+    assert names[:3] == ["dd, one process", "dd, 2 processes", "threads, direct"]
+    assert names[-1] == "store"
+    for row in found["ways"]:
+        assert all(row[mode][0]["rate"] > 0 for mode in ("read", "write", "both")), row["name"]
+    assert [(row["block"], row["depth"]) for row in found["sweep"]] == [(1 << 19, 1), (1 << 19, 2)]
+    assert not list(tmp_path.glob("*.swap"))
+    (page,) = tmp_path.glob("*-nvme.md")
+    assert f"]({page.name})" in (tmp_path / "README.md").read_text()

@@ -66,16 +66,18 @@ class Meter:
         """Of one request, which is with the disk in this context; its bytes count if it ends well."""
         both = (self._written if writes else self._read, self._any)
         with self._lock:
+            now = time.perf_counter()
             for busy in both:
-                busy.begin(time.perf_counter())
+                busy.begin(now)
         moved = 0
         try:
             yield
             moved = nbytes
         finally:
             with self._lock:
+                now = time.perf_counter()
                 for busy in both:
-                    busy.end(time.perf_counter(), moved)
+                    busy.end(now, moved)
 
     def traffic(self) -> Traffic:
         """What there was so far, with the requests under way."""
