@@ -74,6 +74,9 @@ class Ways:
         self.file = SwapFile(folder, 0)
         self.file.reserve(nbytes)
         self.plain = os.open(self.file.path, os.O_RDWR)
+        self.noise = tempfile.NamedTemporaryFile(dir="/dev/shm")  # noqa: SIM115  # in memory, for dd
+        self.noise.write(self.buffer.view)
+        self.noise.flush()
         self.table: dict[str, Callable[[str], None]] = {
             "dd, one process": lambda mode: self.dd(mode, 1),
             f"dd, {depth} processes": lambda mode: self.dd(mode, depth),
@@ -119,22 +122,20 @@ class Ways:
 
     def dd(self, mode: str, count: int) -> None:
         """Processes in C, each with a part of its own; half of them write where both is asked for."""
-        size, path = MIB, self.file.path
-        blocks = self.nbytes // size
-        kinds = {"read": "r", "write": "w", "both": "rw"}[mode]
-        each = max(count // len(kinds), 1)
+        parts = max(count // 2, 1) if mode == "both" else count
+        share = self.nbytes // MIB // parts // (2 if mode == "both" else 1)
         commands = []
-        for number, kind in enumerate(kinds):
-            share = blocks // len(kinds) // each
-            for part in range(each):
-                place = (number * each + part) * share
-                inside = [f"if={path}", "of=/dev/null", "iflag=direct", f"skip={place}"]
-                outside = ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc", f"seek={place}"]
-                commands.append(
-                    ["dd", "status=none", f"bs={size}", f"count={share}", *(inside if kind == "r" else outside)]
-                )
-        processes = [subprocess.Popen(command) for command in commands]
-        assert not any([process.wait() for process in processes])
+        for number, kind in enumerate({"read": "r", "write": "w", "both": "rw"}[mode]):
+            for place in range(number * parts * share, (number + 1) * parts * share, share):
+                ends = f"if={self.file.path} of=/dev/null iflag=direct skip={place}"
+                if kind == "w":
+                    ends = (
+                        f"if={self.noise.name} of={self.file.path} oflag=direct conv=notrunc seek={place} skip={place}"
+                    )
+                commands.append(f'dd status=none bs={MIB} count={share} {ends} & all="$all $!"')
+        subprocess.run(
+            ["sh", "-c", "\n".join([*commands, "for one in $all; do wait $one || exit 1; done"])], check=True
+        )
 
     def forget(self) -> None:
         """Let the page cache forget the file."""
@@ -144,6 +145,7 @@ class Ways:
     def close(self) -> None:
         """Delete it."""
         os.close(self.plain)
+        self.noise.close()
         self.file.delete()
 
 
@@ -284,8 +286,8 @@ def page(result: dict[str, Any]) -> str:
 {result["rounds"]} round(s); shown are median, least and most. *Half of each* reads one half of the file while the other
 half is written, and counts both. Before each turn the page cache forgets the file; what is written is on the disk at
 the end.""",
-        """- *dd* has requests of 1 MiB with direct I/O from processes in C, each with a part of the file: what the disk does
-  for anybody, with the time to start the processes. It writes zeros.
+        """- *dd* has requests of 1 MiB with direct I/O from processes in C, each with a part of the file and memory for one
+  request: what the disk does for anybody. It writes from a file in memory.
 - *threads* are `preadv` and `pwritev` in Python's threads; *mapped* copies from and to `UntypedStorage.from_file`.
 - *store* is `zeromesh.tiers.nvme.Store`; it compares checksums of all that it reads.""",
         lines_of(table),
@@ -304,7 +306,7 @@ def main() -> None:
     """Measure, and write figures and page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
-    parser.add_argument("--megabytes", type=positive, default=256, help="MiB that are moved at a time")
+    parser.add_argument("--megabytes", type=positive, default=512, help="MiB that are moved at a time")
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--block", type=positive, default=1024, help="KiB of a request")
     parser.add_argument("--depth", type=positive, default=8, help="requests at a time")
