@@ -286,8 +286,8 @@ def page(result: dict[str, Any]) -> str:
 {result["rounds"]} round(s); shown are median, least and most. *Half of each* reads one half of the file while the other
 half is written, and counts both. Before each turn the page cache forgets the file; what is written is on the disk at
 the end.""",
-        """- *dd* has requests of 1 MiB with direct I/O from processes in C, each with a part of the file and memory for one
-  request: what the disk does for anybody. It writes from a file in memory.
+        """- *dd* has requests of 1 MiB with direct I/O from processes in C, each with a part of the file and memory for
+  one request: what the disk does for anybody. It writes from a file in memory.
 - *threads* are `preadv` and `pwritev` in Python's threads; *mapped* copies from and to `UntypedStorage.from_file`.
 - *store* is `zeromesh.tiers.nvme.Store`; it compares checksums of all that it reads.""",
         lines_of(table),

@@ -116,6 +116,18 @@ def test_whether_io_is_direct_is_what_the_kernel_says(store: Store) -> None:
     assert bool(flags & os.O_DIRECT) == store.direct
 
 
+def test_a_relative_folder_stays_the_same_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = Store(".")
+    monkeypatch.chdir("/")
+    region = allocate(store, 10)[0]
+    write(store, region, 1)
+    assert holds(store, region, 1)
+    assert [*tmp_path.iterdir()] == [store.path]
+    store.close()
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_file_system_without_direct_io_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -56,6 +56,7 @@ class SwapFile:
     def __init__(self, folder: Path, rank: int) -> None:
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, f"the NVMe tier needs Linux, and this is {sys.platform}; offload to the host")
+        folder = folder.absolute()  # the process may go elsewhere before it deletes the file
         _require(folder)
         sweep(folder)
         self.path, self._plain = _create(folder, rank)
