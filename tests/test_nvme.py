@@ -94,13 +94,14 @@ def allocate(store: Store, *sizes: int, spare: int = 0) -> list[Region]:
 
 def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reported(store: Store) -> None:
     sizes = [1, ALIGNMENT, ALIGNMENT + 1, BLOCK, 3 * BLOCK - 1, 20 * BLOCK + 5]
+    assert os.stat(store.path).st_size == store.nbytes == 0
     regions = allocate(store, *sizes)
-    for number, region in enumerate(regions):
-        write(store, region, number)
-    assert [holds(store, region, number) for number, region in enumerate(regions)] == [True] * len(sizes)
     status = os.stat(store.path)
     assert status.st_size == store.nbytes == sum(map(aligned, sizes))
     assert status.st_blocks * 512 >= store.nbytes, "the space is taken, not only promised"
+    for number, region in enumerate(regions):
+        write(store, region, number)
+    assert [holds(store, region, number) for number, region in enumerate(regions)] == [True] * len(sizes)
     later = allocate(store, 100)[0]
     write(store, later, 77)
     assert holds(store, later, 77)
@@ -191,6 +192,18 @@ def test_any_order_of_operations_reads_what_was_written_last(store: Store, monke
                 following.clear()
     assert all(holds(store, region, current[region]) for region in regions)
     assert store.nbytes == 7 * regions[0].padded
+
+
+def test_a_buffer_that_is_written_is_not_read_into_before(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = allocate(store, BLOCK, BLOCK)
+    write(store, second, 2)
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(0.05), real(*given))[1])
+    buffer = filled(1, BLOCK)
+    store.write(first, buffer)
+    store.read(second, buffer).wait()
+    assert torch.equal(buffer.memory, filled(2, BLOCK).memory)
+    assert holds(store, first, 1)
 
 
 def test_a_provisional_write_counts_from_commit_on(store: Store) -> None:
@@ -315,6 +328,17 @@ def test_a_stream_changes_every_region_in_order(store: Store, count: int) -> Non
     assert [pool.take(5 * BLOCK) is not None for _ in range(count + 1)] == [True] * count + [False]
 
 
+def test_what_a_stream_writes_provisionally_can_be_dropped(store: Store) -> None:
+    regions = allocate(store, *[BLOCK] * 3, spare=3)
+    for region in regions:
+        write(store, region, 1)
+    for expected, settle in ((1, store.drop), (2, store.commit)):
+        for buffer in stream(store, regions, Buffers([BLOCK] * 2), provisional=True):
+            buffer.memory.copy_(filled(2, BLOCK).memory)
+        settle()
+        assert all(holds(store, region, expected) for region in regions)
+
+
 def test_a_stream_reads_ahead_and_writes_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     regions = allocate(store, *[BLOCK] * 5)
     for region in regions:
@@ -404,7 +428,7 @@ def test_a_full_disk_is_said_before_the_start(store: Store) -> None:
     assert holds(store, kept, 5)
 
 
-def test_space_that_cannot_be_reserved_is_said(tmp_path: Path) -> None:
+def test_space_that_cannot_be_reserved_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = SwapFile(tmp_path, 0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -417,6 +441,17 @@ def test_space_that_cannot_be_reserved_is_said(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert caught.value.errno == errno.EFBIG
+    assert os.stat(file.path).st_size == file.nbytes == ALIGNMENT
+    real = os.posix_fallocate
+
+    def begin(descriptor: int, offset: int, nbytes: int) -> None:
+        real(descriptor, offset, nbytes // 2)  # as kernels do, which then find no more
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", begin)
+        with pytest.raises(OSError, match="needs 16,384 bytes more in .*, which cannot be reserved .No space left"):
+            file.reserve(5 * ALIGNMENT)
     assert os.stat(file.path).st_size == file.nbytes == ALIGNMENT
     file.delete()
     assert not list(tmp_path.iterdir())
@@ -711,15 +746,16 @@ def test_seconds_are_those_in_which_a_request_was_with_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.preadv
-    with Store(tmp_path, block_size=BLOCK, queue_depth=4) as store:
+    with Store(tmp_path, block_size=BLOCK, queue_depth=2) as store:
         region = allocate(store, 4 * BLOCK)[0]
         write(store, region, 1)
         before = store.traffic()
         assert before.read_seconds == 0.0
-        monkeypatch.setattr(os, "preadv", lambda *given: (time.sleep(0.1), real(*given))[1])
+        naps = iter([0.1, 0.15, 0.15, 0.1])  # two at a time: the third begins while the second goes on
+        monkeypatch.setattr(os, "preadv", lambda *given: (time.sleep(next(naps)), real(*given))[1])
         read(store, region)
         after = store.traffic()
-        assert after.read_seconds >= 0.1
+        assert after.read_seconds >= 0.25
         assert after.write_seconds == before.write_seconds
         assert after.busy_seconds == pytest.approx(after.read_seconds + after.write_seconds)
         assert after.rate == pytest.approx(8 * BLOCK / after.busy_seconds)
