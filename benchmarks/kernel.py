@@ -232,11 +232,11 @@ def page(result: dict[str, Any]) -> str:
         f"""Commit {result["commit"]}; {result["machine"]}; {result["versions"]}. Made by `make bench-kernel`; the
 figures are in [{result["name"]}.json]({result["name"]}.json).
 Load of the machine before: {result["load"]:.1f}, after: {result["load_after"]:.1f}.""",
-        f"""AdamW on {million:.0f} M parameters in one piece: fp32 masters and moments, gradients and parameters in bf16,
-in huge pages. That is {BYTES} bytes per parameter: 2 + 12 read, 12 + 2 written. {result["rounds"]} rounds, in which all
-rows take turns; a round's figure is the best of {result["repetitions"]} repetitions, shown are median and extremes of the
-rounds. GB/s counts those bytes, also where more are moved. *ZeroMesh is* compares within each round, and is the
-median of that; *at best* compares the best rounds.""",
+        f"""AdamW on {million:.0f} M parameters in one piece: fp32 masters and moments, gradients and parameters in
+bf16, in huge pages. That is {BYTES} bytes per parameter: 2 + 12 read, 12 + 2 written. {result["rounds"]} rounds, in
+which all rows take turns; a round's figure is the best of {result["repetitions"]} repetitions, shown are median and
+extremes of the rounds. GB/s counts those bytes, also where more are moved. *ZeroMesh is* compares within each round,
+and is the median of that; *at best* compares the best rounds.""",
         "\n".join(f"- **{name}**: {text}" for name, text in EXPLAINED.items()),
         f"Aims: {aims}. "
         + ("**All are met.**" if not result["missed"] else "**Missed:**\n\n- " + "\n- ".join(result["missed"])),
