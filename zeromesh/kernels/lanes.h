@@ -3,6 +3,7 @@
 //   TARGET              the attribute that lets a function use its instructions
 //   WIDTH               floats in a vector: 4, 8 or 16
 //   SQRT, FMA           of vectors, rounded once
+//   TO_DOUBLES          of half a vector
 //   FROM_HALF, TO_HALF  between WIDTH halves in 16-bit integers and floats
 //   STREAM              store to an aligned address, past the caches
 //
@@ -154,10 +155,11 @@ TARGET static void NAME(update)(const struct row *row, const struct piece *q, in
 
 // Sixteen sums, whatever the width: element i goes to sum i % 16. Squares of floats are exact in doubles.
 INLINE void NAME(sixteen)(const void *from, int64_t i, int type, DOUBLES *sums) {
+    __builtin_prefetch((const char *)from + (type == FLOAT32 ? 4 : 2) * (i + 2 * AHEAD), 0);
     for (int k = 0; k < 16 / WIDTH; k++) {
         union { FLOATS whole; PART parts[2]; } x = {NAME(widen)(from, i + k * WIDTH, type)};
         for (int half = 0; half < 2; half++) {
-            DOUBLES wide = __builtin_convertvector(x.parts[half], DOUBLES);
+            DOUBLES wide = TO_DOUBLES(x.parts[half]);
             sums[2 * k + half] += wide * wide;
         }
     }
@@ -188,6 +190,7 @@ TARGET static double NAME(squares)(const void *from, int type, int64_t begin, in
 #undef WIDTH
 #undef SQRT
 #undef FMA
+#undef TO_DOUBLES
 #undef FROM_HALF
 #undef TO_HALF
 #undef STREAM

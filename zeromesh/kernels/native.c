@@ -8,7 +8,7 @@
 
 #define BLOCK 65536       // elements that a thread takes at a time
 #define BYTES (1 << 20)   // the same of bytes
-#define AHEAD 256         // elements that are asked of memory before they are needed: seven streams are many to foresee
+#define AHEAD 256         // elements that memory is asked for early: processors do not foresee seven streams
 
 typedef void update_function(const struct row *, const struct piece *, int64_t, int64_t, int);
 typedef double squares_function(const void *, int, int64_t, int64_t);
@@ -22,6 +22,7 @@ typedef double squares_function(const void *, int, int64_t, int64_t);
 #define WIDTH 16
 #define SQRT(x) ((FLOATS)_mm512_sqrt_ps((__m512)(x)))
 #define FMA(a, b, c) ((FLOATS)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define TO_DOUBLES(x) ((DOUBLES)_mm512_cvtps_pd((__m256)(x)))
 #define FROM_HALF(x) ((FLOATS)_mm512_cvtph_ps((__m256i)(x)))
 #define TO_HALF(x) ((SHORTS)_mm512_cvtps_ph((__m512)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 #define STREAM(to, x) _mm512_stream_ps(to, (__m512)(x))
@@ -33,6 +34,7 @@ typedef double squares_function(const void *, int, int64_t, int64_t);
 #define WIDTH 8
 #define SQRT(x) ((FLOATS)_mm256_sqrt_ps((__m256)(x)))
 #define FMA(a, b, c) ((FLOATS)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define TO_DOUBLES(x) ((DOUBLES)_mm256_cvtps_pd((__m128)(x)))
 #define FROM_HALF(x) ((FLOATS)_mm256_cvtph_ps((__m128i)(x)))
 #define TO_HALF(x) ((SHORTS)_mm256_cvtps_ph((__m256)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 #define STREAM(to, x) _mm256_stream_ps(to, (__m256)(x))
@@ -62,6 +64,7 @@ static int has_avx512(void) {
 #define WIDTH 4
 #define SQRT(x) ((FLOATS)vsqrtq_f32((float32x4_t)(x)))
 #define FMA(a, b, c) ((FLOATS)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
+#define TO_DOUBLES(x) ((DOUBLES)vcvt_f64_f32((float32x2_t)(x)))
 #define FROM_HALF(x) ((FLOATS)vcvt_f32_f16((float16x4_t)(x)))
 #define TO_HALF(x) ((SHORTS)vcvt_f16_f32((float32x4_t)(x)))
 #define STREAM(to, x) (*(NAME(floats_anywhere) *)(to) = (x))
@@ -178,6 +181,7 @@ static void checksum_block(const struct work *work, int64_t index, int64_t *curs
     for (int k = 0; k < 8; k++) sums[k] = mix((uint64_t)size, k + 1);
     int64_t i = 0;
     for (; i + 64 <= size; i += 64) {
+        __builtin_prefetch(from + i + 8 * AHEAD, 0);
         memcpy(words, from + i, 64);
         for (int k = 0; k < 8; k++) sums[k] = mix(sums[k], words[k]);
     }
