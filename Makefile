@@ -9,8 +9,9 @@ RUN := .venv/bin/python -m
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
 
+# Two tests at a time: most wait for processes that they have started. A file's tests share what they have started.
 test: .venv/.test.done
-	$(RUN) pytest
+	$(RUN) pytest --numprocesses 2 --dist loadfile
 
 test-all: .venv/.test.done
 	.venv/bin/python tools/test_all.py
