@@ -98,15 +98,17 @@ INLINE void NAME(rule)(int rule, const struct row *row, FLOATS g, FLOATS *p, FLO
 // A vector of elements, from i on.
 INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q, int64_t i, int stream) {
     FLOATS x[3] = {{0}};
-    for (int k = 0; k < 3; k++)
-        if (q->read[k]) {
-            __builtin_prefetch(q->read[k] + i + AHEAD, 1);
-            x[k] = NAME(load)(q->read[k] + i);
-        }
+    int states = rule == ADAM ? 2 : rule == SGD ? row->momentous : 1;
+    ASK(q->gradient, 2 * i, 2);
+    for (int k = 0; k <= states; k++) {
+        ASK(q->read[k], 4 * i, 4);
+        x[k] = NAME(load)(q->read[k] + i);
+    }
     NAME(rule)(rule, row, NAME(widen)(q->gradient, i, q->gradient_type), &x[0], &x[1], &x[2]);
-    for (int k = 0; k < 3; k++)
-        if (q->write[k]) NAME(store)(q->write[k] + i, x[k], stream);
-    if (q->parameter) NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
+    for (int k = 0; k <= states; k++) NAME(store)(q->write[k] + i, x[k], stream);
+    if (!q->parameter) return;
+    ASK(q->parameter, 2 * i, 2);
+    NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
 }
 
 INLINE void NAME(elements)(int rule, const struct row *given, const struct piece *whole, int64_t begin, int64_t end,
@@ -155,7 +157,8 @@ TARGET static void NAME(update)(const struct row *row, const struct piece *q, in
 
 // Sixteen sums, whatever the width: element i goes to sum i % 16. Squares of floats are exact in doubles.
 INLINE void NAME(sixteen)(const void *from, int64_t i, int type, DOUBLES *sums) {
-    __builtin_prefetch((const char *)from + (type == FLOAT32 ? 4 : 2) * (i + 2 * AHEAD), 0);
+    int wide = type == FLOAT32 ? 4 : 2;
+    ASK(from, wide * i, 2 * wide);
     for (int k = 0; k < 16 / WIDTH; k++) {
         union { FLOATS whole; PART parts[2]; } x = {NAME(widen)(from, i + k * WIDTH, type)};
         for (int half = 0; half < 2; half++) {
