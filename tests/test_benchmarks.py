@@ -227,7 +227,11 @@ def test_one_command_measures_everything(benchmark: tuple[Path, str]) -> None:
     assert [name for name, row in rows.items() if row["spans"] is not None] == ["ZeroMesh 3"]
 
 
-@pytest.mark.parametrize("name", ["ZeroMesh 3", "ZeroMesh tensor parallel", "ZeroMesh pipeline, 1f1b"])
+@pytest.mark.parametrize(
+    "name",
+    ["ZeroMesh 3"]
+    + [pytest.param(name, marks=pytest.mark.full) for name in ("ZeroMesh tensor parallel", "ZeroMesh pipeline, 1f1b")],
+)
 def test_a_row_runs_on_ranks_of_mpiexec(name: str) -> None:
     job = {"variant": f"{name}, mpi", "case": "tiny-fp32", "watch": "time", "backend": "mpi", "steps": 2}
     figures = run(Path(sys.executable), 2, job, {}, 100)

@@ -217,7 +217,10 @@ def split(rows: int, whole_bias: bool) -> dict[str, Any]:
 
 # With 4 ranks of 4 rows the last one has padding only.
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
-@pytest.mark.parametrize(("ranks", "rows", "whole_bias"), [(1, 11, False), (2, 6, True), (4, 3, False), (4, 4, True)])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "whole_bias"),
+    [(1, 11, False), (2, 6, True), (4, 4, True), pytest.param(4, 3, False, marks=pytest.mark.full)],
+)
 def test_whatever_is_done_on_ranks_gives_the_values_and_gradients_of_torch(
     ranks: int, rows: int, whole_bias: bool
 ) -> None:

@@ -152,7 +152,9 @@ def check_policies(shared: dict[str, Any], policies: Sequence[str]) -> None:
                 assert all(torch.equal(first[name], other[name]) for name in first), shared
 
 
-@pytest.mark.parametrize("precision", ["float64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", [*(pytest.param(p, marks=pytest.mark.full) for p in ("float64", "fp32")), "bf16", "fp16"]
+)
 def test_rows_and_slot_budgets_do_not_change_a_bit(precision: str) -> None:
     mesh = {"float64": "2", "fp32": "3", "bf16": "2", "fp16": "2x2"}[precision]
     check_policies({"precision": precision, "mesh": mesh, "accumulation": 1, "clip": True}, SHARDED)

@@ -71,8 +71,9 @@ def all_reduce(size: int, ranks: int) -> int:
     return 2 * size * (ranks - 1) // ranks
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize(
+    ("tensor", "micro_batches"), [(2, 2), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 1), (4, 1)))]
+)
 def test_there_are_four_all_reduces_for_each_layer_and_micro_batch(tensor: int, micro_batches: int) -> None:
     # One for the embedding, one for the gradient of what the head reads; and the numbers for each token's loss.
     once = (4 * LAYERS + 2) * all_reduce(ACTIVATION, tensor) + (tensor - 1) * STATISTICS
@@ -80,7 +81,7 @@ def test_there_are_four_all_reduces_for_each_layer_and_micro_batch(tensor: int, 
         assert of_tensor(report) == pytest.approx(once * micro_batches, rel=1e-4), report
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_sequence_parallelism_sends_as_many_bytes(tensor: int) -> None:
     settings = {"mesh": {"tensor": tensor}, "tensor_parallel": {"sequence": True}}
     whole = (4 * LAYERS + 2) * all_reduce(ACTIVATION, tensor) + (tensor - 1) * STATISTICS

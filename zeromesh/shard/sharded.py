@@ -311,7 +311,8 @@ class Sharded:
             for index, local, piece in late
             if gradient.used[index]
         ]
-        step(given)
+        with span("update_on_host", gradient.unit):
+            step(given)
         if out is None:
             return
         written = {index for index, *_ in late if gradient.used[index]}
@@ -335,9 +336,8 @@ class Sharded:
             unit.version += 1
         for index in [self.root.index, *self._order.canonical]:
             unit = self.units[index]
-            with span("update_home", unit.name or "(root)"):
-                for flat in unit.flats:
-                    (update or self._write_home)(flat)
+            for flat in unit.flats:
+                (update or self._write_home)(flat)
             if not self.sharded and any(flat.gathers for flat in unit.flats):
                 self._renew(unit)
 
