@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
-import zeromesh.tensor.logits  # knows functions of torch by what they are when it is imported: before they are replaced here
+import zeromesh.tensor.logits  # it knows torch's functions by what they are now: before they are replaced here
 from zeromesh.model.split import Held
 from zeromesh.tensor.derive import GATHERING, derive, published
 from zeromesh.tensor.plan import Plan, kind_of, matches, pattern_of
