@@ -622,7 +622,12 @@ def lazily(family: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"), [(1, torch.float64), (2, torch.float64), (4, torch.float64), (2, torch.float32)]
+    ("ranks", "dtype"),
+    [
+        (2, torch.float64),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, torch.float64), (2, torch.float32))),
+        (4, torch.float64),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_hugging_face_have_the_losses_and_gradients_of_torch(
