@@ -274,9 +274,9 @@ class Reducer:
     def _buffer_dtype(self, gradient: Gradient) -> torch.dtype:
         """Of the home's own memory: on the host as narrow as what comes, where nothing is ever added to it."""
         alone = self._mesh.gradients == 1 and not (self._accumulates or gradient.shared or gradient.holders)
-        if gradient.tier is not Tier.DEVICE and alone:
-            return gradient.slot_dtype
-        return self.policy.home_dtype(gradient.layout)
+        home = self.policy.home_dtype(gradient.layout)
+        exact = torch.promote_types(gradient.slot_dtype, home) is home  # a home that is no wider rounds
+        return gradient.slot_dtype if gradient.tier is not Tier.DEVICE and alone and exact else home
 
     # The way of a gradient.
 
