@@ -85,23 +85,30 @@ def meet(environment: Environment, limit: timedelta, problem: Exception | None) 
 
 
 def _await_all(store: Any, environment: Environment, limit: timedelta) -> None:
-    end = time.monotonic() + limit.total_seconds()
-    while True:
-        try:
-            # A second at a time: Ctrl-C is not heeded in between.
-            store.wait(["go"], timedelta(seconds=max(0.01, min(1.0, end - time.monotonic()))))
-            return
-        except RuntimeError as error:
-            if time.monotonic() >= end or not _answers(store):
-                raise StartError(_who_is_missing(store, environment, limit, error)) from None
-
-
-def _answers(store: Any) -> bool:
+    """Ask again and again: torch's own wait heeds no Ctrl-C, and prints two warnings whenever its time is over."""
+    end, pause = time.monotonic() + limit.total_seconds(), 0.005
+    master = f"{environment.master_address}:{environment.master_port}"
     try:
-        store.check(["go"])
-    except RuntimeError:
-        return False
-    return True
+        while not store.check(["go"]) and time.monotonic() < end:
+            time.sleep(min(pause, max(0.0, end - time.monotonic())))
+            pause = min(2 * pause, 0.2)
+        missing = [] if store.check(["go"]) else _who_is_missing(store, environment.world_size)
+    except RuntimeError as error:
+        raise StartError(
+            f"rank 0 at {master} went away while this rank waited for the others: {_first_line(error)}; see the "
+            "output of rank 0"
+        ) from None
+    if missing:
+        shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        raise StartError(
+            f"of {environment.world_size} ranks, {shown} did not come to {master} within {_text(limit)}; see "
+            "whether they are running, have failed before, and can reach that address. ZEROMESH_START_TIMEOUT sets "
+            "how many seconds to wait"
+        )
+
+
+def _who_is_missing(store: Any, world_size: int) -> list[str]:
+    return [str(rank) for rank in range(world_size) if not store.check([f"here/{rank}"])]
 
 
 def _tell(environment: Environment, prefix: str, problem: Exception) -> None:
@@ -216,24 +223,6 @@ def reach(address: str, port: int, end: float) -> tuple[int, str]:
             return tries, failure
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
-
-
-def _who_is_missing(store: Any, environment: Environment, limit: timedelta, error: Exception) -> str:
-    master = f"{environment.master_address}:{environment.master_port}"
-    try:
-        ranks = range(environment.world_size)
-        missing = [str(rank) for rank in ranks if not store.check([f"here/{rank}"])]
-    except RuntimeError:
-        return (
-            f"rank 0 at {master} went away while this rank waited for the others: {_first_line(error)}; see the output "
-            "of rank 0"
-        )
-    shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-    return (
-        f"of {environment.world_size} ranks, {shown or 'none'} did not come to {master} within {_text(limit)}; see "
-        f"whether they are running, have failed before, and can reach that address. ZEROMESH_START_TIMEOUT sets how "
-        "many seconds to wait"
-    )
 
 
 def holder_of(port: int) -> str:
