@@ -66,7 +66,7 @@ def train(kind: str, mesh: dict[str, int], schedule: str, row: int, strategy: st
 CASES = [
     ("llama", {}, "1f1b", 0, "ring"),
     ("decoder", {}, "zb-v", 3, "ulysses"),
-    ("gpt2", {"data": 2}, "zb-h1", 3, "ring"),
+    pytest.param("gpt2", {"data": 2}, "zb-h1", 3, "ring", marks=pytest.mark.full),
     pytest.param("llama", {"tensor": 2}, "interleaved-1f1b", 2, "ulysses", marks=pytest.mark.full),
 ]
 

@@ -38,7 +38,7 @@ def scores(pipeline: int, schedules: tuple[str, ...], row: int) -> list[list[flo
     return found
 
 
-@pytest.mark.parametrize(("ranks", "row"), [(2, 0), (4, 3)])
+@pytest.mark.parametrize(("ranks", "row"), [(2, 0), pytest.param(4, 3, marks=pytest.mark.full)])
 def test_any_number_of_micro_batches_is_evaluated(ranks: int, row: int) -> None:
     expected = run_ranks(scores, 1, 1, ("1f1b",), 0)[0][0]
     for found in run_ranks(scores, ranks, 2, SCHEDULES, row, timeout=120):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import traceback
 from typing import Any
 
 import pytest
@@ -140,8 +140,17 @@ WRONG = {
 }
 
 
+def refused(kind: str, tensor: int) -> str:
+    """What a rank says; ranks that fail would have to be started again."""
+    try:
+        trained(kind, tensor)
+    except Exception as error:
+        return "".join(traceback.format_exception_only(error))
+    return "nothing"
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_needs_tokens_of_other_ranks_is_refused(kind: str) -> None:
-    with pytest.raises(Exception, match=re.escape(WRONG[kind])) as error:
-        run_ranks(trained, 2, kind, 2)
-    assert "set tensor_parallel.sequence to false" in str(error.value)
+    said = run_ranks(refused, 2, kind, 2)
+    assert any(WRONG[kind] in one for one in said), said
+    assert all("set tensor_parallel.sequence to false" in one for one in said), said
