@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -45,15 +46,22 @@ POLICIES: dict[str, tuple[int, Shape]] = {
     "row 3, half on host": (3, (None, None)),
     "row 3, parameters on host": (3, (None, None)),
     "row 3, all on host": (3, (None, None)),
+    "row 1, nvme": (1, (None, None)),
+    "row 2, nvme": (2, (None, None)),
+    "row 3, nvme": (3, (None, None)),
+    "row 3, nvme and host": (3, (None, None)),
 }
 """By name: the row of the placement table, and the budgets of parameter and gradient slots (None: the row's own)."""
 
 _HOST = {"device": "cpu"}
+_NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir(), "buffer_count": 2}
 OFFLOADED: dict[str, dict[str, Any]] = {
     **{f"row {row}, host": {"offload_optimizer": _HOST} for row in (1, 2, 3)},
     "row 3, half on host": {"offload_optimizer": {**_HOST, "ratio": 0.5}},
     "row 3, parameters on host": {"offload_param": _HOST},
     "row 3, all on host": {"offload_optimizer": _HOST, "offload_param": _HOST},
+    **{f"row {row}, nvme": {"offload_optimizer": _NVME} for row in (1, 2, 3)},
+    "row 3, nvme and host": {"offload_optimizer": {**_NVME, "ratio": 0.7}, "offload_param": _HOST},
 }
 """By policy: which states rest off the device."""
 
@@ -123,6 +131,14 @@ class Case:
         return ", ".join(parts)
 
     @property
+    def offloaded(self) -> dict[str, Any]:
+        """Which states rest off the device; on the host where the optimizer is one that is not updated from files."""
+        chosen = OFFLOADED.get(self.policy, {})
+        if self.optimizer in ("lamb", "muon"):
+            chosen = {key: {**value, "device": "cpu"} for key, value in chosen.items()}
+        return chosen
+
+    @property
     def row(self) -> int:
         return POLICIES[self.policy][0]
 
@@ -177,7 +193,7 @@ class Case:
             "train_batch_size": BATCH,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": CLIP if self.clip else 0.0,
-            "zero_optimization": {"stage": self.row, **OFFLOADED.get(self.policy, {})},
+            "zero_optimization": {"stage": self.row, **self.offloaded},
             "mesh": MESHES[self.mesh],
             "communication": {"ranks_per_node": NODES.get(self.mesh)},
             "slots": {"parameter": parameter, "gradient": gradient},
@@ -302,14 +318,14 @@ def _train(case: Case, further: Mapping[str, Any]) -> Run:
         run.scales.append(engine.loss_scale)
         run.rates.append(engine.get_lr()[0])
     flats = engine.sharded.flats
-    run.on_host = [s.name for f in flats if f.optimizer_tier is Tier.HOST for s in f.layout.segments]
-    for piece in engine.sharded.pieces.values():
-        if piece is None:
-            continue
-        key = (piece.name, piece.start, piece.stop)
-        run.pieces.append(key)
-        run.masters[key] = piece.parameter.detach().flatten().clone()
-        run.counts[piece.name] = float(optimizer.state.get(piece.parameter, {}).get("step", 0))
+    run.on_host = [s.name for f in flats if f.optimizer_tier is not Tier.DEVICE for s in f.layout.segments]
+    for flat in flats:
+        flat.bring()
+        for _, _, piece in flat.pieces:
+            key = (piece.name, piece.start, piece.stop)
+            run.pieces.append(key)
+            run.masters[key] = piece.parameter.detach().flatten().clone()
+            run.counts[piece.name] = float(optimizer.state.get(piece.parameter, {}).get("step", 0))
     run.state = engine.gathered_state_dict()
     moved = engine.memory_report()["activation"].get("host", 0)
     assert bool(moved) == (case.checkpointing and case.offload), case

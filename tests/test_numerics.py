@@ -14,10 +14,12 @@ from harness import run_mpi_ranks, run_ranks
 from numerics import Case, Run, assemble, build_net, plain, rounded, train_cases
 from pairwise import pairwise
 
+BUDGETS_ONLY = ("row 2, host", "row 3, parameters on host", "row 1, nvme", "row 2, nvme")
+"""These, and all others, are compared bit for bit below."""
+
 FACTORS: dict[str, Sequence[Any]] = {
     "precision": list(numerics.PRECISIONS),
-    # These two, and all others, are compared bit for bit below.
-    "policy": [name for name in numerics.POLICIES if name not in ("row 2, host", "row 3, parameters on host")],
+    "policy": [name for name in numerics.POLICIES if name not in BUDGETS_ONLY],
     "mesh": list(numerics.MESHES),
     "accumulation": [1, 3],
     "clip": [False, True],
@@ -32,8 +34,12 @@ FULL_PRECISION = ("float64", "fp32")
 SHARDED = [name for name, (row, _) in numerics.POLICIES.items() if row > 0]
 """The policies whose optimizer is sharded, which differ only in when and where things are in memory."""
 
-NATIVE = ["row 1, host", "row 2, host", "row 3, host", "row 3, all on host"]
+NATIVE = [
+    "row 1, host", "row 2, host", "row 3, host", "row 3, all on host", "row 1, nvme", "row 2, nvme", "row 3, nvme",
+]  # fmt: skip
 """Those of which the native kernel updates all; torch's own rounds otherwise in the last place."""
+
+IN_PART = ["row 3, half on host", "row 3, nvme and host"]
 
 LIMIT = 120
 """Seconds that ranks have for the cases of one call."""
@@ -147,7 +153,7 @@ def check_policies(shared: dict[str, Any], policies: Sequence[str]) -> None:
     cases = [Case(policy=policy, **shared) for policy in policies]
     masters = {case.policy: check(case, runs) for case, runs in zip(cases, run(cases), strict=True)}
     if shared["accumulation"] == 1:
-        for alike in (NATIVE, [policy for policy in SHARDED if policy not in (*NATIVE, "row 3, half on host")]):
+        for alike in (NATIVE, [policy for policy in SHARDED if policy not in (*NATIVE, *IN_PART)]):
             first, *others = [masters[policy] for policy in policies if policy in alike]
             for other in others:
                 assert all(torch.equal(first[name], other[name]) for name in first), shared

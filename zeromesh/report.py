@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.dist.collectives import Traffic
+from zeromesh.model.placement import Tier
 from zeromesh.observe.process import live_bytes, peak_bytes
 from zeromesh.shard.sharded import Sharded
 
@@ -23,10 +24,11 @@ def memory(sharded: Sharded, optimizer: Optimizer | None, activations: Store | N
     """Bytes by state and tier on this rank, at the most: slots and gradients may be there during a step only.
 
     Returns:
-        For each of ``STATES`` a dict of tier (``device`` or ``host``) to bytes; ``total``, their sum; ``measured``,
-        what the process uses now (``live``) and has used at most (``peak``), and ``remainder``: the peak less what is
-        counted on the measured device, which is other activations, temporaries, fragmentation, and on a CPU Python
-        and torch themselves. ``activation`` is what activation checkpointing has had in host memory at the most so far.
+        For each of ``STATES`` a dict of tier (``device``, ``host`` or ``nvme``) to bytes; ``total``, their sum;
+        ``measured``, what the process uses now (``live``) and has used at most (``peak``), and ``remainder``: the peak
+        less what is counted on the measured device, which is other activations, temporaries, fragmentation, and on a
+        CPU Python and torch themselves. ``activation`` is what activation checkpointing has had in host memory at the
+        most so far.
     """
     tiers: dict[str, dict[str, int]] = {state: defaultdict(int) for state in STATES}
     for state, tier, size in [*sharded.memory(), *_optimizer_state(sharded, optimizer)]:
@@ -37,7 +39,8 @@ def memory(sharded: Sharded, optimizer: Optimizer | None, activations: Store | N
     live = live_bytes(sharded.mesh.device)
     # The kernel notes peaks now and then only.
     peak = max(live, peak_bytes(sharded.mesh.device))
-    here = total if sharded.mesh.device.type == "cpu" else sum(sizes["device"] for sizes in tiers.values())
+    cpu = sharded.mesh.device.type == "cpu"
+    here = sum(sizes.get("device", 0) + (sizes.get("host", 0) if cpu else 0) for sizes in tiers.values())
     measured = {"live": live, "peak": peak, "remainder": peak - here}
     return {**{state: dict(sizes) for state, sizes in tiers.items()}, "total": total, "measured": measured}
 
@@ -45,9 +48,10 @@ def memory(sharded: Sharded, optimizer: Optimizer | None, activations: Store | N
 def _optimizer_state(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[tuple[str, str, int]]:
     tiers = {id(piece.parameter): flat.optimizer_tier for flat in sharded.flats for _, _, piece in flat.pieces}
     for parameter, state in optimizer.state.items() if optimizer else ():
+        tier = tiers[id(parameter)]
         for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield "optimizer", tiers[id(parameter)].value, value.nbytes
+            if isinstance(value, torch.Tensor) and not (tier is Tier.NVME and value.ndim):  # those are in the file
+                yield "optimizer", "host" if tier is Tier.NVME else tier.value, value.nbytes
 
 
 def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:

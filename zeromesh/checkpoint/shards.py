@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,8 +68,11 @@ class Box:
         return f"{self.name}{within}[{self.start}:{self.stop}]"
 
 
-def write_shard(folder: Path, rank: int, boxes: Iterable[Box]) -> dict[str, Any]:
+def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[Box] | None = None) -> dict[str, Any]:
     """Write this rank's boxes and flush them to the disk; returns its entry for the manifest.
+
+    Where not all data can be in memory at once, ``filled`` gives the same boxes once more with theirs, each until the
+    next is asked for; the data of ``boxes`` are not looked at then.
 
     The file is written as the data are hashed, and at most ``PART`` bytes are copied at a time: safetensors' own
     functions want all data on the host at once, in memory that no two tensors share, as shards of a flat buffer do.
@@ -80,16 +83,28 @@ def write_shard(folder: Path, rank: int, boxes: Iterable[Box]) -> dict[str, Any]
     ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # so that each lies at a multiple of its item's size
     ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
     header = _header(ordered, ends)
+    places = {
+        box.key: (len(header) + begin, len(header) + end)
+        for box, begin, end in zip(ordered, ends, ends[1:], strict=False)
+    }
     path = folder / f"rank_{rank:05d}.safetensors"
     listed = []
     with path.open("wb") as file:
         file.write(header)
-        for box, begin, end in zip(ordered, ends, ends[1:], strict=False):
-            entry = {"key": box.key, "name": box.name, "shape": list(box.shape), "dtype": dtype_name(box.data.dtype)}
+        for box in boxes if filled is None else filled:
+            begin, end = places.pop(box.key)
+            entry: dict[str, Any] = {
+                "key": box.key,
+                "name": box.name,
+                "shape": list(box.shape),
+                "dtype": dtype_name(box.data.dtype),
+            }
             if box.offsets is not None and box.sizes is not None:
                 entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
-            place = [len(header) + begin, len(header) + end]
-            listed.append(entry | {"start": box.start, "stop": box.stop, "bytes": place, "sha256": _write(file, box)})
+            file.seek(begin)
+            entry |= {"start": box.start, "stop": box.stop, "bytes": [begin, end], "sha256": _write(file, box)}
+            listed.append(entry)
+        assert not places, f"{next(iter(places))} was not given again"
         file.flush()
         os.fsync(file.fileno())
     return {"file": path.name, "header": hashlib.sha256(header).hexdigest(), "boxes": listed}

@@ -238,7 +238,7 @@ class Checkpoint(Section):
 class Aio(Section):
     """Asynchronous file access for NVMe."""
 
-    block_size: PositiveInt = Field(1048576, description="Bytes per request.")
+    block_size: PositiveInt = Field(1048576, description="Bytes per request, a multiple of 4096.")
     queue_depth: PositiveInt = Field(8, description="Requests in flight.")
     intra_op_parallelism: PositiveInt = Field(1, description="Threads per request.")
     single_submit: bool = Field(False, description="Submit requests one by one.")

@@ -70,6 +70,9 @@ log = logging.getLogger("zeromesh")
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 """What DeepSpeed calls the device of a state."""
 
+BLOCK = 4096
+"""Bytes of which requests of direct I/O are multiples, on all file systems."""
+
 
 class Settings(Section):
     """Every key at its value. What depends on the number of ranks is still open; ``resolve`` closes it."""
@@ -457,6 +460,16 @@ def _offload_problems(settings: Settings) -> list[str]:
                 f"zero_optimization.{key}.device is {device}, and what rests there is sharded, but not at stage "
                 f"{zero.stage}; set zero_optimization.stage to {stages}, also on one rank"
             )
+    if zero.offload_optimizer is not None and zero.optimizer_device == "nvme" and not zero.offload_optimizer.nvme_path:
+        problems.append(
+            "zero_optimization.offload_optimizer.device is nvme, but nvme_path is missing; set it to a folder on that "
+            "device, with room for what rests there"
+        )
+    if settings.aio is not None and settings.aio.block_size % BLOCK:
+        problems.append(
+            f"aio.block_size is {settings.aio.block_size}, but requests of direct I/O are of whole blocks; set it to a "
+            f"multiple of {BLOCK}"
+        )
     return problems
 
 

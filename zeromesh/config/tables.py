@@ -81,7 +81,10 @@ WITHOUT_EFFECT: dict[str, str] = {
     "comet": "the engine does not write there yet",
     "flops_profiler.recompute_fwd_factor": "operations that are done again are counted as they happen",
     "comms_logger": "call engine.traffic_report() instead",
-    "aio": "nothing is kept on NVMe in this version",
+    **{
+        f"aio.{name}": "a thread for each of queue_depth requests waits for it"
+        for name in ("intra_op_parallelism", "single_submit", "overlap_events", "thread_count")
+    },
     "autotuning": "settings are not searched for",
     "hybrid_engine": "there is no engine for generation",
     "compile": "the compiler passes of DeepSpeed are not here; compile the model's blocks with torch.compile",
@@ -119,8 +122,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "checkpoint.writer": "checkpoints have one writer",
     "zero_optimization.mics_hierarchical_params_gather": "communication.hierarchical says so",
     **{
-        f"zero_optimization.offload_optimizer.{name}": _NVME_BUFFERS
-        for name in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")
+        f"zero_optimization.offload_optimizer.{name}": "what rests on NVMe is always read ahead and written behind"
+        for name in ("pipeline_read", "pipeline_write", "fast_init")
     },
     "zero_optimization.offload_optimizer.super_offload": _HOST_UPDATE,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _HOST_UPDATE,
@@ -172,15 +175,15 @@ class NotYet:
 
 
 _OFF = (False,)
-_NVME = "offloading to NVMe"
+_NVME = "parameters on NVMe"
 
 NOT_YET: dict[str, NotYet] = {
     "mesh.expert": NotYet((1,), "expert parallelism"),
     "expert_parallel.enabled": NotYet(_OFF, "expert parallelism"),
-    "zero_optimization.offload_optimizer.device": NotYet(("none", "cpu"), _NVME),
     "zero_optimization.offload_param.device": NotYet(("none", "cpu"), _NVME),
     "zero_optimization.zenflow": NotYet((None,), "updates of important gradients first"),
     "zero_optimization.zero_quantized_nontrainable_weights": NotYet(_OFF, "quantised frozen weights"),
+    "aio.use_gds": NotYet(_OFF, "files that go to a GPU past the host"),
     "weight_quantization": NotYet(({"enabled": False}, None), "quantised weights"),
     "data_types.keep_in_fp32_modules": NotYet((None, []), "modules that stay in fp32 in a 16-bit run"),
     "gradient_allreduce_op": NotYet(("mean",), "the sum of gradients instead of their mean"),

@@ -16,10 +16,15 @@ class OffloadOptimizer(Section):
     """Where the optimizer's state rests."""
 
     device: Device = Field(
-        "none", description="Memory of the optimizer's state: the update runs there. Gradients go to the host, too."
+        "none",
+        description="Where the optimizer's state rests. cpu and nvme: the host updates, and has the gradients, too.",
     )
-    nvme_path: str | None = Field(None, description="Folder on the NVMe device.")
-    buffer_count: CountInt = Field(4, description="Buffers for the optimizer's state on the way to NVMe.")
+    nvme_path: str | None = Field(None, description="Folder on the NVMe device, in which each rank has a file.")
+    buffer_count: CountInt = Field(
+        4,
+        description="Units of which what rests on NVMe is in host memory at a time: one is updated while others come "
+        "and go. 1: they take turns.",
+    )
     pin_memory: bool = Field(True, description="Use page-locked host memory.")
     pipeline_read: bool = Field(False, description="Read the next tile while the current one is updated.")
     pipeline_write: bool = Field(False, description="Write the last tile while the current one is updated.")

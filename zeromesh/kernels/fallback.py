@@ -28,8 +28,8 @@ def update(
     master: torch.Tensor,
     states: Sequence[torch.Tensor],
 ) -> None:
-    """One step in place; shapes and dtypes as in ``zeromesh.kernels.update.Piece``."""
-    g = gradient.float() * factor
+    """One step in place; shapes and dtypes as in ``zeromesh.kernels.update.Piece``, or all in float64."""
+    g = gradient.to(torch.promote_types(gradient.dtype, master.dtype)) * factor
     lr, decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group.get("maximize"))
     steps = [torch.tensor(number - 1.0)]  # torch counts on
     if rule in ("adam", "adamw"):

@@ -45,7 +45,7 @@ class Piece:
     Attributes:
         step: by which rule, with which hyperparameters.
         gradient: fp32, bf16 or fp16.
-        master: fp32.
+        master: fp32; or float64, the states, too, which torch updates.
         states: fp32, as ``RULES[step.rule].states(step.group)`` names them. At the first step they are zeros; SGD's
             momentum may then be anything.
         output: fp32, bf16 or fp16, where the new parameter goes, too, rounded to nearest even; None if nowhere.
@@ -82,9 +82,11 @@ def update(
     for piece in pieces:
         _check(piece)
     workers, native = threads_of(threads), library()
-    if native is None:
-        for piece in pieces:
+    for piece in pieces:
+        if native is None or piece.master.dtype is torch.float64:
             _update_by_torch(piece, factor)
+    pieces = [piece for piece in pieces if piece.master.dtype is not torch.float64]
+    if native is None or not pieces:
         return
     steps = {id(piece.step): piece.step for piece in pieces}
     numbers = {key: number for number, key in enumerate(steps)}
@@ -127,7 +129,7 @@ def _described(piece: Piece) -> tuple[int, ...]:
     return (*addresses, *missing, piece.master.numel(), *types)
 
 
-_EXACT = (torch.float32,)
+_EXACT, _WIDE = (torch.float32,), (torch.float64,)
 _ANY = tuple(TYPES)
 
 
@@ -138,13 +140,15 @@ def _check(piece: Piece) -> None:
         raise ValueError(f"{piece.step.rule} has {len(names)} state(s), {names}, and {len(piece.states)} are given")
     if piece.new_states and len(piece.new_states) != len(names):
         raise ValueError(f"{len(names)} states are read, and {len(piece.new_states)} are to be written; name as many")
-    check("gradient", piece.gradient, elements, _ANY)
-    check("master", piece.master, elements, _EXACT)
+    wide = piece.master.dtype is torch.float64
+    exact, others = (_WIDE, (*_WIDE, *_ANY)) if wide else (_EXACT, _ANY)
+    check("gradient", piece.gradient, elements, others)
+    check("master", piece.master, elements, exact)
     for name, state in zip(names, piece.states, strict=True):
-        check(name, state, elements, _EXACT)
+        check(name, state, elements, exact)
     if piece.output is not None:
-        check("output", piece.output, elements, _ANY)
+        check("output", piece.output, elements, others)
     if piece.new_master is not None:
-        check("new master", piece.new_master, elements, _EXACT)
+        check("new master", piece.new_master, elements, exact)
     for name, state in zip(names, piece.new_states, strict=False):
-        check(f"new {name}", state, elements, _EXACT)
+        check(f"new {name}", state, elements, exact)

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from zeromesh.kernels.native import TYPES
 from zeromesh.kernels.rules import RULES, rule_of
 from zeromesh.kernels.update import Piece, Step, update
+
+
+def states_of(optimizer: Optimizer) -> Callable[[Parameter], Sequence[str]]:
+    """Of a parameter of the optimizer: the names of the states that the kernel updates with it, in its order.
+
+    Raises:
+        ValueError: there is none for some parameters, as the kernel does not know the optimizer or its options.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if group["params"] and rule_of(type(optimizer), group) is None:
+            raise ValueError(
+                f"the optimizer's state is to rest on NVMe, but {type(optimizer).__name__}, with the options of group "
+                f"{number}, is not one that is updated from there: {', '.join(RULES)}, without amsgrad, capturable and "
+                "differentiable; use one of these, or offload_optimizer.device = cpu"
+            )
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+    def names(parameter: Parameter) -> Sequence[str]:
+        group = groups.get(id(parameter))
+        rule = None if group is None else rule_of(type(optimizer), group)
+        return () if group is None or rule is None else RULES[rule].states(group)
+
+    return names
+
+
+def count_states(optimizer: Optimizer | None) -> int:
+    """How many states like the parameter the kernel updates at the most with one. Raises as ``states_of``."""
+    if optimizer is None:
+        return 0
+    names = states_of(optimizer)
+    return max((len(names(one)) for group in optimizer.param_groups for one in group["params"]), default=0)
 
 
 class HostSteps:
@@ -28,7 +58,7 @@ class HostSteps:
     def takes(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
         """Whether the kernel does for this parameter what the optimizer would."""
         group = self._groups.get(id(parameter))
-        on_host = parameter.device.type == "cpu" and parameter.dtype == torch.float32 and gradient.dtype in TYPES
+        on_host = parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.float64)
         return group is not None and on_host and rule_of(type(self._optimizer), group) is not None
 
     def step(self, given: Sequence[tuple[Parameter, torch.Tensor, torch.Tensor | None]], factor: float) -> None:

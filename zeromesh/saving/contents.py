@@ -45,11 +45,15 @@ class Run(Protocol):
         """Samples per update over all ranks."""
 
 
-def boxes(engine: Run) -> Iterator[Box]:
-    """The ranges that this rank is to write: its shard, whatever it holds beyond; replicas write nothing twice."""
+def boxes(engine: Run, read: bool = True) -> Iterator[Box]:
+    """The ranges that this rank is to write: its shard, whatever it holds beyond; replicas write nothing twice.
+
+    The data of what rests on NVMe are there until the next box is asked for. Without ``read`` they are any.
+    """
     sharded = engine.sharded
     if sharded.mesh.replicate.rank == 0:
         for flat in filter(sharded.is_first, sharded.flats):
+            flat.bring(read=read)
             yield from _parameter_boxes(sharded, flat)
             if engine.optimizer is not None:
                 for index, _, piece in flat.pieces:

@@ -88,9 +88,10 @@ def load_optimizer(sharded: Sharded, optimizer: Optimizer, reader: Reader) -> No
         group.update({key: _restored(group.get(key), value) for key, value in unpack(saved).items()})
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     keys = _state_keys(reader)
-    for _, piece in pieces(sharded):
+    for flat, piece in pieces(sharded):
         if f"parameter/{piece.name}" not in reader.names:
             continue
+        flat.bring(write=True)
         state = optimizer.state[piece.parameter]
         state.clear()
         for key in keys:

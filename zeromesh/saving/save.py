@@ -56,12 +56,12 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
         if rank == 0:
             require_free(final)
         _require_json(engine, client_state)
-        mine.extend(boxes(engine))
+        mine.extend(boxes(engine, read=False))
 
     def write() -> None:
         if not draft.is_dir():
             raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
-        entry = write_shard(draft, rank, mine)
+        entry = write_shard(draft, rank, mine, boxes(engine))
         numbers = {"shard": entry, "scalars": scalars(engine)}
         if engine.mesh.group("stage").rank == 0:
             numbers |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from zeromesh.dist.mesh import Mesh
-from zeromesh.model.placement import Row
+from zeromesh.model.placement import Row, Tier
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, find_units
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
+from zeromesh.shard.swap import OpenSwap, Swap
 from zeromesh.shard.unit import Flat, Materialise, Unit
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -32,7 +33,8 @@ def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
 def place_units(
     units: Sequence[Unit], mesh: Mesh, row: Row, precision: Precision, materialise: Materialise | None,
     split: Mapping[str, Held] | None = None, tied: Mapping[str, Sequence[int]] | None = None,
-) -> None:  # fmt: skip
+    swap: OpenSwap | None = None,
+) -> Swap | None:  # fmt: skip
     """Give every unit its parameters in flat buffers; only one parameter at a time is whole where they are sharded.
 
     Args:
@@ -44,10 +46,15 @@ def place_units(
         split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
             axis.
         tied: by name, the places along the pipeline that have a parameter, where several have it.
+        swap: opens the files of what rests on NVMe; all ranks call it, where any do.
+
+    Returns:
+        What brings it from there; None if nothing rests there.
     """
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
     rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], row)
-    number = 0
+    found: list[list[Flat]] = []
+    number, mixed = 0, precision.compute is not None
     for unit, row in zip(units, rows, strict=True):
         flats = []
         kinds = _kinds(unit.module, owned[unit.name], precision, tied or {})
@@ -61,7 +68,13 @@ def place_units(
                 flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, place, holders, row.gradient_tier)
             flats.append(flat)
             number += 1
-        unit.place(flats, row, mesh, precision.compute is not None, materialise)
+        found.append(flats)
+    dtypes = {flat: flat.master_dtype(mixed) for flats in found for flat in flats if flat.optimizer_tier is Tier.NVME}
+    assert swap is not None or not dtypes, "a tier of files without a place for them"
+    opened = None if swap is None else swap(dtypes)
+    for unit, flats, row in zip(units, found, rows, strict=True):
+        unit.place(flats, row, mesh, mixed, materialise)
+    return opened
 
 
 def _rows(sizes: Sequence[int], row: Row) -> list[Row]:

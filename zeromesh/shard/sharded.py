@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -29,6 +29,7 @@ from zeromesh.shard.order import Order
 from zeromesh.shard.place import make_units, place_units
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
+from zeromesh.shard.swap import OpenSwap
 from zeromesh.shard.unit import Flat, Materialise, State, Unit
 from zeromesh.tiers.memory import Staging
 
@@ -84,13 +85,14 @@ class Sharded:
             axis; all others are whole on each of its ranks.
         tied: by name, the places along the pipeline that have a parameter, where several have it.
         idle: names of buffers that are here, and that another stage computes with.
+        swap: opens the files of what rests on NVMe; None: nothing does.
     """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, row: Row, precision: Precision | None = None, slots: Slots | None = None,
         targets: Sequence[str] = (), accumulates: bool = False, predivide: float | None = None,
         materialise: Materialise | None = None, split: Mapping[str, Held] | None = None,
-        tied: Mapping[str, Sequence[int]] | None = None, idle: Collection[str] = (),
+        tied: Mapping[str, Sequence[int]] | None = None, idle: Collection[str] = (), swap: OpenSwap | None = None,
     ) -> None:  # fmt: skip
         precision, slots = precision or Precision(), slots or Slots()
         self.model = model
@@ -99,7 +101,7 @@ class Sharded:
         self.idle = idle
         self.sharded = row.parameter is Placement.SHARDED
         self.units = make_units(model, targets)
-        place_units(self.units, mesh, row, precision, materialise, split, tied)
+        self.swap = place_units(self.units, mesh, row, precision, materialise, split, tied, swap)
         self.root, rest = self.units[0], self.units[1:]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
@@ -334,12 +336,24 @@ class Sharded:
         self.rest()
         for unit in self.units:
             unit.version += 1
-        for index in [self.root.index, *self._order.canonical]:
-            unit = self.units[index]
-            for flat in unit.flats:
-                (update or self._write_home)(flat)
-            if not self.sharded and any(flat.gathers for flat in unit.flats):
-                self._renew(unit)
+        units = [self.units[index] for index in (self.root.index, *self._order.canonical)]
+        idle = {flat for flat in self.flats if update is not None and self._rests_unchanged(flat)}
+        flats = [flat for unit in units for flat in unit.flats if flat not in idle]
+        with closing(self._present(flats, write=update is not None)) as present:
+            for unit in units:
+                for _ in range(len(set(unit.flats) - idle)):
+                    (update or self._write_home)(next(present))
+                if not self.sharded and any(flat.gathers for flat in unit.flats):
+                    self._renew(unit)
+            next(present, None)
+
+    def _present(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
+        """Each of them, while its master and states are in memory."""
+        yield from flats if self.swap is None else self.swap.stream(flats, write)
+
+    def _rests_unchanged(self, flat: Flat) -> bool:
+        """Whether it is on the disk, and no gradient says that it should be brought from there."""
+        return self.swap is not None and flat in self.swap and not (flat.gradient and any(flat.gradient.used))
 
     def rest(self) -> None:
         """Bring every unit home: what rests there is about to change."""
@@ -368,6 +382,7 @@ class Sharded:
 
         None if ``pick`` gives None for every piece. All ranks call this.
         """
+        flat.bring()
         segment = flat.layout.segments[index]
         mine = [(piece, pick(flat, local, piece)) for position, local, piece in flat.pieces if position == index]
         known = torch.tensor([float(any(value is not None for _, value in mine))], dtype=torch.float64)
@@ -420,8 +435,11 @@ class Sharded:
         for flat in self.flats:
             rest, tier = (flat.home, flat.parameter_tier) if self.sharded else (flat.full, Tier.DEVICE)
             yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
-            if flat.master is not flat.home:
+            if flat.master is not flat.home and flat.optimizer_tier is not Tier.NVME:
                 yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
+        if self.swap is not None:
+            yield "optimizer", "nvme", self.swap.nbytes
+            yield "slot", "host", self.swap.host_bytes
         for tier, size in self.reducer.home_bytes.items():
             yield "gradient", tier.value, size
         yield "slot" if self.reducer.policy.sharded else "gradient", "device", self.reducer.full_bytes
@@ -437,6 +455,8 @@ class Sharded:
         self._finish_fetches()
         for handle in self._handles:
             handle.remove()
+        if self.swap is not None:
+            self.swap.close()
 
     def _finish_fetches(self) -> None:
         """Nothing is to be sent from, or to land in, memory that changes."""

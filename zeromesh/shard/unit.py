@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -39,6 +40,17 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 Materialise = Callable[[str, nn.Parameter], Source | None]
 """Given a parameter and its name, gives it its value if it has none yet, or returns where to read it from."""
+
+
+class Bring(Protocol):
+    """Has the masters and optimizer states of a flat buffer in memory, until those of another one are asked for."""
+
+    def __call__(self, write: bool = False, read: bool = True) -> None:
+        """As ``Swap.bring``."""
+
+
+def _is_here(write: bool = False, read: bool = True) -> None:
+    """For what always is in memory."""
 
 
 class State(enum.Enum):
@@ -82,6 +94,7 @@ class Flat:
         self.home = torch.empty(0)
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
+        self.bring: Bring = _is_here
         self.joined: set[int] = set()  # parameters that are whole for a while, and not bound to their views
 
     @property
@@ -102,8 +115,7 @@ class Flat:
         this rank keeps.
         """
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
-        mixed = mixed and layout.trainable and layout.dtype in SIXTEEN_BIT
-        dtype, elements = torch.float32 if mixed else layout.dtype, self.own.stop - self.own.start
+        dtype, elements = self.master_dtype(mixed), self.own.stop - self.own.start
         apart = self.optimizer_tier is not self.parameter_tier
         if not sharded:
             self.home = self.full[self.own]
@@ -112,7 +124,10 @@ class Flat:
             rest = layout.dtype if apart or self.parameter_tier is not Tier.DEVICE else dtype
             self.home = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
         self.master = self.home
-        if apart or self.home.dtype != dtype:
+        if self.optimizer_tier is Tier.NVME:
+            self.bring(write=True, read=False)
+            self.master.zero_()
+        elif apart or self.home.dtype != dtype:
             self.master = zeros_on(self.optimizer_tier, elements, dtype, mesh.device, row.pinned)
         for start, stop in () if sharded else layout.gaps:
             self.full[start:stop] = 0
@@ -128,6 +143,12 @@ class Flat:
         self.watch()
         if layout.trainable:
             self.pieces = tuple(self._make_pieces())
+
+    def master_dtype(self, mixed: bool) -> torch.dtype:
+        """Of the master; ``mixed`` as for ``fill``."""
+        return (
+            torch.float32 if mixed and self.layout.trainable and self.layout.dtype in SIXTEEN_BIT else self.layout.dtype
+        )
 
     def bind(self, storage: torch.UntypedStorage, offset: int) -> None:
         """Lay ``full`` and the views of it into a storage, which has memory, from this byte on."""
@@ -150,6 +171,7 @@ class Flat:
         start = segment.start + first
         _put(value, start, self.home if sharded else self.full, self.shard.start if sharded else 0)
         if self.master is not self.home:
+            self.bring(write=True)
             _put(value, start, self.master, self.own.start)
 
     def _read(self, segment: Segment, source: Source, kept: slice) -> None:
@@ -343,6 +365,7 @@ class Unit:
         self.take_changes()
         for flat in self.flats:
             if flat.rounds and (self.sharded or flat.gathers):
+                flat.bring()
                 mesh.shard.all_gather(flat.full, flat.master, flat.tag).wait()
 
     def _bind(self, storage: torch.UntypedStorage) -> None:

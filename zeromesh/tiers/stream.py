@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 
 from zeromesh.tiers.buffers import Buffer, Buffers
@@ -12,7 +12,7 @@ from zeromesh.tiers.nvme import Pending, Region, Store
 
 def stream(
     store: Store, regions: Iterable[Region], buffers: Buffers, write: bool = True, provisional: bool = False
-) -> Iterator[Buffer]:
+) -> Generator[Buffer]:
     """Each region in a buffer, in their order: while one is computed with, the next are read and the last are written.
 
     With three buffers all three go on at once. With one they take turns. The caller has a buffer until it asks for the
