@@ -107,6 +107,7 @@ def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[
         assert not places, f"{next(iter(places))} was not given again"
         file.flush()
         os.fsync(file.fileno())
+    listed.sort(key=lambda entry: entry["bytes"])  # as they lie in the file, which is how they are read and hashed
     return {"file": path.name, "header": hashlib.sha256(header).hexdigest(), "boxes": listed}
 
 
