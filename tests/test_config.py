@@ -56,7 +56,6 @@ def test_the_resolved_configuration_reads_back_as_itself(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("zero_infinity", ["zero_optimization.offload_optimizer.device"]),
         ("onebit", ["optimizer.type"]),
         ("apex", ["amp"]),
         ("parallel", ["zero_optimization.zero_quantized_nontrainable_weights"]),

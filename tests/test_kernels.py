@@ -299,7 +299,7 @@ def piece(**changes: Any) -> Piece:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"master": torch.ones(4, dtype=torch.float64)}, "master is torch.float64.*takes float32; use torch's"),
+        ({"master": torch.ones(4, dtype=torch.float64)}, "exp_avg is torch.float32.*takes float64; use torch"),
         ({"gradient": torch.ones(4, dtype=torch.float64)}, "gradient is torch.float64.*float32 or bfloat16 or float16"),
         ({"gradient": torch.ones(5)}, r"gradient has shape \(5,\).*must have shape \(4,\)"),
         ({"gradient": torch.ones(8)[::2]}, "strides"),

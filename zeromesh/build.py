@@ -341,7 +341,7 @@ def _opener(disk: Disk | None, mesh: Mesh) -> OpenSwap | None:
         return None
 
     def open_swap(dtypes: Mapping[Flat, torch.dtype]) -> Swap:
-        opened, failure = attempt(lambda: Swap(dtypes, disk, mesh.rank))
+        opened, failure = attempt(lambda: Swap(dtypes, disk, mesh))
         try:
             share(mesh.group("world"), "open its file on NVMe", failure)
         except BaseException:
@@ -362,7 +362,7 @@ def _disk(settings: Resolved, optimizer: Optimizer | None) -> Disk | None:
     assert chosen.nvme_path is not None
     access = settings.aio or Aio()
     path, states = Path(chosen.nvme_path), count_states(optimizer)
-    return Disk(path, states, max(1, chosen.buffer_count), access.block_size, access.queue_depth)
+    return Disk(path, states, max(1, chosen.buffer_count), access.block_size, access.queue_depth, chosen.pin_memory)
 
 
 def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None:

@@ -62,7 +62,7 @@ RENAMED: dict[str, str] = {
 _UNITS = "units travel whole, and their number in memory is set by slots"
 _ALWAYS = "it is always so here"
 _HOST_UPDATE = "the update on the host always takes all threads of torch, and begins as soon as it can"
-_NVME_BUFFERS = "nothing is kept on NVMe in this version"
+_NVME_BUFFERS = "parameters do not rest on NVMe in this version"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "sparse_gradients": "gradients travel dense",
@@ -160,7 +160,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "zero_optimization.override_module_apply": "torch.nn.Module.apply is left as it is",
     "zero_optimization.log_trace_cache_warnings": "units are fetched in any order of use",
     "zero_optimization.enable_sanity_checks": "the engine always guards against stale memory",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _NVME_BUFFERS,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon is not updated from NVMe",
     "zero_optimization.leaf_module": "name the modules that are fetched as a whole in units",
 }
 """Keys that are accepted and change nothing, and why."""

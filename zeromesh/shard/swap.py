@@ -19,10 +19,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh.dist.mesh import Mesh
+from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.layout import round_up
 from zeromesh.shard.unit import Flat
 from zeromesh.tiers.buffers import Buffer, Buffers
+from zeromesh.tiers.memory import empty_on
 from zeromesh.tiers.nvme import Store
 from zeromesh.tiers.stream import stream
 from zeromesh.tiers.traffic import Traffic
@@ -41,6 +44,7 @@ class Disk:
         buffers: of how many flat buffers the states are in host memory at the most: while one is used, the next are
             read and the last are written.
         block_size, queue_depth: see ``Store``.
+        pinned: whether the buffers are page-locked where there is a GPU.
     """
 
     folder: Path
@@ -48,6 +52,7 @@ class Disk:
     buffers: int = 4
     block_size: int = 1 << 20
     queue_depth: int = 8
+    pinned: bool = True
 
 
 class Swap:
@@ -56,20 +61,23 @@ class Swap:
     Args:
         dtypes: of the masters, by flat buffer.
         disk: where.
-        rank: stands in the file's name.
+        mesh: the file's name has the rank.
 
     Raises:
         OSError: the folder cannot be used, or has too little space.
     """
 
-    def __init__(self, dtypes: Mapping[Flat, torch.dtype], disk: Disk, rank: int) -> None:
+    def __init__(self, dtypes: Mapping[Flat, torch.dtype], disk: Disk, mesh: Mesh) -> None:
         self._dtypes = dict(dtypes)
         self._rows = 1 + disk.states
-        self._store = Store(disk.folder, rank, disk.block_size, disk.queue_depth)
+        self._store = Store(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
         self._regions = {flat: self._store.allocate(self._rows * self._row_bytes(flat)) for flat in dtypes}
         self._store.reserve()
         largest = max((region.padded for region in self._regions.values()), default=0)
-        self._pool = Buffers([largest] * min(disk.buffers, len(self._regions)))
+        self._pool = Buffers(
+            [largest] * min(disk.buffers, len(self._regions)),
+            lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, disk.pinned),
+        )
         self._here: tuple[Flat, Buffer] | None = None
         self._dirty, self._known = False, False
         self._optimizer: Optimizer | None = None
