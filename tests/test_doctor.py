@@ -49,6 +49,7 @@ def test_a_single_process_is_examined(capsys: pytest.CaptureFixture[str], tmp_pa
     assert node["host"] == socket.gethostname()
     assert node["versions"]["torch"].startswith("2.")
     assert node["processor"]["cores"] >= 1
+    assert bool(node["kernels"]["instructions"]) != bool(node["kernels"]["missing"])
     assert node["memory"]["bandwidth_bytes_per_second"] > 1e7
     assert node["disk"]["write_bytes_per_second"] > 0
     assert not list(tmp_path.iterdir())

@@ -235,6 +235,7 @@ def _show_node(console: Console, node: Mapping[str, Any]) -> None:
     rows += [
         ("processor", f"{cores['model']}, {cores['cores']} cores"),
         ("instructions", instructions),
+        ("update on the host", node["kernels"]["instructions"] or node["kernels"]["missing"]),
         ("memory", f"{_bytes(have['total_bytes'])}, {_bytes(have['available_bytes'])} available"),
         ("memory limit", "none" if have["limit_bytes"] is None else _bytes(have["limit_bytes"])),
         ("memory copies", f"{_bytes(have[SPEED])}/s read and written"),

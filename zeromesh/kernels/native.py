@@ -77,6 +77,14 @@ def library() -> Library | None:
         return None
 
 
+def examine() -> tuple[str, str]:
+    """The instruction set that the native kernels take here, or "" and why there are none."""
+    try:
+        return next(iter(_load().sets)), ""
+    except OSError as error:
+        return "", str(error)
+
+
 def _load() -> Library:
     """The library beside this file.
 

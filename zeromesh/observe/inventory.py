@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from zeromesh.kernels.native import examine
+
 EXTRAS = {
     "mpi4py": "mpi",
     "transformers": "hf",
@@ -186,14 +188,15 @@ def _speed_of(file: int) -> dict[str, Any]:
 
 
 def inventory(folder: Path) -> dict[str, Any]:
-    """All of this machine: ``{host, versions, devices, unused_gpus, processor, memory, disk}``."""
-    cores = processor()
+    """All of this machine: ``{host, versions, devices, unused_gpus, processor, kernels, memory, disk}``."""
+    cores, (instructions, missing) = processor(), examine()
     return {
         "host": socket.gethostname(),
         "versions": versions(),
         "devices": devices(),
         "unused_gpus": unused_gpus(),
         "processor": cores,
+        "kernels": {"instructions": instructions or None, "missing": missing},
         "memory": memory() | {"bandwidth_bytes_per_second": memory_bandwidth(cores["cores"])},
         "disk": disk(folder),
     }
