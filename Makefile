@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 
-.PHONY: train test test-all bench bench-tensor bench-pipeline bench-links bench-kernel bench-nvme check clean
+.PHONY: train test test-all bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme check clean
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -45,6 +45,12 @@ bench-links: .venv/.plots.done
 # The update on the host beside torch's and DeepSpeed's.
 bench-kernel: .venv/.plots.done .venv-deepspeed/.peers.done
 	.venv/bin/python benchmarks/kernel.py $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(OUT),--out $(OUT))
+
+# States on the host beside the same rows without, and DeepSpeed's: `make bench-offload RANKS=1 ROUNDS=3 OUT=runs/offload`.
+bench-offload: .venv/.plots.done .venv-deepspeed/.peers.done
+	.venv/bin/python benchmarks/bench.py --ranks $(or $(RANKS),2) --name offload --cases $(or $(CASES),compute-bf16) \
+		--rounds $(or $(ROUNDS),5) $(if $(OUT),--out $(OUT)) --variants floor "ZeroMesh 2" "ZeroMesh 2, host" \
+		"ZeroMesh 3" "ZeroMesh 3, host" "ZeroMesh 3, all on host" "DeepSpeed 2" "DeepSpeed 2, CPU offload"
 
 # The NVMe tier beside other ways to a disk: `make bench-nvme FOLDER=/mnt/nvme ROUNDS=3 OUT=runs/nvme`.
 bench-nvme: .venv/.plots.done

@@ -18,6 +18,9 @@ CaseResult = dict[str, Any]
 LIST = "<!-- the newest page comes first -->\n"
 """After this line of the README beside it, a page is linked."""
 
+OFF_DEVICE = ("host", "all on host", "CPU offload")
+"""What is added to a row's name where some of its states rest on the host."""
+
 SPANS = {
     "fetch": "parameters: all-gathers posted",
     "wait_fetch": "parameters: all-gathers waited for",
@@ -130,6 +133,18 @@ def ratios(result: dict[str, Any]) -> str:
     return lines_of(table) if cases else ""
 
 
+def offload_table(case: CaseResult) -> str:
+    """What it costs that states rest on the host: times the same row without, round by round; empty without rows."""
+    table = [["times the row without", "median (least - most) of the rounds"]]
+    for name in measured(case):
+        base, _, where = name.rpartition(", ")
+        if where in OFF_DEVICE and base in measured(case):
+            pairs = zip(*(case["rows"][row]["rounds"] for row in (name, base)), strict=True)
+            found = [statistics.median(ours["times"]) / statistics.median(other["times"]) for ours, other in pairs]
+            table.append([name, "{:.3f} ({:.3f} - {:.3f})".format(*spread(found))])
+    return lines_of(table) if table[1:] else ""
+
+
 def spans_table(case: CaseResult) -> str:
     """Milliseconds per update of each row of ZeroMesh; empty if none was profiled."""
     found = {name: row["spans"] for name, row in case["rows"].items() if row["spans"] is not None}
@@ -199,6 +214,10 @@ def introduction(result: dict[str, Any]) -> str:
   cut where ZeroMesh's estimate of operations says, also torch's `PipelineStage` (autocast over fp32 parameters; its
   zb-h1 is `ScheduleInterleavedZeroBubble` with one stage per rank) and DeepSpeed's `PipelineModule` (1f1b). Stages are
   as equal as whole blocks allow; what the dearer one takes beyond its share is lost in all rows."""
+    offload = """
+- **States on the host**: *host* has gradients' sums, masters and optimizer states there, *all on host* parameters, too;
+  DeepSpeed's *CPU offload* is its `offload_optimizer`. Without a GPU device and host are the same memory: what is
+  copied between them is copied all the same, and counts in **peak MB** wherever it is."""
     return f"""# Step time, {result["date"]}
 
 Commit {result["commit"]}; {result["machine"]}; {result["ranks"]} rank(s) with {result["threads"]} thread(s) each,
@@ -221,7 +240,9 @@ most of the rounds. *floor* is forward and backward of all ranks alone: no commu
   allocated beyond what there was before the model was built, on a CPU in blocks of 64 KiB and more; in another
   run.{tensor if any("tensor parallel" in name for name in rows) else ""}{
         pipeline if any("pipeline" in name for name in rows) else ""
-    }{replaced if result.get("replaced") else ""}
+    }{offload if any(name.rpartition(", ")[2] in OFF_DEVICE for name in rows) else ""}{
+        replaced if result.get("replaced") else ""
+    }
 """
 
 
@@ -232,7 +253,7 @@ def page(result: dict[str, Any], picture: bool) -> str:
         parts.append(f"![Bars of seconds per step, of each variant in each case]({result['name']}.png)")
     parts.append(ratios(result))
     for name, case in result["cases"].items():
-        parts += [heading(name, case), case_table(case)]
+        parts += [heading(name, case), case_table(case), offload_table(case)]
         if profile := spans_table(case):
             parts += ["Where the time goes, in a run of its own:", profile]
         for variant, row in case["rows"].items():

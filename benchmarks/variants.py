@@ -294,7 +294,16 @@ def zeromesh(
     return engine_step(engine), engine
 
 
-def deepspeed(case: Case, model: Decoder, device: torch.device, stage: int) -> tuple[Step, None]:
+def off_device(
+    case: Case, model: Decoder, device: torch.device, stage: int, places: Mapping[str, Any]
+) -> tuple[Step, Any]:
+    """A row of ZeroMesh of whose states some rest on the host."""
+    return zeromesh(case, model, device, stage, {"zero_optimization": {"stage": stage, **places}})
+
+
+def deepspeed(
+    case: Case, model: Decoder, device: torch.device, stage: int, places: Mapping[str, Any] | None = None
+) -> tuple[Step, None]:
     """A stage of DeepSpeed, with buckets that suit the model. Runs in the environment that has it."""
     import deepspeed
 
@@ -302,12 +311,15 @@ def deepspeed(case: Case, model: Decoder, device: torch.device, stage: int) -> t
     config["steps_per_print"] = 1_000_000
     config["zero_optimization"] |= {
         "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET, "sub_group_size": BUCKET,
-        "stage3_prefetch_bucket_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET, **(places or {}),
     }  # fmt: skip
     deepspeed.init_distributed(verbose=False)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine_step(engine), None
 
+
+OPTIMIZER_ON_HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+ALL_ON_HOST: dict[str, Any] = {**OPTIMIZER_ON_HOST, "offload_param": {"device": "cpu"}}
 
 FAMILIES = ("floor", "torch", "ZeroMesh", "DeepSpeed")
 VARIANTS: dict[str, Variant] = {
@@ -320,6 +332,14 @@ VARIANTS: dict[str, Variant] = {
     "torch pipeline, zb-h1": Variant("torch", partial(torch_pipeline, schedule="zb-h1"), whole=True),
     "torch tensor parallel": Variant("torch", tensor_parallel, whole=True),
     **{f"ZeroMesh {stage}": Variant("ZeroMesh", partial(zeromesh, stage=stage)) for stage in range(4)},
+    **{
+        f"ZeroMesh {stage}, {where}": Variant("ZeroMesh", partial(off_device, stage=stage, places=places))
+        for stage, where, places in (
+            (2, "host", OPTIMIZER_ON_HOST),
+            (3, "host", OPTIMIZER_ON_HOST),
+            (3, "all on host", ALL_ON_HOST),
+        )
+    },
     **{f"ZeroMesh {stage}, mpi": Variant("ZeroMesh", partial(zeromesh, stage=stage), "mpi") for stage in (0, 3)},
     **{
         f"ZeroMesh tensor parallel{how}{place}": Variant("ZeroMesh", partial(split, sequence=bool(how)), backend, True)
@@ -332,5 +352,6 @@ VARIANTS: dict[str, Variant] = {
         for name in ("1f1b", "zb-h1")
     },
     **{f"DeepSpeed {stage}": Variant("DeepSpeed", partial(deepspeed, stage=stage)) for stage in range(4)},
+    "DeepSpeed 2, CPU offload": Variant("DeepSpeed", partial(deepspeed, stage=2, places=OPTIMIZER_ON_HOST)),
     "DeepSpeed pipeline": Variant("DeepSpeed", deepspeed_pipeline, whole=True),
 }

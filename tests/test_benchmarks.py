@@ -17,7 +17,7 @@ from harness import run_command, run_ranks
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from cases import CASES, batch_of, make_model
-from page import case_table, differing, ratios, spans_table, write
+from page import case_table, differing, offload_table, ratios, spans_table, write
 from ranks import RunFailed, run
 from variants import VARIANTS
 
@@ -288,6 +288,20 @@ def test_losses_that_differ_too_much_are_marked(last: float, differs: bool) -> N
     case = {"rows": {"DDP": row(6.0, 5.0), "ZeroMesh 1": row(6.0, last)}, "settings": {"tolerance": 1e-3}}
     assert differing(case, "ZeroMesh 1") is differs
     assert ("too much" in case_table(case)) is differs
+
+
+def test_what_the_host_costs_is_compared_round_by_round() -> None:
+    def row(*times: float, error: str | None = None) -> dict[str, Any]:
+        return {"rounds": [{"times": [time]} for time in times], "error": error}
+
+    rows = {
+        "ZeroMesh 2": row(1.0, 2.0, 4.0), "ZeroMesh 2, host": row(1.1, 1.8, 6.0),
+        "ZeroMesh 3, host": row(1.0, 1.0, 1.0), "DeepSpeed 2": row(error="no"),
+        "DeepSpeed 2, CPU offload": row(1.0, 1.0, 1.0), "DDP": row(3.0, 3.0, 3.0),
+    }  # fmt: skip
+    (line,) = offload_table({"rows": rows}).splitlines()[2:]
+    assert line == "| ZeroMesh 2, host | 1.100 (0.900 - 1.500) |", "those whose neighbour is there"
+    assert offload_table({"rows": {"DDP": rows["DDP"]}}) == ""
 
 
 @pytest.mark.full
