@@ -28,11 +28,13 @@ SPANS = {
     "accumulate": "gradients: copied into slots",
     "reduce": "gradients: zeroed where there is none, reductions posted",
     "wait_reduce": "gradients: reductions waited for",
+    "offload": "gradients: to their homes on the host",
     "norm": "norm",
     "agree": "the one message about norm and losses",
     "take_changes": "users' changes of parameters",
     "clip": "clip",
     "update": "update",
+    "update_on_host": "update on the host",
     "publish": "publish: new parameters written and sent",
 }
 """What the engine's spans are called here; others are shown under their own name."""
@@ -150,7 +152,11 @@ def spans_table(case: CaseResult) -> str:
     found = {name: row["spans"] for name, row in case["rows"].items() if row["spans"] is not None}
     if not found:
         return ""
-    columns = {name: spans_lines(spans, floor_of(case)) for name, spans in found.items()}
+    return spans_lines_table({name: spans_lines(spans, floor_of(case)) for name, spans in found.items()})
+
+
+def spans_lines_table(columns: dict[str, dict[str, float]]) -> str:
+    """Milliseconds by what they are for, a column each; of what ``spans_lines`` gives."""
     names = sorted({line for lines in columns.values() for line in lines}, key=_place)
     table = [["ms per update", *columns]]
     for line in names:

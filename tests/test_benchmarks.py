@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from harness import run_command, run_ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import gpu_offload
 from cases import CASES, batch_of, make_model
 from page import case_table, differing, offload_table, ratios, spans_table, write
 from ranks import RunFailed, run
@@ -302,6 +304,82 @@ def test_what_the_host_costs_is_compared_round_by_round() -> None:
     (line,) = offload_table({"rows": rows}).splitlines()[2:]
     assert line == "| ZeroMesh 2, host | 1.100 (0.900 - 1.500) |", "those whose neighbour is there"
     assert offload_table({"rows": {"DDP": rows["DDP"]}}) == ""
+
+
+def test_a_tier_on_the_host_is_measured_beside_what_is_not_available(tmp_path: Path) -> None:
+    tiers = ["ZeroMesh, all on host", "ZeroMesh, nvme"]
+    command = [sys.executable, BENCHMARKS / "gpu_offload.py", "--tiny", "--out", tmp_path, "--tiers", *tiers]
+    done = run_command(command, timeout=120)
+    assert done.returncode == 0, done.stdout
+    found = result(tmp_path)
+    ours, nvme = found["rows"]
+    assert ours["status"] == "fits", ours
+    assert ours["share"] == pytest.approx(ours["flops"] / found["peak"]["flops"])
+    assert ours["tokens"] * ours["seconds"] == pytest.approx(ours["batch"] * ours["sequence"])
+    assert ours["losses"][-1] < ours["losses"][0]
+    assert set(ours["states"]["optimizer"]) == set(ours["states"]["parameter"]) == {"host"}
+    assert sum(ours["states"][state]["host"] for state in ("parameter", "gradient", "optimizer")) == pytest.approx(
+        gpu_offload.TIERS[ours["tier"]].host * ours["parameters"], rel=0.05
+    ), "what decides whether a case is started"
+    assert nvme["status"] == "not available"
+    text = (tmp_path / "gpu-offload.md").read_text()
+    assert "| ZeroMesh, nvme | 0.119 M (2 x 64) | not available: the configuration has 2 problems: " in text
+    assert "| update | " in text
+
+
+@pytest.mark.parametrize(
+    ("room", "refine", "tried", "largest"),
+    [
+        (8, 9, [2, 4, 6, 8, 12, 10, 9], 8),  # of blocks of one width; the first four are the ladder's
+        (11, 9, [2, 4, 6, 8, 12, 10, 11], 11),
+        (11, 1, [2, 4, 6, 8, 12, 10], 10),
+        (1, 9, [2, 1], 1),
+        (12, 9, [2, 4, 6, 8, 12], 12),
+    ],
+)
+def test_the_largest_model_is_found_by_halving(room: int, refine: int, tried: list[int], largest: int) -> None:
+    class Fake(gpu_offload.Run):
+        def __init__(self) -> None:
+            self._given, self.tried = Namespace(refine=refine), []
+
+        def case(self, name: str, size: gpu_offload.Size) -> str:
+            self.tried.append(size.layers)
+            return gpu_offload.FITS if size.layers <= room else gpu_offload.NO_ROOM
+
+    run = Fake()
+    run.tier("ZeroMesh, device", [gpu_offload.Size(64, layers, 256, 32, 2) for layers in (2, 4, 6, 8, 12)])
+    assert run.tried == tried
+    assert max(layers for layers in run.tried if layers <= room) == largest
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
+        (OSError(12, "Cannot allocate memory"), "out of memory"),
+        (ValueError("heads do not fit"), "failed"),
+    ],
+)
+def test_a_case_without_room_is_told_from_one_that_failed(error: Exception, expected: str) -> None:
+    assert gpu_offload.outcome(error)["status"] == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "expected"),
+    [
+        ("import time; time.sleep(60)", 0.5, {"status": "too late", "message": "not done after 0 s"}),
+        ("import os; os.kill(os.getpid(), 9)", 60.0, {"status": "out of memory"}),
+        (
+            "print('a crash'); raise SystemExit(3)",
+            60.0,
+            {"status": "failed", "message": "ended with status 3\na crash"},
+        ),
+    ],
+)
+def test_a_case_that_ends_itself_does_not_end_the_run(code: str, limit: float, expected: dict[str, str]) -> None:
+    found = gpu_offload.in_process([sys.executable, "-c", code], {}, limit)
+    assert expected.items() <= found.items()
 
 
 @pytest.mark.full
