@@ -12,6 +12,7 @@ would need more host memory than there is is not started, as the system might en
 
 The figures go to a JSON file after each case, and to a page. The exit status is 1 if a case failed in another way than
 for want of memory, time or something that is not installed. ``--tiers "ZeroMesh, device" --minutes 9`` is shorter.
+Where the machine locks no pages of memory, ``PAGEABLE=1`` does without.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -52,6 +54,8 @@ WARMUP, STEPS = 2, 4
 TILE = (1 << 18) + 3
 """Elements that are drawn of each tensor; the rest repeats them, at places that no width is a multiple of."""
 CHILD = [sys.executable, __file__, "--child"]
+TOLERANCE = 0.02
+"""Largest relative difference of a loss between tiers: other code updates, and what is computed with has 16 bits."""
 SPARE = 0.92
 """Of the host memory that is available, what a case may be expected to take."""
 LAST_CHARACTERS = 2000
@@ -111,22 +115,28 @@ SMALL = ((64, 2),)
 """Width and blocks of the models, which grow."""
 
 
+def fill(name: str, parameter: torch.Tensor) -> None:
+    """Draw the beginning of a weight, and repeat it."""
+    if parameter.dim() < 2:
+        nn.init.constant_(parameter, 1.0 if name.endswith("norm.weight") else 0.0)
+        return
+    flat = parameter.detach().view(-1)
+    done = min(TILE, flat.numel())
+    flat[:done].normal_(std=0.02)
+    while done < flat.numel():
+        more = min(done, flat.numel() - done)
+        flat[done : done + more].copy_(flat[:more])
+        done += more
+
+
 class Quick(Decoder):
     """The decoder with weights that cost little: billions of random numbers take longer than what is measured."""
 
     def reset_parameters(self) -> None:
-        """Draw the beginning of each tensor, and repeat it."""
+        """Fill all that is there: under DeepSpeed's ``zero.Init`` nothing is."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                nn.init.constant_(parameter, 1.0 if name.endswith("norm.weight") else 0.0)
-                continue
-            flat = parameter.detach().view(-1)
-            done = min(TILE, flat.numel())
-            flat[:done].normal_(std=0.02)
-            while done < flat.numel():
-                more = min(done, flat.numel() - done)
-                flat[done : done + more].copy_(flat[:more])
-                done += more
+            if parameter.numel():
+                fill(name, parameter)
 
 
 @contextlib.contextmanager
@@ -144,9 +154,10 @@ def plain_layers() -> Iterator[None]:
 
 
 def configuration(tier: Tier, size: Size, folder: str) -> dict[str, Any]:
-    """For both families; what is not said is off in both."""
+    """For both families; what is not said is off in both. Of DeepSpeed, too, host memory is page-locked for a GPU."""
+    pin = own_device().type != "cpu" and "PAGEABLE" not in os.environ
     places = {
-        key: {**place, "nvme_path": folder} if place is NVME else {**place, "pin_memory": torch.cuda.is_available()}
+        key: {**place, "nvme_path": folder} if place is NVME else {**place, "pin_memory": pin}
         for key, place in tier.places.items()
     }
     return {
@@ -178,6 +189,9 @@ def deepspeed_engine(tier: Tier, size: Size, folder: str) -> Any:
     config = {**configuration(tier, size, folder), "steps_per_print": 1_000_000}
     with deepspeed.zero.Init(config_dict_or_path=config), plain_layers():
         model = Quick(size.shape)
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            fill(name, parameter)
     for block in model.blocks:
         forward = block.forward
         block.forward = lambda *given, own=forward: checkpoint(own, *given, use_reentrant=False)  # type: ignore[method-assign]
@@ -199,8 +213,9 @@ def train(name: str, size: Size, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     engine = (zeromesh_engine if tier.family == "ZeroMesh" else deepspeed_engine)(tier, size, folder)
     build = time.perf_counter() - began
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
-    tokens = torch.randint(size.vocabulary, (size.batch, size.sequence + 1)).to(device)
+    device = own_device()
+    generator = torch.Generator().manual_seed(1)  # the same whatever was drawn for the weights, and where
+    tokens = torch.randint(size.vocabulary, (size.batch, size.sequence + 1), generator=generator).to(device)
     times, losses, spans = [], [], None
 
     def step() -> None:
@@ -215,6 +230,7 @@ def train(name: str, size: Size, folder: str) -> dict[str, Any]:
 
     for _ in range(WARMUP + STEPS):
         step()
+    check(losses)
     told = {"times": times.copy(), "losses": losses.copy()}
     if tier.family == "ZeroMesh":  # once more, as watching takes time
         from zeromesh.observe.breakdown import Timer
@@ -233,9 +249,24 @@ def train(name: str, size: Size, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def check(losses: list[float]) -> None:
+    """What does not learn is not measured.
+
+    Raises:
+        ValueError: a loss is no finite number, or the last one is not below the first, on a batch that is repeated.
+    """
+    if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
+        raise ValueError(f"the losses are {losses}; they must be finite and fall, so its times say nothing")
+
+
+def own_device() -> torch.device:
+    """The accelerator, if there is one that works."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def peak(width: int) -> dict[str, Any]:
     """Operations per second of the best of ten products of bf16 matrices, of random numbers: zeros take less power."""
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    device = own_device()
     a, b = (torch.randn(width, width, device=device).bfloat16() for _ in range(2))
     found = []
     for _ in range(13):
@@ -250,7 +281,7 @@ def peak(width: int) -> dict[str, Any]:
 
 def is_no_room(error: BaseException) -> bool:
     """Whether memory of the device or of the host did not suffice; on the host torch says so in a RuntimeError."""
-    words = ("out of memory", "can't allocate memory", "Cannot allocate memory")
+    words = ("out of memory", "page-locked (CUDA error 2)", "can't allocate memory", "Cannot allocate memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
@@ -368,6 +399,10 @@ class Run:
         else:
             row |= in_process(CHILD, {"tier": name, "size": asdict(size)}, min(self._given.limit, max(left, 1)))
         if row["status"] == FITS:
+            row["differs"] = self._difference(row)
+            if row["differs"] > TOLERANCE:
+                row |= {"status": FAILED, "message": f"its losses differ by {row['differs']:.1e} from its family's"}
+        if row["status"] == FITS:
             step = median(row["times"][WARMUP:])
             row["seconds"], row["tokens"] = step, size.batch * size.sequence / step
             row["flops"] = row["tokens"] * training_flops_per_token(size.shape)
@@ -378,6 +413,21 @@ class Run:
         self._say(f"{name}, {count_of(count)} parameters ({size.layers} x {size.hidden}): {found}")
         self.write()
         return str(row["status"])
+
+    def _difference(self, row: dict[str, Any]) -> float:
+        """The largest relative difference of a loss from the first row of the family that trained the same model.
+
+        Families may draw their weights in other places, so that they start from other ones.
+        """
+        family, size = TIERS[row["tier"]].family, ("hidden", "layers", "vocabulary", "sequence", "batch")
+        first = next(
+            other
+            for other in self.result["rows"]
+            if other["status"] == FITS
+            and TIERS[other["tier"]].family == family
+            and all(other[key] == row[key] for key in size)
+        )
+        return max(abs(ours / other - 1) for ours, other in zip(row["losses"], first["losses"], strict=True))
 
     def tier(self, name: str, sizes: list[Size]) -> None:
         """Models that grow until one does not fit, then those between."""
@@ -430,18 +480,19 @@ def page(result: dict[str, Any]) -> str:
         if best and best["spans"]:
             spans[f"{name}, {count_of(best['parameters'])}"] = spans_lines(best["spans"], None)
     table = [["states", "parameters", "s/step (least - most)", "tokens/s", "TFLOPS", "share of peak", "GiB device",
-              "GiB host", "s to build", "last loss"]]  # fmt: skip
+              "GiB host", "s to build", "last loss", "losses differ by"]]  # fmt: skip
     for row in rows:
         model = f"{count_of(row['parameters'])} ({row['layers']} x {row['hidden']})"
         if row["status"] != FITS:
             message = said(row).replace("|", "/")
-            table.append([row["tier"], model, f"{row['status']}: {message}", *["-"] * 7])
+            table.append([row["tier"], model, f"{row['status']}: {message}", *["-"] * 8])
             continue
         times = row["times"][WARMUP:]
         table.append([
             row["tier"], model, f"{row['seconds']:.3f} ({min(times):.3f} - {max(times):.3f})", f"{row['tokens']:.0f}",
             f"{row['flops'] / 1e12:.2f}", f"{row['share']:.1%}", bytes_of(row["device_peak"]),
             bytes_of(row["host_peak"]), f"{row['build']:.0f}", f"{row['losses'][-1]:.4f}",
+            f"{row['differs']:.1e}",
         ])  # fmt: skip
     native = all(row.get("native", True) for row in rows)
     update = "the native kernel" if native else "**torch: the native kernel is not built**"

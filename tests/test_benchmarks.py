@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from argparse import Namespace
@@ -358,12 +359,36 @@ def test_the_largest_model_is_found_by_halving(room: int, refine: int, tried: li
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
+        (RuntimeError("8 bytes of host memory could not be page-locked (CUDA error 2); set"), "out of memory"),
         (OSError(12, "Cannot allocate memory"), "out of memory"),
         (ValueError("heads do not fit"), "failed"),
     ],
 )
 def test_a_case_without_room_is_told_from_one_that_failed(error: Exception, expected: str) -> None:
     assert gpu_offload.outcome(error)["status"] == expected
+
+
+@pytest.mark.parametrize("losses", [[math.nan, math.nan], [5.0, math.inf], [5.0, 5.0], [5.0, 4.0, 5.1]])
+def test_the_times_of_what_does_not_learn_are_no_result(losses: list[float]) -> None:
+    gpu_offload.check([5.0, 4.9])
+    with pytest.raises(ValueError, match="so its times say nothing"):
+        gpu_offload.check(losses)
+
+
+def test_losses_are_compared_within_a_family_and_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = gpu_offload.Run(Namespace(tiny=True, minutes=1, limit=1, refine=0, out=tmp_path))
+    run.result["peak"] = {"flops": 1e12, "width": 512, "device": "cpu"}
+    size, other = (gpu_offload.Size(64, layers, 256, 32, 2) for layers in (2, 3))
+    losses = [5.0, 4.0]
+    figures = {"status": "fits", "times": [1.0] * 6, "build": 1.0, "device_peak": None, "host_peak": 1, "spans": None}
+    monkeypatch.setattr(gpu_offload, "in_process", lambda *_: {**figures, "losses": losses})
+    assert run.case("ZeroMesh, device", size) == "fits"
+    losses = [5.0, 4.2]
+    assert run.case("ZeroMesh, all on host", size) == "failed"
+    assert "| failed: its losses differ by 5.0e-02 " in (tmp_path / "gpu-offload.md").read_text()
+    assert run.case("ZeroMesh, all on host", other) == "fits"
+    losses = [5.0, 4.01]
+    assert run.case("ZeroMesh, optimizer on host", size) == "fits"
 
 
 @pytest.mark.parametrize(
