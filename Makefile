@@ -50,7 +50,7 @@ bench-kernel: .venv/.plots.done .venv-deepspeed/.peers.done
 bench-offload: .venv/.plots.done .venv-deepspeed/.peers.done
 	.venv/bin/python benchmarks/bench.py --ranks $(or $(RANKS),2) --name offload --cases $(or $(CASES),compute-bf16) \
 		--rounds $(or $(ROUNDS),5) $(if $(OUT),--out $(OUT)) --variants floor "ZeroMesh 2" "ZeroMesh 2, host" \
-		"ZeroMesh 3" "ZeroMesh 3, host" "ZeroMesh 3, all on host" "DeepSpeed 2" "DeepSpeed 2, CPU offload"
+		"ZeroMesh 3" "ZeroMesh 3, host" "ZeroMesh 3, all on host" "ZeroMesh 3, nvme" "DeepSpeed 2" "DeepSpeed 2, CPU offload"
 
 # The NVMe tier beside other ways to a disk: `make bench-nvme FOLDER=/mnt/nvme ROUNDS=3 OUT=runs/nvme`.
 bench-nvme: .venv/.plots.done

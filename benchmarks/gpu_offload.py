@@ -84,6 +84,7 @@ TIERS = {
     "ZeroMesh, device": Tier("ZeroMesh", 3, {}, 0),
     "ZeroMesh, optimizer on host": Tier("ZeroMesh", 3, {"offload_optimizer": CPU}, 14),
     "ZeroMesh, all on host": Tier("ZeroMesh", 3, {"offload_optimizer": CPU, "offload_param": CPU}, 16),
+    "ZeroMesh, optimizer on nvme": Tier("ZeroMesh", 3, {"offload_optimizer": NVME, "offload_param": CPU}, 4),
     "ZeroMesh, nvme": Tier("ZeroMesh", 3, {"offload_optimizer": NVME, "offload_param": NVME}, 0),
     "DeepSpeed, device": Tier("DeepSpeed", 3, {}, 0),
     "DeepSpeed, optimizer on host": Tier("DeepSpeed", 3, {"offload_optimizer": CPU}, 16),

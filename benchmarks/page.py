@@ -18,7 +18,7 @@ CaseResult = dict[str, Any]
 LIST = "<!-- the newest page comes first -->\n"
 """After this line of the README beside it, a page is linked."""
 
-OFF_DEVICE = ("host", "all on host", "CPU offload")
+OFF_DEVICE = ("host", "all on host", "nvme", "CPU offload")
 """What is added to a row's name where some of its states rest on the host."""
 
 SPANS = {

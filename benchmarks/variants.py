@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -319,6 +320,7 @@ def deepspeed(
 
 
 OPTIMIZER_ON_HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+OPTIMIZER_ON_NVME: dict[str, Any] = {"offload_optimizer": {"device": "nvme", "nvme_path": tempfile.gettempdir()}}
 ALL_ON_HOST: dict[str, Any] = {**OPTIMIZER_ON_HOST, "offload_param": {"device": "cpu"}}
 
 FAMILIES = ("floor", "torch", "ZeroMesh", "DeepSpeed")
@@ -338,6 +340,7 @@ VARIANTS: dict[str, Variant] = {
             (2, "host", OPTIMIZER_ON_HOST),
             (3, "host", OPTIMIZER_ON_HOST),
             (3, "all on host", ALL_ON_HOST),
+            (3, "nvme", OPTIMIZER_ON_NVME),
         )
     },
     **{f"ZeroMesh {stage}, mpi": Variant("ZeroMesh", partial(zeromesh, stage=stage), "mpi") for stage in (0, 3)},
