@@ -19,6 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.piece import Piece
+from zeromesh.model.tiled import TiledLinear as TiledLinear
+from zeromesh.model.tiled import join_tiles as join_tiles
+from zeromesh.model.tiled import tile_linears as tile_linears
 from zeromesh.shard.deferred import recording
 from zeromesh.shard.sharded import Pick
 from zeromesh.shard.unit import Flat, Unit

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeromesh.model.chain import Chain
+from zeromesh.model.tiled import Tile
 from zeromesh.shard.deferred import is_deferred
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Chain)
@@ -46,6 +47,14 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
     floor = _largest_that_stays([_elements(module) for _, module in candidates])
     shared = _shared(model)
     return [(name, m) for name, m in candidates if _elements(m) > floor and any(p not in shared for p in _ids(m))]
+
+
+def unit_modules(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
+    """What is fetched by itself: ``find_units``, and tiles of linear layers, also inside of those."""
+    found = dict(find_units(model, targets))
+    found |= {name: module for name, module in model.named_modules() if isinstance(module, Tile)}
+    order = {name: number for number, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    return sorted(found.items(), key=lambda item: order[item[0]])
 
 
 def _largest_that_stays(sizes: Sequence[int]) -> int:
@@ -198,7 +207,7 @@ def check_compiled(model: nn.Module, targets: Sequence[str] = ()) -> None:
     Raises:
         ValueError: a compiled module that is a unit with its hooks, or that has units inside.
     """
-    names = [name for name, _ in find_units(model, targets)]
+    names = [name for name, _ in unit_modules(model, targets)]
     for path, module in model.named_modules():
         # The wrapper that torch.compile gives and a compiled forward leave the hooks of the module itself outside.
         whole = module._compiled_call_impl is not None and path in names

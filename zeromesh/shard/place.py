@@ -11,7 +11,7 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.model.placement import Row, Tier
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
-from zeromesh.shard.find import assign, find_units
+from zeromesh.shard.find import assign, unit_modules
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.swap import OpenSwap, Swap
@@ -22,9 +22,9 @@ Kind = tuple[torch.dtype, bool, tuple[int, ...]]
 
 
 def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
-    """The units of a model, the root first, without parameters yet; see ``find_units``."""
+    """The units of a model, the root first, without parameters yet; see ``unit_modules``."""
     units = [Unit(0, "", model, None)]
-    for index, (name, module) in enumerate(find_units(model, targets), start=1):
+    for index, (name, module) in enumerate(unit_modules(model, targets), start=1):
         enclosing = [u for u in units if u.name == "" or name.startswith(u.name + ".")]
         units.append(Unit(index, name, module, max(enclosing, key=lambda u: len(u.name))))
     return units
