@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
 from zeromesh.batches import cast, loss_of
-from zeromesh.config.parts import Aio
 from zeromesh.config.printing import jsonable, lines_of
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.formats import FORMATS
@@ -35,7 +34,8 @@ from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.model.split import Held
 from zeromesh.observing import make_observer, open_monitors
-from zeromesh.optim.host import count_states, states_of
+from zeromesh.offload import Offload, preparation, where_offloaded
+from zeromesh.optim.host import states_of
 from zeromesh.pipe import PipelineModule, settings_of
 from zeromesh.pretrained import describe_sources
 from zeromesh.saving.random_state import share_random_state
@@ -44,9 +44,8 @@ from zeromesh.shard.deferred import Source
 from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.find import check_compiled, check_parameters, find_units
 from zeromesh.shard.materialise import materialiser, replace
+from zeromesh.shard.needs import Prepare
 from zeromesh.shard.sharded import Sharded, Slots
-from zeromesh.shard.swap import Disk, OpenSwap, Swap
-from zeromesh.shard.unit import Flat
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import derive, heads_over_vocabulary
 from zeromesh.tensor.plan import Resolved as SplitPlan
@@ -148,9 +147,7 @@ def initialize(
     resolved = settings.resolve(mesh.data_size, mesh.sizes, elastic=may_restart())
     _tell_batch(settings, resolved, mesh)
 
-    def prepare() -> tuple[
-        list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor, Split | None, Disk | None
-    ]:
+    def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor, Split | None, Offload]:
         """What can be made, or tried, while the model is as it was."""
         plan = split_plan(model, resolved, mesh)
         if resolved.chunked_loss:
@@ -162,17 +159,17 @@ def initialize(
         if user is not None:
             _check_users_optimizer(user, model, mesh, resolved)
             scheduler = _build_scheduler(resolved, lr_scheduler, user)
-            return owned, user, scheduler, loader, monitor, plan, _disk(resolved, user)
+            return owned, user, scheduler, loader, monitor, plan, where_offloaded(resolved, user)
         with _silent("zeromesh.optim"):  # it will speak when they are made in earnest
             stand_in = _stand_in(model, mesh, resolved, owned)
             if lr_scheduler is None:
                 _build_scheduler(resolved, None, stand_in)
-        return owned, None, lr_scheduler, loader, monitor, plan, _disk(resolved, stand_in)
+        return owned, None, lr_scheduler, loader, monitor, plan, where_offloaded(resolved, stand_in)
 
     prepared, failure = attempt(prepare)
     share(world, "prepare its optimizer, schedule, data and monitors", failure)
     assert prepared is not None
-    owned, built, scheduler, loader, monitor, plan, disk = prepared
+    owned, built, scheduler, loader, monitor, plan, offload = prepared
     cut = plan_stages(model, resolved, mesh, loader, loss_fn)
     spread, failure = attempt(lambda: spread_sequences(model, resolved, mesh, loss_fn))
     share(world, "spread its sequences over ranks", failure)
@@ -188,7 +185,8 @@ def initialize(
         assert values is not None
         require_agreement(world, "the checkpoint that is read", described or "")
         _place_buffers(model, mesh.device, resolved.precision.compute)
-        sharded = shard(model, mesh, resolved, values, None if plan is None else plan[0].held, cut, _opener(disk, mesh))
+        held = None if plan is None else plan[0].held
+        sharded = shard(model, mesh, resolved, values, held, cut, preparation(model, offload, mesh))
         if plan is not None:
             apply(model, plan[0], mesh.group("tensor"), mesh.device, plan[1], _while_it_lives(sharded.events.using))
             share_random_state(mesh.group("tensor"))
@@ -315,7 +313,7 @@ def _links(settings: Settings, environment: Environment) -> Links:
 
 def shard(
     model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None, split: Mapping[str, Held] | None = None,
-    cut: Pipelined | None = None, swap: OpenSwap | None = None,
+    cut: Pipelined | None = None, prepare: Prepare | None = None,
 ) -> Sharded:  # fmt: skip
     """Place the model's states over the mesh as the configuration says; ``split`` as ``Sharded`` takes it."""
     return Sharded(
@@ -331,38 +329,8 @@ def shard(
         split=split,
         tied=None if cut is None else cut.tied,
         idle=frozenset() if cut is None else cut.idle,
-        swap=swap,
+        prepare=prepare,
     )
-
-
-def _opener(disk: Disk | None, mesh: Mesh) -> OpenSwap | None:
-    """Opens this rank's files; if one rank cannot, all raise."""
-    if disk is None:
-        return None
-
-    def open_swap(dtypes: Mapping[Flat, torch.dtype]) -> Swap:
-        opened, failure = attempt(lambda: Swap(dtypes, disk, mesh))
-        try:
-            share(mesh.group("world"), "open its file on NVMe", failure)
-        except BaseException:
-            if opened is not None:
-                opened.close()
-            raise
-        assert opened is not None
-        return opened
-
-    return open_swap
-
-
-def _disk(settings: Resolved, optimizer: Optimizer | None) -> Disk | None:
-    """Where what rests on NVMe is, with room for the states of such an optimizer; None if nothing rests there."""
-    chosen = settings.zero_optimization.offload_optimizer
-    if chosen is None or chosen.device != "nvme":
-        return None
-    assert chosen.nvme_path is not None
-    access = settings.aio or Aio()
-    path, states = Path(chosen.nvme_path), count_states(optimizer)
-    return Disk(path, states, max(1, chosen.buffer_count), access.block_size, access.queue_depth, chosen.pin_memory)
 
 
 def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None:

@@ -131,6 +131,11 @@ class Settings(Section):
     activation_checkpointing: ActivationCheckpointing = Field(
         ActivationCheckpointing(), description="Recompute activations in the backward instead of keeping them."
     )
+    host_memory_limit: PositiveInt | None = Field(
+        None,
+        description="Bytes of host memory that all ranks of a node may take together for what rests there. Null: what "
+        "is available at the start.",
+    )
     seed: CountInt = Field(1234, le=2**63 - 1, description="Seed of initial weights, dropout and the order of samples.")
     steps_per_print: Interval = Field(None, description="Updates between lines of the log. Null or 0: none.")
     wall_clock_breakdown: bool = Field(

@@ -12,6 +12,7 @@ OURS: tuple[str, ...] = (
     "mesh",
     "communication",
     "slots",
+    "host_memory_limit",
     "units",
     "seed",
     "activation_checkpointing.enabled",

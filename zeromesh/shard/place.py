@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from zeromesh.dist.mesh import Mesh
-from zeromesh.model.placement import Row, Tier
+from zeromesh.model.placement import Row
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, unit_modules
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.swap import OpenSwap, Swap
 from zeromesh.shard.unit import Flat, Materialise, Unit
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -30,31 +29,28 @@ def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
     return units
 
 
-def place_units(
-    units: Sequence[Unit], mesh: Mesh, row: Row, precision: Precision, materialise: Materialise | None,
-    split: Mapping[str, Held] | None = None, tied: Mapping[str, Sequence[int]] | None = None,
-    swap: OpenSwap | None = None,
-) -> Swap | None:  # fmt: skip
-    """Give every unit its parameters in flat buffers; only one parameter at a time is whole where they are sharded.
+def lay_out(
+    units: Sequence[Unit], mesh: Mesh, row: Row, precision: Precision, split: Mapping[str, Held] | None = None,
+    tied: Mapping[str, Sequence[int]] | None = None,
+) -> list[tuple[Unit, list[Flat], Row]]:  # fmt: skip
+    """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet.
 
     Args:
-        units: as from ``make_units``; filled in place.
+        units: as from ``make_units``.
         mesh: the ranks.
         row: what is sharded.
         precision: the dtype to compute in.
-        materialise: called with each parameter's name and the parameter, before its value is used.
         split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
             axis.
         tied: by name, the places along the pipeline that have a parameter, where several have it.
-        swap: opens the files of what rests on NVMe; all ranks call it, where any do.
 
     Returns:
-        What brings it from there; None if nothing rests there.
+        For ``place_units``: each unit with its flat buffers and its own row.
     """
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
     rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], row)
-    found: list[list[Flat]] = []
-    number, mixed = 0, precision.compute is not None
+    found: list[tuple[Unit, list[Flat], Row]] = []
+    number = 0
     for unit, row in zip(units, rows, strict=True):
         flats = []
         kinds = _kinds(unit.module, owned[unit.name], precision, tied or {})
@@ -68,13 +64,23 @@ def place_units(
                 flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, place, holders, row.gradient_tier)
             flats.append(flat)
             number += 1
-        found.append(flats)
-    dtypes = {flat: flat.master_dtype(mixed) for flats in found for flat in flats if flat.optimizer_tier is Tier.NVME}
-    assert swap is not None or not dtypes, "a tier of files without a place for them"
-    opened = None if swap is None else swap(dtypes)
-    for unit, flats, row in zip(units, found, rows, strict=True):
+        found.append((unit, flats, row))
+    return found
+
+
+def place_units(
+    laid_out: Sequence[tuple[Unit, list[Flat], Row]], mesh: Mesh, mixed: bool, materialise: Materialise | None
+) -> None:
+    """Give every unit its memory and values; only one parameter at a time is whole where they are sharded.
+
+    Args:
+        laid_out: as from ``lay_out``; the units are filled in place.
+        mesh: the ranks.
+        mixed: whether 16-bit parameters have fp32 masters.
+        materialise: called with each parameter's name and the parameter, before its value is used.
+    """
+    for unit, flats, row in laid_out:
         unit.place(flats, row, mesh, mixed, materialise)
-    return opened
 
 
 def _rows(sizes: Sequence[int], row: Row) -> list[Row]:

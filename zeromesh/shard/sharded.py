@@ -25,11 +25,11 @@ from zeromesh.shard.exchange import join
 from zeromesh.shard.gradient import Gradient, GradientPolicy, Reducer
 from zeromesh.shard.guard import Guard
 from zeromesh.shard.hooks import listen
+from zeromesh.shard.needs import Needs, Prepare
 from zeromesh.shard.order import Order
-from zeromesh.shard.place import make_units, place_units
+from zeromesh.shard.place import lay_out, make_units, place_units
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
-from zeromesh.shard.swap import OpenSwap
 from zeromesh.shard.unit import Flat, Materialise, State, Unit
 from zeromesh.tiers.memory import Staging
 
@@ -85,14 +85,14 @@ class Sharded:
             axis; all others are whole on each of its ranks.
         tied: by name, the places along the pipeline that have a parameter, where several have it.
         idle: names of buffers that are here, and that another stage computes with.
-        swap: opens the files of what rests on NVMe; None: nothing does.
+        prepare: see ``Prepare``; None where nothing rests on NVMe.
     """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, row: Row, precision: Precision | None = None, slots: Slots | None = None,
         targets: Sequence[str] = (), accumulates: bool = False, predivide: float | None = None,
         materialise: Materialise | None = None, split: Mapping[str, Held] | None = None,
-        tied: Mapping[str, Sequence[int]] | None = None, idle: Collection[str] = (), swap: OpenSwap | None = None,
+        tied: Mapping[str, Sequence[int]] | None = None, idle: Collection[str] = (), prepare: Prepare | None = None,
     ) -> None:  # fmt: skip
         precision, slots = precision or Precision(), slots or Slots()
         self.model = model
@@ -101,14 +101,18 @@ class Sharded:
         self.idle = idle
         self.sharded = row.parameter is Placement.SHARDED
         self.units = make_units(model, targets)
-        self.swap = place_units(self.units, mesh, row, precision, materialise, split, tied, swap)
+        laid_out, mixed = lay_out(self.units, mesh, row, precision, split, tied), precision.compute is not None
         self.root, rest = self.units[0], self.units[1:]
-        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.flats = [flat for _, flats, _ in laid_out for flat in flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
         policy = GradientPolicy.of(
             row, wire=precision.communicate, accumulate=precision.accumulate, slots=slots.gradient, predivide=predivide
         )
         self.reducer = Reducer([f.gradient for f in self.flats if f.gradient], policy, mesh, accumulates)
+        needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST])
+        self.swap = None if prepare is None else prepare(needs)
+        assert self.swap is not None or not needs.files, "a tier of files without a place for them"
+        place_units(laid_out, mesh, mixed, materialise)
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)

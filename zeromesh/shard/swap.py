@@ -219,10 +219,6 @@ class Swap:
         return ((state, name) for name in self._names(parameter))
 
 
-OpenSwap = Callable[[Mapping[Flat, torch.dtype]], Swap]
-"""Opens the file for flat buffers, whose masters have these dtypes."""
-
-
 def absent(like: torch.Tensor) -> torch.Tensor:
     """NaN of the same shape and dtype, in the memory of one number: it can be looked at and not be written to."""
     found = torch.full((), torch.nan, dtype=like.dtype).expand(like.shape)

@@ -1,0 +1,93 @@
+"""What a run will have off the device, from its layout alone, to be compared with what there is before the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zeromesh.model.placement import Placement, Row, Tier
+from zeromesh.observe.units import bytes_text
+from zeromesh.shard.swap import Swap
+from zeromesh.shard.unit import Flat
+
+PARTS = ("parameters", "gradients", "optimizer states", "buffers of files")
+"""What host memory is for."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one rank.
+
+    Attributes:
+        files: flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
+        parameter, gradient, master: bytes in host memory.
+        per_state: further ones for each state, like the parameter, that the optimizer has.
+    """
+
+    files: dict[Flat, torch.dtype] = field(default_factory=dict)
+    parameter: int = 0
+    gradient: int = 0
+    master: int = 0
+    per_state: int = 0
+
+    @classmethod
+    def of(cls, flats: Sequence[Flat], row: Row, mixed: bool, gradient: int) -> Needs:
+        """Of flat buffers that are laid out, whose gradients take so many bytes in host memory."""
+        files, parameter, master, per_state = {}, 0, 0, 0
+        for flat in flats:
+            layout, elements = flat.layout, flat.own.stop - flat.own.start
+            dtype, apart = flat.master_dtype(mixed), flat.optimizer_tier is not flat.parameter_tier
+            if row.parameter is Placement.SHARDED and flat.parameter_tier is Tier.HOST:
+                parameter += layout.shard_size * layout.dtype.itemsize
+            if flat.optimizer_tier is Tier.NVME:
+                files[flat] = dtype
+            elif flat.optimizer_tier is Tier.HOST and layout.trainable:
+                master += elements * dtype.itemsize if apart or dtype != layout.dtype else 0
+                pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
+                per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
+        return cls(files, parameter, gradient, master, per_state)
+
+    def host(self, states: int, buffers: int = 0) -> dict[str, int]:
+        """Bytes in host memory by what they are for, with an optimizer of so many states and buffers for files."""
+        sizes = (self.parameter, self.gradient, self.master + states * self.per_state, buffers)
+        return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
+
+
+Prepare = Callable[[Needs], Swap | None]
+"""Called before anything is placed, by all ranks: sees that there is room, and opens the files, if any are needed."""
+
+
+def require_host_memory(parts: dict[str, int], available: int, limit: int | None) -> None:
+    """Raise ValueError if what all ranks of a node keep in host memory is more than there is, or may be.
+
+    Args:
+        parts: bytes by what they are for, of all ranks of the node.
+        available: bytes that are free, or become so when the model's parameters move to their places.
+        limit: bytes that the configuration allows; None for all that are available.
+    """
+    total, most = sum(parts.values()), available if limit is None else min(limit, available)
+    if total <= most:
+        return
+    listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
+    allowed = f"{bytes_text(available)} are available"
+    if limit is not None and limit <= available:
+        allowed = f"host_memory_limit is {bytes_text(limit)}"
+    raise ValueError(
+        f"what is to rest in the host memory of this node takes {bytes_text(total)} ({listed}), but {allowed}; "
+        f"{_what_fits(parts, most)}"
+    )
+
+
+def _what_fits(parts: dict[str, int], most: int) -> str:
+    """The remedy: what would fit instead."""
+    moved = parts.get("gradients", 0) + parts.get("optimizer states", 0)
+    rest = sum(parts.values()) - moved
+    ways = []
+    if 0 < (share := int(100 * (most - rest) / moved) / 100 if moved else 0.0) < 1:
+        ways.append(f"offload_optimizer.ratio = {share:g} fits, and leaves the other states on the device")
+    if (kept := sum(parts.values()) - parts.get("optimizer states", 0)) < most and "optimizer states" in parts:
+        ways.append(f"offload_optimizer.device = nvme takes {bytes_text(kept)} and some buffers")
+    ways.append("spread the states over more nodes" if ways else "take a machine with more memory, or more nodes")
+    return "; or ".join(ways)
