@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.kernels import native, update
+from zeromesh.kernels import halves, native, update
 from zeromesh.kernels.native import Library, library
 from zeromesh.kernels.rules import RULES, rule_of
 from zeromesh.kernels.update import Piece, Step
@@ -250,6 +250,116 @@ def test_the_output_may_take_the_gradients_place() -> None:
     assert same_bits([found[0], pieces[0].gradient], expected[:2])
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, so that NaNs and zeros of either sign are told apart."""
+    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+
+
+def assert_halves_of(master: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor) -> None:
+    """They make up the master to the bit; the upper one is nearest, and to even but for ties. NaNs stay so."""
+    nan = master.isnan()
+    assert torch.equal(bits(halves.join(upper, lower))[~nan], bits(master)[~nan])
+    assert torch.equal(upper.isnan(), nan)
+    assert torch.equal(upper.signbit(), master.signbit())
+    even = master.bfloat16()
+    other = (bits(upper) != bits(even)) & ~nan
+    assert (lower[other] == -(2**15)).all()
+    assert (bits(upper)[other] - bits(even)[other] == 1).all(), "the neighbour away from zero"
+
+
+def test_halves_make_up_every_master(built: Library) -> None:
+    around = torch.tensor([0, 1, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
+    signed = torch.cat([around, around - 2**15])[:, None] * 65536 + torch.arange(65536)
+    master = torch.cat([every_float(torch.float32), signed.flatten().to(torch.int32).view(torch.float32)])
+    upper, lower = halves.split(master)
+    assert_halves_of(master, upper, lower)
+    assert (bits(upper) != bits(master.bfloat16()))[~master.isnan()].any(), "ties were among them"
+    for instructions in built.sets:
+        new = torch.zeros_like(upper), torch.zeros_like(lower)
+        still = Piece(STILL, torch.zeros_like(master), upper, (), None, new[0], (), lower, new[1])
+        update.update([still], -1.0, instructions=instructions)
+        minus = master == 0  # -0 + 0 may be 0
+        assert_halves_of(torch.where(minus, halves.join(*new), master), *new)
+        assert (halves.join(*new)[minus] == 0).all()
+
+
+def test_a_nan_stays_one_in_halves(built: Library) -> None:
+    """Whatever is in its lower bits, which would carry into the sign or leave infinity."""
+    nans = torch.tensor([0x7F800001, 0x7FC07FFF, 0x7FFF8000, 0x7FFFFFFF, -1, -0x7FFFFF]).to(torch.int32)
+    gradient = nans.view(torch.float32).repeat(8)
+    for instructions in built.sets:
+        upper, lower = halves.split(torch.ones(48))
+        update.update([Piece(STILL, gradient, upper, (), remainder=lower)], instructions=instructions)
+        assert upper.isnan().all()
+        assert halves.join(upper, lower).isnan().all()
+
+
+def halved(pieces: list[Piece]) -> list[Piece]:
+    """The same pieces with masters in two halves."""
+    for piece in pieces:
+        piece.master, piece.remainder = halves.split(piece.master)
+    return pieces
+
+
+def joined(pieces: list[Piece]) -> torch.Tensor:
+    """All masters, from halves, which are checked."""
+    found = []
+    for piece in pieces:
+        upper = piece.master if piece.new_master is None else piece.new_master
+        lower = piece.remainder if piece.new_remainder is None else piece.new_remainder
+        assert lower is not None
+        found.append(halves.join(upper, lower))
+        assert_halves_of(found[-1], upper, lower)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "nesterov", "lion", "adagrad"])
+def test_halves_are_updated_as_a_whole_master(name: str, built: Library) -> None:
+    pieces, expected = pieces_of(name, SIZES)
+    update.update(pieces, FACTOR, threads=1)
+    for instructions in built.sets:
+        for threads in (1, 2, 3):
+            pieces, found = pieces_of(name, SIZES)
+            update.update(halved(pieces), FACTOR, threads, instructions)
+            assert same_bits([joined(pieces), *found[1:]], expected), (instructions, threads)
+
+
+@pytest.mark.parametrize("streamed", [0, 1 << 40])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_halves_out_of_place(name: str, streamed: int, built: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "STREAMED", streamed)
+    pieces, expected = pieces_of(name, SIZES)
+    update.update(pieces, FACTOR)
+    for instructions in built.sets:
+        pieces, found = pieces_of(name, SIZES)
+        written = [torch.empty(sum(SIZES) + 1)[1:] for _ in found[2:]]
+        news = [states.split(SIZES) for states in written]
+        before = [tensor.clone() for tensor in found]
+        for number, piece in enumerate(halved(pieces)):
+            assert piece.remainder is not None
+            piece.new_master, piece.new_remainder = torch.empty_like(piece.master), torch.empty_like(piece.remainder)
+            piece.new_states = tuple(states[number] for states in news)
+        update.update(pieces, FACTOR, 2, instructions)
+        assert same_bits([joined(pieces), found[1], *written], expected)
+        old = [halves.join(piece.master, piece.remainder) for piece in pieces if piece.remainder is not None]
+        assert same_bits([torch.cat(old), *found[2:]], [before[0], *before[2:]]), "what was read is as it was"
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "nesterov", "lion", "adagrad"])
+def test_halves_without_the_library(name: str, missing: None) -> None:
+    pieces, expected = pieces_of(name, [1003, 0, 5])
+    update.update(pieces, FACTOR)
+    for out_of_place in (False, True):
+        pieces, found = pieces_of(name, [1003, 0, 5])
+        for piece in halved(pieces):
+            if out_of_place:
+                assert piece.remainder is not None
+                piece.new_master = torch.empty_like(piece.master)
+                piece.new_remainder = torch.empty_like(piece.remainder)
+        update.update(pieces, FACTOR)
+        assert same_bits([joined(pieces), *found[1:]], expected)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_without_the_library_torch_does_it(name: str, missing: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
@@ -290,6 +400,9 @@ def test_classes_and_groups_that_the_kernel_has_not() -> None:
     assert rule_of(type("Mine", (torch.optim.SGD,), {}), {}) is None
 
 
+HALF = torch.zeros(4, dtype=torch.int16)
+
+
 def piece(**changes: Any) -> Piece:
     group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     given = {"step": Step("adamw", group, 1), "gradient": torch.ones(4), "master": torch.ones(4)}
@@ -310,6 +423,12 @@ def piece(**changes: Any) -> Piece:
         ({"output": torch.ones(4, dtype=torch.int16)}, "output is torch.int16"),
         ({"new_states": (torch.zeros(4),)}, "2 states are read, and 1"),
         ({"new_master": torch.zeros(3)}, "new master"),
+        ({"remainder": HALF}, "master is torch.float32.*takes bfloat16"),
+        ({"master": torch.ones(4).bfloat16()}, "master is torch.bfloat16.*takes float32"),
+        ({"master": torch.ones(4).bfloat16(), "remainder": torch.zeros(4)}, "remainder is torch.float32.*takes int16"),
+        ({"master": torch.ones(4).bfloat16(), "remainder": HALF[:3]}, r"remainder has shape \(3,\)"),
+        ({"new_remainder": HALF}, "give both or neither"),
+        ({"master": torch.ones(4).bfloat16(), "remainder": HALF, "new_remainder": HALF}, "one is not"),
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(changes: dict[str, Any], match: str) -> None:

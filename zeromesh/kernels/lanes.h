@@ -58,6 +58,22 @@ INLINE void NAME(narrow)(void *to, int64_t i, int type, FLOATS x) {
     else *(NAME(shorts_anywhere) *)((uint16_t *)to + i) = type == FLOAT16 ? TO_HALF(x) : NAME(to_bfloat)(x);
 }
 
+// The upper 16 bits and the signed lower ones, which zeromesh/kernels/halves.py explains, as the float they make up.
+INLINE FLOATS NAME(join)(const uint16_t *upper, const uint16_t *lower) {
+    INTEGERS high = __builtin_convertvector(*(const NAME(shorts_anywhere) *)upper, INTEGERS);
+    INTEGERS low = __builtin_convertvector(*(const NAME(shorts_anywhere) *)lower, INTEGERS);
+    return (FLOATS)((high << 16) + (low ^ 0x8000) - 0x8000);
+}
+
+// The other way. A NaN stays one, without what its lower bits said.
+INLINE void NAME(split)(uint16_t *upper, uint16_t *lower, FLOATS x) {
+    INTEGERS bits = (INTEGERS)x;
+    INTEGERS nan = (INTEGERS)((bits & 0x7fffffff) > 0x7f800000);
+    bits = (nan & (bits | 0x400000) & 0xffff0000) | (~nan & bits);
+    *(NAME(shorts_anywhere) *)upper = __builtin_convertvector((bits + 0x8000) >> 16, SHORTS);
+    *(NAME(shorts_anywhere) *)lower = __builtin_convertvector(bits & 0xffff, SHORTS);
+}
+
 // start + weight * (end - start), from the end that is nearer: exact at both.
 INLINE FLOATS NAME(lerp)(FLOATS start, FLOATS end, float weight) {
     int near_start = weight < 0.5f;
@@ -100,12 +116,18 @@ INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q
     FLOATS x[3] = {{0}};
     int states = rule == ADAM ? 2 : rule == SGD ? row->momentous : 1;
     ASK(q->gradient, 2 * i, 2);
-    for (int k = 0; k <= states; k++) {
+    if (q->remainder) {
+        ASK(q->read[0], 2 * i, 2);
+        ASK(q->remainder, 2 * i, 2);
+        x[0] = NAME(join)((const uint16_t *)q->read[0] + i, q->remainder + i);
+    }
+    for (int k = q->remainder != NULL; k <= states; k++) {
         ASK(q->read[k], 4 * i, 4);
         x[k] = NAME(load)(q->read[k] + i);
     }
     NAME(rule)(rule, row, NAME(widen)(q->gradient, i, q->gradient_type), &x[0], &x[1], &x[2]);
-    for (int k = 0; k <= states; k++) NAME(store)(q->write[k] + i, x[k], stream);
+    if (q->remainder) NAME(split)((uint16_t *)q->write[0] + i, q->new_remainder + i, x[0]);
+    for (int k = q->remainder != NULL; k <= states; k++) NAME(store)(q->write[k] + i, x[k], stream);
     if (!q->parameter) return;
     ASK(q->parameter, 2 * i, 2);
     NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
@@ -121,24 +143,31 @@ INLINE void NAME(elements)(int rule, const struct row *given, const struct piece
     // The rest, in copies with zeros behind.
     float state[3][WIDTH] = {{0}}, gradient[WIDTH] = {0}, parameter[WIDTH] = {0};
     int64_t rest = end - i, wide = q.gradient_type == FLOAT32 ? 4 : 2, narrow = q.parameter_type == FLOAT32 ? 4 : 2;
+    int64_t each[3] = {q.remainder ? 2 : 4, 4, 4};
+    uint16_t remainder[WIDTH] = {0};
     struct piece small = q;
     memcpy(gradient, (const char *)q.gradient + wide * i, wide * rest);
     small.gradient = gradient;
     for (int k = 0; k < 3; k++)
         if (q.read[k]) {
-            memcpy(state[k], q.read[k] + i, 4 * rest);
+            memcpy(state[k], (const char *)q.read[k] + each[k] * i, each[k] * rest);
             small.read[k] = small.write[k] = state[k];
         }
+    if (q.remainder) {
+        memcpy(remainder, q.remainder + i, 2 * rest);
+        small.remainder = small.new_remainder = remainder;
+    }
     if (q.parameter) small.parameter = parameter;
     NAME(advance)(rule, &row, &small, 0, 0);
     for (int k = 0; k < 3; k++)
-        if (q.write[k]) memcpy(q.write[k] + i, state[k], 4 * rest);
+        if (q.write[k]) memcpy((char *)q.write[k] + each[k] * i, state[k], each[k] * rest);
+    if (q.remainder) memcpy(q.new_remainder + i, remainder, 2 * rest);
     if (q.parameter) memcpy((char *)q.parameter + narrow * i, parameter, narrow * rest);
 }
 
 TARGET static void NAME(update)(const struct row *row, const struct piece *q, int64_t begin, int64_t end, int stream) {
-    // Streams need aligned addresses.
-    for (int k = 0; k < 3; k++)
+    // Streams need aligned addresses. Halves of a master are not streamed.
+    for (int k = q->remainder != NULL; k < 3; k++)
         if (q->write[k] && (uintptr_t)(q->write[k] + begin) % (4 * WIDTH)) stream = 0;
 #define CASE(rule)                                                                \
     case rule:                                                                    \

@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-#define INTERFACE 1
+#define INTERFACE 2
 
 enum number { NOTHING, FLOAT32, BFLOAT16, FLOAT16 };
 enum rule { ADAM, SGD, LION, ADAGRAD };
@@ -30,6 +30,8 @@ struct piece {
     void *parameter;       // where the new parameter goes as it is computed with, or null
     const float *read[3];  // master and up to two states; null where the rule has none
     float *write[3];
+    const uint16_t *remainder;  // the lower halves of the master, whose upper ones read[0] then has; or null
+    uint16_t *new_remainder;
     int64_t elements;
     int32_t gradient_type, parameter_type;
     int32_t row;

@@ -18,7 +18,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 1
+_INTERFACE = 2
 
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """The codes of dtypes; 0 is no tensor."""
@@ -34,10 +34,11 @@ class Row(ctypes.Structure):
     ]
 
 
-PIECE = "@9q4i"
-"""``struct piece``: gradient, parameter, three to read, three to write, elements; dtypes, row, nothing."""
+PIECE = "@11q4i"
+"""``struct piece``: gradient, parameter, three to read, three to write, two remainders, elements;
+dtypes, row, nothing."""
 
-PIECE_BYTES = 88
+PIECE_BYTES = 104
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeromesh.kernels import fallback
+from zeromesh.kernels import fallback, halves
 from zeromesh.kernels.native import PIECE, PIECE_BYTES, TYPES, Row, check, library, threads_of
 from zeromesh.kernels.rules import RULES, Group
 
@@ -45,12 +45,15 @@ class Piece:
     Attributes:
         step: by which rule, with which hyperparameters.
         gradient: fp32, bf16 or fp16.
-        master: fp32; or float64, the states, too, which torch updates.
+        master: fp32; or float64, the states, too, which torch updates; or, where there is a remainder, its upper half
+            in bf16, which is the parameter.
         states: fp32, as ``RULES[step.rule].states(step.group)`` names them. At the first step they are zeros; SGD's
             momentum may then be anything.
         output: fp32, bf16 or fp16, where the new parameter goes, too, rounded to nearest even; None if nowhere.
         new_master, new_states: where the new master and states go; None and () for where the old ones are. A step so
             written can be dropped: what it was read from is left as it was.
+        remainder: int16, the lower half of the master, as ``zeromesh.kernels.halves`` splits it; None for a whole one.
+        new_remainder: where the new one goes, beside ``new_master``; None for where the old one is.
 
     What is written shares no memory with anything else, but for what is updated in place, and for an output of the
     gradient's dtype in the place of the gradient.
@@ -63,6 +66,8 @@ class Piece:
     output: torch.Tensor | None = None
     new_master: torch.Tensor | None = None
     new_states: tuple[torch.Tensor, ...] = field(default=())
+    remainder: torch.Tensor | None = None
+    new_remainder: torch.Tensor | None = None
 
 
 def update(
@@ -101,11 +106,19 @@ def update(
 def _update_by_torch(piece: Piece, factor: float) -> None:
     """The same without the native library."""
     with torch.no_grad():
-        master = piece.master if piece.new_master is None else piece.new_master.copy_(piece.master)
+        kept = piece.master if piece.new_master is None else piece.new_master
+        if piece.remainder is not None:
+            master = halves.join(piece.master, piece.remainder)
+        else:
+            master = kept if kept is piece.master else kept.copy_(piece.master)
         pairs = zip(piece.new_states or piece.states, piece.states, strict=True)
         states = [new if new is old else new.copy_(old) for new, old in pairs]
         step = piece.step
         fallback.update(step.rule, step.group, step.number, piece.gradient, factor, master, states)
+        if piece.remainder is not None:
+            upper, lower = halves.split(master)
+            kept.copy_(upper)
+            (piece.remainder if piece.new_remainder is None else piece.new_remainder).copy_(lower)
         if piece.output is not None:
             piece.output.copy_(master)
 
@@ -123,10 +136,13 @@ def _described(piece: Piece) -> tuple[int, ...]:
     new = [piece.new_master, *(piece.new_states or piece.states)]
     write = [old if tensor is None else tensor.data_ptr() for old, tensor in zip(read, new, strict=True)]
     missing = [0] * (3 - len(read))
+    lower = piece.remainder
+    new_lower = lower if piece.new_remainder is None else piece.new_remainder
+    remainders = (0 if tensor is None else tensor.data_ptr() for tensor in (lower, new_lower))
     output = piece.output
     addresses = (piece.gradient.data_ptr(), 0 if output is None else output.data_ptr(), *read, *missing, *write)
     types = (TYPES[piece.gradient.dtype], 0 if output is None else TYPES[output.dtype])
-    return (*addresses, *missing, piece.master.numel(), *types)
+    return (*addresses, *missing, *remainders, piece.master.numel(), *types)
 
 
 _EXACT, _WIDE = (torch.float32,), (torch.float64,)
@@ -142,13 +158,21 @@ def _check(piece: Piece) -> None:
         raise ValueError(f"{len(names)} states are read, and {len(piece.new_states)} are to be written; name as many")
     wide = piece.master.dtype is torch.float64
     exact, others = (_WIDE, (*_WIDE, *_ANY)) if wide else (_EXACT, _ANY)
+    masters = exact if piece.remainder is None else (torch.bfloat16,)
     check("gradient", piece.gradient, elements, others)
-    check("master", piece.master, elements, exact)
+    check("master", piece.master, elements, masters)
     for name, state in zip(names, piece.states, strict=True):
         check(name, state, elements, exact)
     if piece.output is not None:
         check("output", piece.output, elements, others)
     if piece.new_master is not None:
-        check("new master", piece.new_master, elements, exact)
+        check("new master", piece.new_master, elements, masters)
     for name, state in zip(names, piece.new_states, strict=False):
         check(f"new {name}", state, elements, exact)
+    if piece.new_remainder is not None and piece.remainder is None:
+        raise ValueError("a new remainder is given, and no remainder that is read; give both or neither")
+    if piece.remainder is not None and (piece.new_master is None) != (piece.new_remainder is None):
+        raise ValueError("one half of the new master is given, and one is not; give new_master and new_remainder")
+    for name, remainder in (("remainder", piece.remainder), ("new remainder", piece.new_remainder)):
+        if remainder is not None:
+            check(name, remainder, elements, (torch.int16,))
