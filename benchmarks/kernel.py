@@ -60,7 +60,7 @@ class Memory:
 
     def __init__(self, elements: int) -> None:
         from zeromesh.kernels.halves import split
-        from zeromesh.shard.slots import empty
+        from zeromesh.tiers.memory import empty
 
         def make(dtype: torch.dtype) -> torch.Tensor:
             return empty(elements, dtype, torch.device("cpu")).zero_()
