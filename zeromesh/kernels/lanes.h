@@ -112,38 +112,38 @@ INLINE void NAME(rule)(int rule, const struct row *row, FLOATS g, FLOATS *p, FLO
 }
 
 // A vector of elements, from i on.
-INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q, int64_t i, int stream) {
+INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q, int64_t i, int stream, int halves) {
     FLOATS x[3] = {{0}};
     int states = rule == ADAM ? 2 : rule == SGD ? row->momentous : 1;
     ASK(q->gradient, 2 * i, 2);
-    if (q->remainder) {
+    if (halves) {
         ASK(q->read[0], 2 * i, 2);
         ASK(q->remainder, 2 * i, 2);
         x[0] = NAME(join)((const uint16_t *)q->read[0] + i, q->remainder + i);
     }
-    for (int k = q->remainder != NULL; k <= states; k++) {
+    for (int k = halves; k <= states; k++) {
         ASK(q->read[k], 4 * i, 4);
         x[k] = NAME(load)(q->read[k] + i);
     }
     NAME(rule)(rule, row, NAME(widen)(q->gradient, i, q->gradient_type), &x[0], &x[1], &x[2]);
-    if (q->remainder) NAME(split)((uint16_t *)q->write[0] + i, q->new_remainder + i, x[0]);
-    for (int k = q->remainder != NULL; k <= states; k++) NAME(store)(q->write[k] + i, x[k], stream);
+    if (halves) NAME(split)((uint16_t *)q->write[0] + i, q->new_remainder + i, x[0]);
+    for (int k = halves; k <= states; k++) NAME(store)(q->write[k] + i, x[k], stream);
     if (!q->parameter) return;
     ASK(q->parameter, 2 * i, 2);
     NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
 }
 
 INLINE void NAME(elements)(int rule, const struct row *given, const struct piece *whole, int64_t begin, int64_t end,
-                           int stream) {
+                           int stream, int halves) {
     struct row row = *given;
     struct piece q = *whole;
     int64_t i = begin;
-    for (; i + WIDTH <= end; i += WIDTH) NAME(advance)(rule, &row, &q, i, stream);
+    for (; i + WIDTH <= end; i += WIDTH) NAME(advance)(rule, &row, &q, i, stream, halves);
     if (i == end) return;
     // The rest, in copies with zeros behind.
     float state[3][WIDTH] = {{0}}, gradient[WIDTH] = {0}, parameter[WIDTH] = {0};
     int64_t rest = end - i, wide = q.gradient_type == FLOAT32 ? 4 : 2, narrow = q.parameter_type == FLOAT32 ? 4 : 2;
-    int64_t each[3] = {q.remainder ? 2 : 4, 4, 4};
+    int64_t each[3] = {halves ? 2 : 4, 4, 4};
     uint16_t remainder[WIDTH] = {0};
     struct piece small = q;
     memcpy(gradient, (const char *)q.gradient + wide * i, wide * rest);
@@ -153,26 +153,29 @@ INLINE void NAME(elements)(int rule, const struct row *given, const struct piece
             memcpy(state[k], (const char *)q.read[k] + each[k] * i, each[k] * rest);
             small.read[k] = small.write[k] = state[k];
         }
-    if (q.remainder) {
+    if (halves) {
         memcpy(remainder, q.remainder + i, 2 * rest);
         small.remainder = small.new_remainder = remainder;
     }
     if (q.parameter) small.parameter = parameter;
-    NAME(advance)(rule, &row, &small, 0, 0);
+    NAME(advance)(rule, &row, &small, 0, 0, halves);
     for (int k = 0; k < 3; k++)
         if (q.write[k]) memcpy((char *)q.write[k] + each[k] * i, state[k], each[k] * rest);
-    if (q.remainder) memcpy(q.new_remainder + i, remainder, 2 * rest);
+    if (halves) memcpy(q.new_remainder + i, remainder, 2 * rest);
     if (q.parameter) memcpy((char *)q.parameter + narrow * i, parameter, narrow * rest);
 }
 
 TARGET static void NAME(update)(const struct row *row, const struct piece *q, int64_t begin, int64_t end, int stream) {
     // Streams need aligned addresses. Halves of a master are not streamed.
-    for (int k = q->remainder != NULL; k < 3; k++)
+    int halves = q->remainder != NULL;
+    for (int k = halves; k < 3; k++)
         if (q->write[k] && (uintptr_t)(q->write[k] + begin) % (4 * WIDTH)) stream = 0;
 #define CASE(rule)                                                                \
     case rule:                                                                    \
-        if (stream) NAME(elements)(rule, row, q, begin, end, 1);                  \
-        else NAME(elements)(rule, row, q, begin, end, 0);                         \
+        if (halves && stream) NAME(elements)(rule, row, q, begin, end, 1, 1);     \
+        else if (halves) NAME(elements)(rule, row, q, begin, end, 0, 1);          \
+        else if (stream) NAME(elements)(rule, row, q, begin, end, 1, 0);          \
+        else NAME(elements)(rule, row, q, begin, end, 0, 0);                      \
         break
     switch (row->rule) {
         CASE(ADAM);
