@@ -8,7 +8,9 @@ turns the full gradient into this rank's part of the sum over the ranks, its *ho
 - gradient replicated: at the accumulation boundary; micro-batches are summed in the full gradient, and the home lies in
   it where the dtypes allow.
 
-A home on the host is filled from the device when the sum is there, and micro-batches are summed on the host.
+A home on the host is filled from the device when the sum is there, and micro-batches are summed on the host. The copy
+runs beside the backward: what it reads on the device is given back when the current stream waits for it, and the host
+waits for it, and adds it, when the home is used or memory for such sums has run out.
 
 What is kept is the sum over ranks and micro-batches, of which a part of the division that makes it a mean may have been
 done as gradients arrived (``predivide``); the update does the rest, once.
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 
 import torch
 
@@ -28,6 +31,8 @@ from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.slots import Pool, Slot, largest
+from zeromesh.tiers.buffers import Buffer, Buffers
+from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import empty_on
 
 SHARES = 1 << 22
@@ -101,6 +106,7 @@ class Gradient:
             the first of them counts what all have.
         home_in_full: whether ``home`` lies in the full gradient, in ``held`` then; otherwise in ``buffer``.
         tier: where ``home`` rests.
+        landed: to be waited for before ``home`` is used, on the host; None: there is nothing on its way to it.
     """
 
     def __init__(
@@ -116,6 +122,7 @@ class Gradient:
         self.unit = unit
         self.buffer: torch.Tensor | None = None
         self.home: torch.Tensor | None = None
+        self.landed: Arrival | None = None
         self.full: torch.Tensor | None = None
         self.slot: Slot | None = None
         self.held: Slot | None = None
@@ -192,17 +199,62 @@ class Gradient:
             self.full[start:stop] = 0
 
 
+class Arrival:
+    """A sum on its way to its home on the host, into which it is copied or added when it is there.
+
+    Args:
+        copy: from the device.
+        landing: where it comes to on the host, 1-D; the home itself, or memory that is not used otherwise meanwhile.
+        home: where it goes.
+        adds: whether it is added to what is there.
+        before: the one whose sum comes to the home before this one's.
+    """
+
+    def __init__(
+        self, copy: Copy, landing: torch.Tensor, home: torch.Tensor, adds: bool, before: Arrival | None = None
+    ) -> None:
+        self._copy = copy
+        self._way: tuple[torch.Tensor, torch.Tensor] | None = (landing, home)
+        self._adds = adds
+        self._before = before
+        self._lock = Lock()
+
+    def wait(self) -> None:
+        """Block until the home holds the sum. Any thread may call it, and again."""
+        with self._lock:
+            if self._way is None:
+                return
+            if self._before is not None:
+                self._before.wait()
+            self._copy.wait()
+            landing, home = self._way
+            if self._adds:
+                home.add_(landing)
+            elif landing is not home:
+                home.copy_(landing)
+            self._way = self._before = None
+
+
 class Reducer:
     """Fills slots with gradients and reduces them into their homes.
 
     Attributes:
         begun: whether a backward has begun since the last update.
         predivide: gradients are divided by it as they arrive.
+        on_home: called when the last sum before an update is on its way to a home on the host, whose ``landed`` tells
+            when it is there; again if gradients of weights that are used outside of their unit come later. Sums over
+            replicas, shares and ties are made in ``complete``, after it.
     """
 
-    def __init__(self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool) -> None:
+    def __init__(
+        self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool, link: Link
+    ) -> None:
         self.gradients = tuple(gradients)
         self.policy = policy
+        self.on_home: Callable[[Gradient], None] | None = None
+        self._link = link
+        self._leaving: list[_Leaving] = []
+        self._arriving: deque[tuple[Arrival, Buffer]] = deque()
         self._mesh = mesh
         self._group = mesh.shard
         self._in_flight: deque[_Reduction] = deque()
@@ -225,6 +277,7 @@ class Reducer:
         self.receives = Pool(largest(receives, self._limit), mesh.device)
         landings = [self._landing_bytes(g) for g in self.gradients]
         self.landings = Pool(largest(landings, self._limit), mesh.device)
+        self._arrivals = Buffers([])
 
     # What follows from the policy.
 
@@ -325,9 +378,22 @@ class Reducer:
 
     def _take(self, pool: Pool, nbytes: int) -> Slot:
         slot = pool.take(nbytes)
-        while slot is None and self._settle():
+        while slot is None and (self._release(pool) or self._settle()):
             slot = pool.take(nbytes)
         return slot or pool.grow(nbytes)
+
+    def _release(self, pool: Pool | None = None) -> bool:
+        """Give back the memory of the oldest sum, or the oldest in a pool, that leaves the device; False: none does.
+
+        The host goes on: what gets the memory next is behind the current stream, which waits for the copy.
+        """
+        leaving = next((one for one in self._leaving if pool is None or one.pool is pool), None)
+        if leaving is None:
+            return False
+        self._leaving.remove(leaving)
+        leaving.copy.order()
+        _give(leaving.pool, leaving.slot)
+        return True
 
     def _settle(self) -> bool:
         """Finish the oldest of what is under way; False if there is nothing."""
@@ -349,9 +415,11 @@ class Reducer:
             return
         for gradient in gradients:
             with span("reduce", gradient.unit):
-                self._reduce(gradient)
+                self._reduce(gradient, last)
+            while self._in_flight and self._group.size == 1 and gradient.tier is not Tier.DEVICE:
+                self._finish()  # there is nothing to wait for: it leaves now
 
-    def _reduce(self, gradient: Gradient) -> None:
+    def _reduce(self, gradient: Gradient, last: bool) -> None:
         if gradient.full is None:
             if self._group.size == 1 and gradient.home is not None:
                 return
@@ -378,7 +446,7 @@ class Reducer:
             out, add = self._buffer(gradient), gradient.home is not None
         form = self._mesh.links.reduce
         pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1, form)
-        done = _Reduction(gradient, full, gradient.slot, wire, wire_slot, pending, receive_slot, out, landing)
+        done = _Reduction(gradient, full, gradient.slot, wire, wire_slot, pending, receive_slot, out, landing, last)
         self._in_flight.append(done)
         gradient.full, gradient.slot = None, None
         gradient.arrived = [False] * len(gradient.arrived)
@@ -389,19 +457,68 @@ class Reducer:
             gradient.buffer = empty_on(gradient.tier, elements, dtype, self._mesh.device, self.policy.pinned)
         return gradient.buffer
 
-    def _bring_home(self, done: _Reduction) -> None:
-        """Copy or add a sum to its home on the host."""
-        gradient = done.gradient
+    def _bring_home(self, done: _Reduction) -> Copy:
+        """Begin to copy a sum to the host, where it is copied or added to its home."""
+        gradient, out, home = done.gradient, done.out, done.gradient.home
         with span("offload", gradient.unit):
-            if gradient.home is None:
-                self._buffer(gradient).copy_(done.out)
-            elif gradient.home.itemsize < self.policy.home_dtype(gradient.layout).itemsize:
+            dtype = self.policy.home_dtype(gradient.layout)
+            if home is not None and home.itemsize < dtype.itemsize:
                 self._accumulates = True  # more is added than was said
-                gradient.buffer = gradient.home.to(self.policy.home_dtype(gradient.layout)).add_(done.out.cpu())
+                self._land(gradient)
+                wide = empty_on(gradient.tier, home.numel(), dtype, self._mesh.device, self.policy.pinned)
+                home = gradient.buffer = wide.copy_(home)
+            target, adds, buffer = self._buffer(gradient) if home is None else home, home is not None, None
+            if not self._link.apart:
+                landing, copy = out, DONE
             else:
-                gradient.home.add_(done.out.cpu())
-        if done.landing is not None:
-            self.landings.give(done.landing)
+                if adds or out.dtype != target.dtype:
+                    buffer = self._take_arrival(out.nbytes)
+                landing = target if buffer is None else buffer.tensor(out.numel(), out.dtype)
+                copy = self._link.to_host(landing, out)
+            gradient.home = target
+            gradient.landed = arrival = Arrival(copy, landing, target, adds, gradient.landed)
+            if buffer is not None:
+                self._arriving.append((arrival, buffer))
+            elif not self._link.apart:
+                self._land(gradient)
+        return copy
+
+    def _take_arrival(self, nbytes: int) -> Buffer:
+        """Memory on the host for a sum that is not copied to its home as it is; waits for an older one if need be."""
+        if self._arrivals.nbytes == 0:
+            dtypes = {g: (g.slot_dtype, self.policy.home_dtype(g.layout)) for g in self._on_host}
+            sizes = [g.layout.shard_size * max(d.itemsize for d in found) for g, found in dtypes.items()]
+            self._arrivals = Buffers(
+                largest(sizes, self._limit),
+                lambda size: empty_on(Tier.HOST, size, torch.uint8, self._mesh.device, self.policy.pinned),
+            )
+        buffer = self._arrivals.take(nbytes)
+        while buffer is None:
+            with span("wait_copy"):
+                arrival, free = self._arriving.popleft()
+                arrival.wait()
+            self._arrivals.give(free)
+            buffer = self._arrivals.take(nbytes)
+        return buffer
+
+    @property
+    def _on_host(self) -> list[Gradient]:
+        return [gradient for gradient in self.gradients if gradient.tier is not Tier.DEVICE]
+
+    @staticmethod
+    def _land(gradient: Gradient) -> None:
+        """Wait until the home holds all that is on its way to it."""
+        if gradient.landed is not None:
+            gradient.landed.wait()
+            gradient.landed = None
+
+    def _land_all(self) -> None:
+        with span("wait_copy"):
+            for gradient in self._on_host:
+                self._land(gradient)
+        for _, buffer in self._arriving:
+            self._arrivals.give(buffer)
+        self._arriving.clear()
 
     def _finish(self) -> None:
         """Wait for the oldest reduction and put its result where it belongs."""
@@ -411,8 +528,8 @@ class Reducer:
             done.pending.wait()
         _give(self.receives, done.receive_slot)
         if gradient.tier is not Tier.DEVICE:
-            self._bring_home(done)
-        if not gradient.home_in_full:
+            self._leave(done, self._bring_home(done))
+        elif not gradient.home_in_full:
             gradient.home = gradient.buffer
             _give(self.slots, done.slot)
             _give(self.wires, done.wire_slot)
@@ -424,6 +541,19 @@ class Reducer:
             own, form = done.wire[gradient.shard], self._mesh.links.reduce
             gathering = self._group.all_gather(done.wire, own, gradient.tag + 2, form)
             self._gathering.append(replace(done, pending=gathering))
+
+    def _leave(self, done: _Reduction, copy: Copy) -> None:
+        """Give back what a sum that is copied to the host does not lie in, and the rest when it is there."""
+        _give(self.wires, done.wire_slot)
+        if done.landing is None:
+            self._leaving.append(_Leaving(copy, self.slots, done.slot))
+        else:
+            _give(self.slots, done.slot)
+            self._leaving.append(_Leaving(copy, self.landings, done.landing))
+        while len(self._leaving) > (self._limit if self._link.apart else 0):
+            self._release()
+        if done.last and self.on_home is not None:
+            self.on_home(done.gradient)
 
     def _finish_gathering(self) -> None:
         """Wait for the oldest sum that is sent to all ranks."""
@@ -445,11 +575,13 @@ class Reducer:
         _give(self.wires, done.wire_slot)
 
     def finish(self) -> None:
-        """Wait for every reduction that was started."""
+        """Wait for every reduction that was started. The host does not wait for what leaves the device."""
         while self._in_flight:
             self._finish()
         while self._gathering:
             self._finish_gathering()
+        while self._release():
+            pass
         if not self.policy.kept:
             for pool in (self.slots, self.wires, self.receives, self.landings):
                 pool.trim()
@@ -466,6 +598,7 @@ class Reducer:
         self.reduce(rest, last=True)
         self._waiting = False
         self.finish()
+        self._land_all()
         if self._mesh.replicate.size > 1:
             self._sum_replicas()
         self._sum_shares()
@@ -546,6 +679,7 @@ class Reducer:
     def reset(self) -> None:
         """Forget all gradients: after an update, or after a backward that failed."""
         self.finish()
+        self._land_all()
         for gradient in self.gradients:
             _give(self.slots, gradient.slot)
             _give(self.slots, gradient.held)
@@ -567,6 +701,7 @@ class _Reduction:
         receive_slot: where the other ranks' parts come in.
         out: where the sum is put, or added to.
         landing: that ``out`` lies in, where it goes on to the host.
+        last: whether no more is added before the update.
     """
 
     gradient: Gradient
@@ -578,6 +713,16 @@ class _Reduction:
     receive_slot: Slot
     out: torch.Tensor
     landing: Slot | None
+    last: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaving:
+    """A sum that is copied to the host, in a slot of a pool; or, without one, where autograd left it."""
+
+    copy: Copy
+    pool: Pool
+    slot: Slot | None
 
 
 def _sum_together(parts: Sequence[torch.Tensor], group: Group) -> None:

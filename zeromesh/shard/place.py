@@ -15,6 +15,7 @@ from zeromesh.shard.find import assign, unit_modules
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.unit import Flat, Materialise, Unit
+from zeromesh.tiers.link import Link
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Kind = tuple[torch.dtype, bool, tuple[int, ...]]
@@ -69,8 +70,9 @@ def lay_out(
 
 
 def place_units(
-    laid_out: Sequence[tuple[Unit, list[Flat], Row]], mesh: Mesh, mixed: bool, materialise: Materialise | None
-) -> None:
+    laid_out: Sequence[tuple[Unit, list[Flat], Row]], mesh: Mesh, mixed: bool, materialise: Materialise | None,
+    link: Link,
+) -> None:  # fmt: skip
     """Give every unit its memory and values; only one parameter at a time is whole where they are sharded.
 
     Args:
@@ -78,9 +80,10 @@ def place_units(
         mesh: the ranks.
         mixed: whether 16-bit parameters have fp32 masters.
         materialise: called with each parameter's name and the parameter, before its value is used.
+        link: to the host, for what rests there.
     """
     for unit, flats, row in laid_out:
-        unit.place(flats, row, mesh, mixed, materialise)
+        unit.place(flats, row, mesh, mixed, materialise, link)
 
 
 def _rows(sizes: Sequence[int], row: Row) -> list[Row]:

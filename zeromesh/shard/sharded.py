@@ -31,6 +31,7 @@ from zeromesh.shard.place import lay_out, make_units, place_units
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.unit import Flat, Materialise, State, Unit
+from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import Staging
 
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
@@ -108,11 +109,13 @@ class Sharded:
         policy = GradientPolicy.of(
             row, wire=precision.communicate, accumulate=precision.accumulate, slots=slots.gradient, predivide=predivide
         )
-        self.reducer = Reducer([f.gradient for f in self.flats if f.gradient], policy, mesh, accumulates)
+        self._link = Link(mesh.device)
+        gradients = [flat.gradient for flat in self.flats if flat.gradient]
+        self.reducer = Reducer(gradients, policy, mesh, accumulates, self._link)
         needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST])
         self.swap = None if prepare is None else prepare(needs)
         assert self.swap is not None or not needs.files, "a tier of files without a place for them"
-        place_units(laid_out, mesh, mixed, materialise)
+        place_units(laid_out, mesh, mixed, materialise, self._link)
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
@@ -124,7 +127,7 @@ class Sharded:
         self._name_tags()
         self._handles = self._listen()
         self.buffers = Buffers(model, mesh)
-        self._staging = Staging(row.pinned)
+        self._staging = Staging(self._link, row.pinned)
         self._most_flags = len(self._flags())
         if mesh.sizes["pipeline"] > 1:  # stages have parts of the model of different sizes
             lengths = mesh.group("world").exchange(torch.tensor([self._most_flags]))
@@ -311,7 +314,7 @@ class Sharded:
         assert gradient is not None
         assert gradient.home is not None
         apart = flat.master is not flat.home
-        out = self._staging.take(flat.home) if apart else None
+        out = self._staging.take(flat.home, flat.parameter_tier) if apart else None
         given = [
             (piece.parameter, gradient.home[local], None if out is None else out[local])
             for index, local, piece in late
@@ -325,7 +328,7 @@ class Sharded:
         for index, local, piece in flat.pieces:
             if index not in written:
                 out[local].copy_(piece.parameter.detach().view(-1))
-        self._staging.send(out, flat.home)
+        flat.expect(self._staging.send(out, flat.home))
 
     def _write_home(self, flat: Flat) -> None:
         if flat.master is not flat.home:
@@ -350,6 +353,7 @@ class Sharded:
                 if not self.sharded and any(flat.gathers for flat in unit.flats):
                     self._renew(unit)
             next(present, None)
+        self._settle()  # the next forward waits for the last copies, the host does not
 
     def _present(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
         """Each of them, while its master and states are in memory."""
@@ -457,6 +461,7 @@ class Sharded:
         """Drain what is under way and take the hooks off."""
         self.reducer.finish()
         self._finish_fetches()
+        self._link.synchronize()
         for handle in self._handles:
             handle.remove()
         if self.swap is not None:
@@ -468,6 +473,12 @@ class Sharded:
         for unit in self.units:
             if unit.state is State.FETCHING:
                 self.residency.need(unit)
+        self._settle()
+
+    def _settle(self) -> None:
+        """What rests on the host is not read by a copy any more, and what rests on the device has arrived there."""
+        for flat in self.flats:
+            flat.settle()
 
 
 def _tell(events: weakref.ref[Events], gradient: Gradient, index: int, name: str, parameter: torch.Tensor) -> None:

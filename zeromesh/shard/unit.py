@@ -31,6 +31,7 @@ from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout, Segment, round_up
 from zeromesh.shard.slots import Slot, attach, detach
+from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import allocate, zeros_on
 
 VALUES_TAG = 11
@@ -91,11 +92,55 @@ class Flat:
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
         self.versions: list[int] = []
-        self.home = torch.empty(0)
+        self._home = torch.empty(0)
+        self._copy = DONE  # the last to or from the home's memory
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
         self.bring: Bring = _is_here
         self.joined: set[int] = set()  # parameters that are whole for a while, and not bound to their views
+
+    @property
+    def home(self) -> torch.Tensor:
+        """Where the parameters rest; once no copy to or from it is under way, as ``settle`` says."""
+        self.settle()
+        return self._home
+
+    @home.setter
+    def home(self, home: torch.Tensor) -> None:
+        self._home = home
+
+    def settle(self) -> None:
+        """Wait for the last copy to or from the home: the host where it lies there, else the current stream."""
+        copy, self._copy = self._copy, DONE
+        if self.parameter_tier is Tier.DEVICE:
+            copy.order()
+        else:
+            copy.wait()
+
+    def expect(self, copy: Copy) -> None:
+        """Whoever uses the home next waits for a copy of new parameters to it."""
+        self._copy = copy
+
+    def begin_fetch(self, mesh: Mesh, link: Link) -> list[Pending]:
+        """Start to gather the parameters; from the host this rank's part is copied first, beside what is computed.
+
+        The copy waits for all that was launched so far, and so for the last kernels of the unit that had the slot.
+        """
+        form = mesh.links.gather if self.rounds else None
+        if self.parameter_tier is Tier.DEVICE:
+            return [mesh.shard.all_gather(self.full, self.home, self.tag, form)]
+        part = self.full[self.shard]
+        self._copy = copy = link.to_device(part, self._home, self._copy)
+        with link.behind():
+            return [Pending(then=copy.order), mesh.shard.all_gather(self.full, part, self.tag, form)]
+
+    def write_back(self, link: Link) -> None:
+        """Take what the parameters are now, in memory, into their home; the memory may be given up then."""
+        if self.parameter_tier is Tier.DEVICE:
+            self.home.copy_(self.full[self.own])
+        else:
+            self._copy = link.to_host(self._home, self.full[self.own], self._copy)
+            self._copy.order()
 
     @property
     def gathers(self) -> bool:
@@ -298,10 +343,11 @@ class Unit:
         return f"unit {self.name or '(root)'!r}"
 
     def place(
-        self, flats: Sequence[Flat], row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None = None
+        self, flats: Sequence[Flat], row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None, link: Link
     ) -> None:
         """Make the storage and the states, and take the parameters' values into them."""
         self.flats = tuple(flats)
+        self._link = link
         self.sharded = row.parameter is Placement.SHARDED
         for flat in flats:
             self._offsets.append(self.nbytes)
@@ -344,11 +390,9 @@ class Unit:
             attach(self.storage, slot)
         # Inside torch.func.jvp and the like, too, this is plain memory.
         with torch._C._DisableFuncTorch(), span("fetch", self.name or "(root)"):
-            self._pending += [
-                mesh.shard.all_gather(flat.full, flat.home, flat.tag, mesh.links.gather if flat.rounds else None)
-                for flat in self.flats
-                if self.sharded or flat.gathers
-            ]
+            for flat in self.flats:
+                if self.sharded or flat.gathers:
+                    self._pending += flat.begin_fetch(mesh, self._link)
         self.state = State.FETCHING
 
     def finish_fetch(self) -> None:
@@ -393,7 +437,7 @@ class Unit:
         self.take_changes()
         for flat in self.flats:
             if not flat.layout.trainable:  # momentum encoders and codebooks are written through ``.data``, too
-                flat.home.copy_(flat.full[flat.own])
+                flat.write_back(self._link)
         if self.is_viewed:
             self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)

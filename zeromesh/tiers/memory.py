@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
-from typing import Any
 
 import torch
 
 from zeromesh.model.placement import Tier
+from zeromesh.tiers.link import DONE, Copy, Link
 
 _HUGE = 2 << 20
 _MADV_HUGEPAGE = 14
@@ -68,31 +68,30 @@ class Staging:
     Where the device is the host, they are written to their place at once.
     """
 
-    def __init__(self, pin: bool = True) -> None:
+    def __init__(self, link: Link, pin: bool = True) -> None:
+        self._link = link
         self._pin = pin
-        self._buffers: list[tuple[torch.Tensor, Any]] = []
+        self._buffers: list[tuple[torch.Tensor, Copy]] = []
 
-    def take(self, target: torch.Tensor) -> torch.Tensor:
-        """Memory on the host for what goes to ``target``; of its shape, 1-D, and dtype."""
-        if target.device.type == "cpu":
+    def take(self, target: torch.Tensor, tier: Tier) -> torch.Tensor:
+        """Memory on the host for what goes to ``target``, which rests on ``tier``; of its shape, 1-D, and dtype."""
+        if tier is not Tier.DEVICE or not self._link.apart:
             return target
         # Of two buffers, the one whose copy was begun first; it is free when that copy has run.
-        memory, copied = self._buffers.pop(0) if len(self._buffers) > 1 else (torch.empty(0, dtype=torch.uint8), None)
-        if copied is not None:
-            copied.synchronize()
+        memory, copied = self._buffers.pop(0) if len(self._buffers) > 1 else (torch.empty(0, dtype=torch.uint8), DONE)
+        copied.wait()
         if memory.nbytes < target.nbytes:
             memory = empty_on(Tier.HOST, target.nbytes, torch.uint8, target.device, self._pin)
-        self._buffers.append((memory, None))
+        self._buffers.append((memory, DONE))
         return memory[: target.nbytes].view(target.dtype)
 
-    def send(self, staged: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy what was put together to ``target``. On CUDA behind what the current stream has to do."""
+    def send(self, staged: torch.Tensor, target: torch.Tensor) -> Copy:
+        """Begin to copy what was put together to ``target``, which is not to be used before it is there."""
         if staged is target:
-            return
-        target.copy_(staged, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._buffers[-1] = self._buffers[-1][0], event
+            return DONE
+        copy = self._link.to_device(target, staged)
+        self._buffers[-1] = self._buffers[-1][0], copy
+        return copy
 
 
 def _lock_pages(storage: torch.UntypedStorage) -> None:
