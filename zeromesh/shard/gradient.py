@@ -44,6 +44,8 @@ SHARES_TAG = 13
 ALONE = 2
 """References to the memory of a tensor that one variable holds, while it is asked for."""
 
+ARRIVALS = 2
+"""Sums that come to the host to be added to their homes, of which one is added while another comes."""
 
 TIES_TAG = 64
 """Of the pipeline axis: the first of those for gradients of parameters that several stages have."""
@@ -309,6 +311,11 @@ class Reducer:
         return found
 
     @property
+    def arrival_bytes(self) -> int:
+        """On the host, for sums that are added to their homes; where the device is the host there are none."""
+        return self._arrivals.nbytes
+
+    @property
     def full_bytes(self) -> int:
         """What full gradients take, in slots and where autograd left them; the latter as many as may be under way."""
         left = [g.layout.nbytes for g in self.gradients if g.in_place]
@@ -489,7 +496,7 @@ class Reducer:
             dtypes = {g: (g.slot_dtype, self.policy.home_dtype(g.layout)) for g in self._on_host}
             sizes = [g.layout.shard_size * max(d.itemsize for d in found) for g, found in dtypes.items()]
             self._arrivals = Buffers(
-                largest(sizes, self._limit),
+                largest(sizes, ARRIVALS),
                 lambda size: empty_on(Tier.HOST, size, torch.uint8, self._mesh.device, self.policy.pinned),
             )
         buffer = self._arrivals.take(nbytes)

@@ -452,6 +452,8 @@ class Sharded:
             yield "gradient", tier.value, size
         yield "slot" if self.reducer.policy.sharded else "gradient", "device", self.reducer.full_bytes
         reducer = self.reducer
+        if reducer.arrival_bytes:
+            yield "slot", "host", reducer.arrival_bytes
         for pool in (reducer.wires, reducer.receives, reducer.landings, self.pool, self.root_pool):
             yield "slot", "device", pool.nbytes
         for buffer in self.model.buffers():

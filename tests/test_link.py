@@ -1,0 +1,319 @@
+"""Copies between a device and the host: whoever uses what is copied waits for it, and nobody else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from threading import Thread
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from late_copies import LateStreams
+from zeromesh.dist.collectives import Pending
+from zeromesh.shard import gradient as gradients
+from zeromesh.shard import sharded, unit
+from zeromesh.shard.gradient import Reducer
+from zeromesh.shard.slots import Pool, Slot
+from zeromesh.shard.unit import Flat
+from zeromesh.tiers.link import DONE, Copy, Link
+from zeromesh.tiers.memory import Staging
+
+WIDTH, UPDATES = 24, 3
+HOST = {"device": "cpu"}
+ZERO: dict[str, dict[str, Any]] = {
+    "row 1": {"stage": 1, "offload_optimizer": HOST},
+    "row 2": {"stage": 2, "offload_optimizer": HOST},
+    "row 3": {"stage": 3, "offload_optimizer": HOST},
+    "row 3, parameters": {"stage": 3, "offload_param": HOST},
+    "row 3, all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+}
+OPTIMIZERS = {"native": {"type": "AdamW", "params": {"lr": 1e-2}}, "torch's": {"type": "Lamb", "params": {"lr": 1e-2}}}
+
+
+class Block(nn.Module):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up.bias.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Block(frozen) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def start(zero: dict[str, Any], accumulation: int = 1, bf16: bool = False, **more: Any) -> zeromesh.Engine:
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "optimizer": OPTIMIZERS["native"],
+        "bf16": {"enabled": bf16},
+        "units": ["Embedding", "Block"],
+        **more,
+    }
+    return zeromesh.initialize(model=Net("frozen" in zero), config={**config, "zero_optimization": _plain(zero)})[0]
+
+
+def _plain(zero: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in zero.items() if key != "frozen"}
+
+
+def train(engine: zeromesh.Engine, accumulation: int) -> None:
+    for number in range(UPDATES * accumulation):
+        tokens = torch.arange(8).view(1, 8) + 8 * engine.mesh.rank + 3 * number
+        engine.backward(engine(tokens % 16))
+        engine.step()
+
+
+Outcome = tuple[dict[str, torch.Tensor], int]
+"""Parameters and masters, and how many copies were begun."""
+
+
+def result(streams: LateStreams | None, zero: dict[str, Any], accumulation: int, **more: Any) -> Outcome:
+    """What is trained with copies that run late, or at once."""
+    with simulated(streams):
+        engine = start(zero, accumulation, **more)
+        train(engine, accumulation)
+        found = {name: value.clone() for name, value in engine.gathered_state_dict().items()}
+        trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+        for name, parameter in trained:
+            master = zeromesh.zero.safe_get_full_fp32_param(parameter)
+            assert master is not None
+            found[f"master of {name}"] = master.clone()
+        engine.destroy()
+    return found, 0 if streams is None else streams.copies
+
+
+@contextmanager
+def simulated(streams: LateStreams | None) -> Iterator[None]:
+    """Engines that are made in here copy on these streams; slots that are given back hold NaN."""
+    give = Pool.give
+
+    def poison(pool: Pool, slot: Slot) -> None:
+        slot.storage.fill_(0xFF)
+        give(pool, slot)
+
+    with ExitStack() as patches:
+        if streams is not None:
+            patches.enter_context(patch.object(sharded, "Link", partial(Link, streams=streams)))
+            patches.enter_context(patch.object(Pool, "give", poison))
+        yield
+
+
+def both(zero: dict[str, Any]) -> list[tuple[Outcome, Outcome]]:
+    """At once and late, for each accumulation, precision and way to update."""
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (accumulation, {"bf16": bf16, "optimizer": OPTIMIZERS[optimizer]})
+        for accumulation in (1, 2, 3)
+        for bf16 in (False, True)
+        for optimizer in (OPTIMIZERS if accumulation == 1 else ("native",))
+    ]
+    return [
+        (result(None, zero, accumulation, **more), result(LateStreams(), zero, accumulation, **more))
+        for accumulation, more in cases
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [*ZERO, "row 3, all, some frozen"])
+def test_what_is_copied_late_trains_to_the_same_bits(name: str, ranks: int) -> None:
+    zero = {**ZERO["row 3, all"], "frozen": True} if "frozen" in name else ZERO[name]
+    for rank in run_ranks(both, ranks, zero):
+        for number, ((expected, _), (found, copies)) in enumerate(rank):
+            assert copies > UPDATES, number
+            assert expected.keys() == found.keys()
+            different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+            assert not different, (number, different)
+
+
+# Each wait is needed.
+
+
+def without_waits_of_the_host() -> Any:
+    return patch.object(Copy, "wait", lambda copy: None)
+
+
+def without_waits_of_the_stream() -> Any:
+    return patch.object(Copy, "order", lambda copy: None)
+
+
+def without_waiting_for_what_is_computed() -> Any:
+    return patch.object(LateStreams, "current", lambda streams: streams.to_host)
+
+
+def without_waits_before_homes_are_used() -> Any:
+    return patch.object(Reducer, "_land_all", lambda reducer: None)
+
+
+def without_waits_before_slots_go_back() -> Any:
+    leaving = gradients._Leaving
+    return patch.object(gradients, "_Leaving", lambda copy, pool, slot: leaving(DONE, pool, slot))
+
+
+def without_waits_for_buffers() -> Any:
+    def take(reducer: Reducer, nbytes: int) -> Any:
+        if reducer._arriving:
+            reducer._arrivals.give(reducer._arriving.popleft()[1])
+        return take_arrival(reducer, nbytes)
+
+    take_arrival = Reducer._take_arrival
+    return patch.object(Reducer, "_take_arrival", take)
+
+
+def without_waits_for_what_is_fetched() -> Any:
+    return patch.object(unit, "Pending", lambda then: Pending())
+
+
+def without_waits_for_new_parameters() -> Any:
+    return patch.object(Flat, "expect", lambda flat, copy: None)
+
+
+def without_waits_for_staged_parameters() -> Any:
+    send = Staging.send
+
+    def forget(staging: Staging, staged: torch.Tensor, target: torch.Tensor) -> Copy:
+        copy = send(staging, staged, target)
+        staging._buffers[-1] = staging._buffers[-1][0], DONE
+        return copy
+
+    return patch.object(Staging, "send", forget)
+
+
+def without_waits_of_collectives() -> Any:
+    return patch.object(Link, "behind", lambda link: nullcontext())
+
+
+MUTATIONS: dict[Callable[[], Any], tuple[int, str, int]] = {
+    without_waits_of_the_host: (1, "row 2", 1),
+    without_waits_of_the_stream: (1, "row 3, all", 1),
+    without_waiting_for_what_is_computed: (1, "row 3, all", 1),
+    without_waits_before_homes_are_used: (1, "row 2", 1),
+    without_waits_before_slots_go_back: (1, "row 2", 1),
+    without_waits_for_buffers: (2, "row 3", 2),
+    without_waits_for_what_is_fetched: (1, "row 3, all", 1),
+    without_waits_for_new_parameters: (1, "row 3", 1),
+    without_waits_for_staged_parameters: (1, "row 1", 1),
+    without_waits_of_collectives: (2, "row 3, all", 1),
+}
+"""What is left out, and where it shows: on how many ranks, in which row, with how many micro-batches."""
+
+
+def mutated(leave_out: Callable[[], Any] | None, name: str, accumulation: int) -> Outcome | str:
+    with nullcontext() if leave_out is None else leave_out():
+        try:
+            return result(LateStreams(), ZERO[name], accumulation)
+        except (AssertionError, FloatingPointError) as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("leave_out", MUTATIONS, ids=lambda leave_out: leave_out.__name__)
+def test_a_wait_that_is_left_out_is_noticed(leave_out: Callable[[], Any]) -> None:
+    ranks, *case = MUTATIONS[leave_out]
+    whole, cut = run_ranks(mutated, ranks, None, *case)[0], run_ranks(mutated, ranks, leave_out, *case)[0]
+    assert not isinstance(whole, str), whole
+    assert isinstance(cut, str) or any(not torch.equal(value, cut[0][name]) for name, value in whole[0].items())
+
+
+# What is not waited for.
+
+
+def waits(zero: dict[str, Any]) -> list[tuple[int, int]]:
+    """By micro-batch: how often the host waits for copies in its forward and backward, and copies begun in them."""
+    streams, found = LateStreams(), []
+    with simulated(streams):
+        engine = start(zero, 2)
+        train(engine, 2)
+        for _ in range(2):
+            wait, before = Copy.wait, streams.copies
+            with patch.object(Copy, "wait", autospec=True, side_effect=wait) as waited:
+                engine.backward(engine(torch.arange(8).view(1, 8)))
+            waits = [call for call in waited.call_args_list if call.args[0]._event is not None]
+            found.append((len(waits), streams.copies - before))
+            engine.step()
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["row 2", "row 3", "row 3, all"])
+def test_the_host_waits_for_no_copy_but_for_memory_to_add_the_next_sums(name: str, ranks: int) -> None:
+    units = 5
+    for rank in run_ranks(waits, ranks, ZERO[name]):
+        (first, copies), (second, more) = rank
+        assert copies >= units
+        assert more >= units
+        assert first == 0
+        assert second == 2 * (units - gradients.ARRIVALS)  # for a sum, and for the one before that it is added to
+
+
+def test_a_sum_is_added_after_those_that_came_before_it() -> None:
+    streams, home = LateStreams(), torch.empty(3)
+    link, sums, before = Link(torch.device("cpu"), streams), [torch.full((3,), 2.0**n) for n in range(3)], None
+    for number, total in enumerate(sums):
+        landing = torch.empty(3)
+        before = gradients.Arrival(link.to_host(landing, total), landing, home, number > 0, before)
+    assert before is not None
+    before.wait()
+    before.wait()
+    assert home.tolist() == [7.0, 7.0, 7.0]
+
+
+def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
+    """By update: whose homes were said to be on their way, and whether they held in the end what they had then."""
+    found: list[tuple[list[str], bool]] = []
+    with simulated(LateStreams() if late else None):
+        engine = start(zero, 2)
+        homes: dict[str, torch.Tensor] = {}
+
+        def listen(gradient: gradients.Gradient) -> None:
+            assert (gradient.landed is not None) == late
+            if gradient.landed is not None:
+                thread = Thread(target=gradient.landed.wait)
+                thread.start()
+                thread.join()
+            assert gradient.home is not None
+            homes[gradient.unit] = gradient.home.clone()
+
+        engine.sharded.reducer.on_home = listen
+        for number in range(4):
+            engine.backward(engine(torch.arange(8).view(1, 8) + number))
+            if number % 2:
+                engine.sharded.reducer.complete()
+                now = {g.unit: g.home for g in engine.sharded.reducer.gradients}
+                found.append((list(homes), all(torch.equal(now[unit], home) for unit, home in homes.items())))
+            else:
+                assert not homes
+            engine.step()
+            homes.clear()
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_who_listens_is_told_of_each_home_once_it_lacks_nothing(ranks: int, late: bool) -> None:
+    for rank in run_ranks(told, ranks, ZERO["row 3, all"], late):
+        for units, equal in rank:
+            assert sorted(units) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed"]
+            assert equal
