@@ -18,6 +18,7 @@ from harness import run_command, run_ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import gpu_check
 import gpu_offload
 from cases import CASES, batch_of, make_model
 from page import case_table, differing, offload_table, ratios, spans_table, write
@@ -470,3 +471,27 @@ def test_ways_to_a_disk_are_measured_and_have_a_page(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.swap"))
     (page,) = tmp_path.glob("*-nvme.md")
     assert f"]({page.name})" in (tmp_path / "README.md").read_text()
+
+
+def test_a_profile_tells_what_blocks_a_backward_and_what_runs_beside_it() -> None:
+    def event(name: str, cat: str, begin: float, length: float) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": cat, "ts": begin, "dur": length}
+
+    events = [
+        {"ph": "M", "name": "process_name"},
+        event("the backward", "user_annotation", 100, 50),
+        event("the backward", "gpu_user_annotation", 90, 5),
+        event("cudaStreamSynchronize", "cuda_runtime", 90, 5),
+        event("cudaMemcpyAsync", "cuda_runtime", 110, 1),
+        event("cudaEventSynchronize", "cuda_runtime", 120, 1),
+        event("cudaDeviceSynchronize", "cuda_runtime", 150, 90),
+        event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 120, 40),
+        event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 120, 40),
+        event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 200, 40),
+        event("one", "kernel", 110, 20),
+        event("inside of it", "kernel", 112, 3),
+        event("overlapping", "kernel", 125, 10),
+        event("another", "kernel", 190, 15),
+    ]
+    found = gpu_check.look(events, "the backward")
+    assert found == {"blocking": ["cudaEventSynchronize"], "copied": 80e-6, "beside kernels": 20 / 80}
