@@ -50,9 +50,13 @@ POLICIES: dict[str, tuple[int, Shape]] = {
     "row 2, nvme": (2, (None, None)),
     "row 3, nvme": (3, (None, None)),
     "row 3, nvme and host": (3, (None, None)),
+    "row 1, host, early": (1, (None, None)),
+    "row 3, all on host, early": (3, (None, None)),
+    "row 3, nvme, early": (3, (None, None)),
 }
 """By name: the row of the placement table, and the budgets of parameter and gradient slots (None: the row's own)."""
 
+_EARLY = {"update_during_backward": 1.0}
 _HOST = {"device": "cpu"}
 _NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir(), "buffer_count": 2}
 OFFLOADED: dict[str, dict[str, Any]] = {
@@ -62,6 +66,9 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "row 3, all on host": {"offload_optimizer": _HOST, "offload_param": _HOST},
     **{f"row {row}, nvme": {"offload_optimizer": _NVME} for row in (1, 2, 3)},
     "row 3, nvme and host": {"offload_optimizer": {**_NVME, "ratio": 0.7}, "offload_param": _HOST},
+    "row 1, host, early": {"offload_optimizer": {**_HOST, "update_during_backward": 0.6}},
+    "row 3, all on host, early": {"offload_optimizer": {**_HOST, **_EARLY}, "offload_param": _HOST},
+    "row 3, nvme, early": {"offload_optimizer": {**_NVME, **_EARLY}},
 }
 """By policy: which states rest off the device."""
 
@@ -413,12 +420,12 @@ def apply(
         gradient = gradients[name]
         view.grad = None if gradient is None else gradient.flatten()[start:stop].view(view.shape).clone()
     for optimizer in optimizers:
-        steps, ours = HostSteps(optimizer), []
+        steps, ours = HostSteps(optimizer, 1.0), []
         for (name, _, _), view in views.items():
             if name in native and view.grad is not None and steps.takes(view, view.grad):
                 ours.append((view, view.grad.view(-1), None))
                 view.grad = None
-        steps.step(ours, 1.0)
+        steps.step(ours)
         optimizer.step()
 
 

@@ -14,7 +14,10 @@ from harness import run_mpi_ranks, run_ranks
 from numerics import Case, Run, assemble, build_net, plain, rounded, train_cases
 from pairwise import pairwise
 
-BUDGETS_ONLY = ("row 2, host", "row 3, parameters on host", "row 1, nvme", "row 2, nvme")
+BUDGETS_ONLY = (
+    *("row 2, host", "row 3, parameters on host", "row 1, nvme", "row 2, nvme"),
+    *("row 1, host, early", "row 3, all on host, early", "row 3, nvme, early"),
+)
 """These, and all others, are compared bit for bit below."""
 
 FACTORS: dict[str, Sequence[Any]] = {
@@ -36,6 +39,7 @@ SHARDED = [name for name, (row, _) in numerics.POLICIES.items() if row > 0]
 
 NATIVE = [
     "row 1, host", "row 2, host", "row 3, host", "row 3, all on host", "row 1, nvme", "row 2, nvme", "row 3, nvme",
+    "row 1, host, early", "row 3, all on host, early", "row 3, nvme, early",
 ]  # fmt: skip
 """Those of which the native kernel updates all; torch's own rounds otherwise in the last place."""
 

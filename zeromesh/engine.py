@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -25,7 +26,7 @@ from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.saving import load, save, whole
-from zeromesh.shard.sharded import Agreement, Sharded, Steps, Takes
+from zeromesh.shard.sharded import Agreement, Sharded
 from zeromesh.tensor.logits import expire
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ class Engine:
         self._norm: float | None = None
         self._mean_loss: float | None = None
         self._skipped_in_a_row = 0
+        if optimizer is not None:  # without knowing the engine, which would live as long as its model
+            self.sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
 
     def __getattr__(self, name: str) -> Any:
         """The model's own methods and attributes; its methods may use its parameters."""
@@ -305,9 +308,9 @@ class Engine:
                 self.sharded.take_changes()
             self._check_groups()
             factor *= self._clip(self._norm or 0.0)
-            takes, step = self._host_update(optimizer, factor)
+            steps = HostSteps(optimizer, factor) if self.sharded.updates_on_host else None
             with span("clip"):
-                self.sharded.set_gradients(factor, takes)
+                self.sharded.set_gradients(factor, steps)
         except BaseException:
             self.sharded.forget_gradients()
             raise
@@ -319,19 +322,12 @@ class Engine:
             raise
         else:
             with span("publish"):
-                self.sharded.updated(takes, step)
+                self.sharded.updated(steps)
         finally:
             expire()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._print()
-
-    def _host_update(self, optimizer: Optimizer, factor: float) -> tuple[Takes | None, Steps | None]:
-        """How what rests on the host is updated apart from the optimizer's own step."""
-        if not self.sharded.updates_on_host:
-            return None, None
-        steps = HostSteps(optimizer)
-        return steps.takes, lambda given: steps.step(given, factor)
 
     def _check_groups(self) -> None:
         """The optimizer updates pieces of parameters; those themselves, if somebody added them, it cannot."""
@@ -809,6 +805,14 @@ class Engine:
         """Drain what is under way and release the hooks."""
         self.observer.close()
         self.sharded.close()
+
+
+def _host_steps(engine: weakref.ref[Engine]) -> HostSteps | None:
+    """How the host will update if the gradients' norm turns out to be below the limit of clipping."""
+    alive = engine()
+    if alive is None or alive.optimizer is None:
+        return None
+    return HostSteps(alive.optimizer, alive.gradient_factor)
 
 
 def _require_same_inputs(ranks: Sequence[int], checksums: Sequence[float]) -> None:

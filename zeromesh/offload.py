@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +16,9 @@ from zeromesh.config.parts import Aio
 from zeromesh.dist.mesh import Mesh
 from zeromesh.observe.inventory import memory
 from zeromesh.optim.host import count_states
-from zeromesh.shard.needs import PARTS, Needs, Prepare, require_host_memory
-from zeromesh.shard.swap import Disk, Swap
+from zeromesh.shard.needs import NEXT, PARTS, Needs, Prepare, Room, require_host_memory
+from zeromesh.shard.swap import Disk, Swap, buffer_bytes
+from zeromesh.shard.unit import Flat
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
@@ -33,11 +35,14 @@ class Offload:
         disk: where what rests on NVMe is; None where nothing does.
         states: like the parameter, that the optimizer has.
         limit: bytes of host memory that all ranks of a node may use for what rests there; None: what is available.
+        early: share of the states that is updated during the backward; None: all on an accelerator, where there is
+            plenty of room.
     """
 
     disk: Disk | None
     states: int
     limit: int | None
+    early: float | None
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
@@ -46,42 +51,54 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     Raises:
         ValueError: its states cannot rest there.
     """
-    chosen, limit = settings.zero_optimization.offload_optimizer, settings.host_memory_limit
+    zero, limit = settings.zero_optimization, settings.host_memory_limit
+    chosen, early = zero.offload_optimizer, zero.early_share
     if chosen is None or chosen.device != "nvme":
         counted, _ = attempt(lambda: count_states(optimizer))
-        return Offload(None, USUAL_STATES if counted is None else counted, limit)
+        return Offload(None, USUAL_STATES, limit, 0.0) if counted is None else Offload(None, counted, limit, early)
     assert chosen.nvme_path is not None
     access, states, buffers = settings.aio or Aio(), count_states(optimizer), max(1, chosen.buffer_count)
     disk = Disk(Path(chosen.nvme_path), states, buffers, access.block_size, access.queue_depth, chosen.pin_memory)
-    return Offload(disk, states, limit)
+    return Offload(disk, states, limit, early)
 
 
 def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
     """Sees that host memory suffices, and opens this rank's file; if one rank cannot, all raise."""
     moves = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
 
-    def open_file(needs: Needs) -> Swap | None:
-        return None if offload.disk is None or not needs.files else Swap(needs.files, offload.disk, mesh)
+    def open_file(needs: Needs, ahead: Sequence[Flat]) -> Swap | None:
+        return None if offload.disk is None or not needs.files else Swap(needs.files, offload.disk, mesh, ahead)
 
-    def prepare(needs: Needs) -> Swap | None:
-        opened, failure = attempt(lambda: open_file(needs))
-        parts = needs.host(offload.states, 0 if opened is None else opened.host_bytes)
+    def prepare(needs: Needs) -> Room:
+        ahead = needs.ahead(1.0 if offload.early is None and mesh.device.type != "cpu" else offload.early or 0.0)
+        buffers = 0 if offload.disk is None else sum(buffer_bytes(needs.files, offload.disk))
+        parts = needs.host(offload.states, buffers, ahead)
         sizes = torch.tensor([*(parts.get(name, 0) for name in PARTS), moves], dtype=torch.float64)
         rows = mesh.group("world").exchange(sizes)
         here = [rank for rank, node in enumerate(mesh.node_of) if node == mesh.node_of[mesh.rank]]
         *found, freed = map(int, rows[here].sum(0).tolist())
-        total = {name: size for name, size in zip(PARTS, found, strict=True) if size}
-        if failure is None and total and (available := _available()) is not None:
-            _, failure = attempt(lambda: require_host_memory(total, available + freed, offload.limit))
+        total, available = {name: size for name, size in zip(PARTS, found, strict=True) if size}, _available()
+        most = None if available is None else available + freed
+        if offload.early is None and NEXT in total and not _is_plenty(sum(total.values()), most, offload.limit):
+            ahead = []
+            del total[NEXT]
+        opened, failure = attempt(lambda: open_file(needs, ahead))
+        if failure is None and total and most is not None:
+            _, failure = attempt(lambda: require_host_memory(total, most, offload.limit))
         try:
             share(mesh.group("world"), "make room for what rests off the device", failure)
         except BaseException:
             if opened is not None:
                 opened.close()
             raise
-        return opened
+        return Room(opened, ahead, offload.states)
 
     return prepare
+
+
+def _is_plenty(total: int, available: int | None, limit: int | None) -> bool:
+    """Whether so many bytes leave half of the host's memory to others, and are allowed."""
+    return available is not None and 2 * total <= available and (limit is None or total <= limit)
 
 
 def _available() -> int | None:

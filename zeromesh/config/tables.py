@@ -13,6 +13,7 @@ OURS: tuple[str, ...] = (
     "communication",
     "slots",
     "host_memory_limit",
+    "zero_optimization.offload_optimizer.update_during_backward",
     "units",
     "seed",
     "activation_checkpointing.enabled",
@@ -126,7 +127,6 @@ WITHOUT_EFFECT: dict[str, str] = {
         f"zero_optimization.offload_optimizer.{name}": "what rests on NVMe is always read ahead and written behind"
         for name in ("pipeline_read", "pipeline_write", "fast_init")
     },
-    "zero_optimization.offload_optimizer.super_offload": _HOST_UPDATE,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _HOST_UPDATE,
     **{
         f"zero_optimization.offload_param.{name}": _NVME_BUFFERS

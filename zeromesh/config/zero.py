@@ -34,7 +34,13 @@ class OffloadOptimizer(Section):
         description="Share of the optimizer's state that is offloaded, in whole units. What stays on the device is of "
         "the units whose gradients come last.",
     )
-    super_offload: bool = Field(False, description="Offloading tuned for superchips.")
+    update_during_backward: Fraction | Literal["auto"] = Field(
+        "auto",
+        description="Share of the offloaded state, in whole units, that the host updates while the backward still goes "
+        "on: where gradients come first. The host keeps a second copy of it, or the file does. auto: all, on an "
+        "accelerator, if that leaves half of the host's memory free, else nothing.",
+    )
+    super_offload: bool = Field(False, description="As update_during_backward = 1.")
     cpuadam_cores_perc: Fraction = Field(0.8, description="Share of the cores that update on the host.")
 
 
@@ -145,6 +151,16 @@ class ZeroOptimization(Section):
     def offload_ratio(self) -> float:
         """Share of the optimizer's state that is offloaded, where any is."""
         return 1.0 if self.offload_optimizer is None else self.offload_optimizer.ratio
+
+    @property
+    def early_share(self) -> float | None:
+        """Share of the offloaded state that is updated during the backward; None: it depends on the room there is."""
+        section = self.offload_optimizer
+        if section is None:
+            return None
+        if section.update_during_backward == "auto":
+            return 1.0 if section.super_offload else None
+        return section.update_during_backward
 
     @property
     def pins(self) -> bool:

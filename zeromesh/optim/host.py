@@ -49,9 +49,11 @@ class HostSteps:
 
     Args:
         optimizer: with its groups as they are in this update.
+        factor: gradients are multiplied with it.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+        self.factor = factor
         self._optimizer = optimizer
         self._groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
@@ -61,12 +63,11 @@ class HostSteps:
         on_host = parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.float64)
         return group is not None and on_host and rule_of(type(self._optimizer), group) is not None
 
-    def step(self, given: Sequence[tuple[Parameter, torch.Tensor, torch.Tensor | None]], factor: float) -> None:
+    def step(self, given: Sequence[tuple[Parameter, torch.Tensor, torch.Tensor | None]]) -> None:
         """One step, of parameters that ``takes`` is true for; all tensors of one have the same number of elements.
 
         Args:
             given: parameters of the optimizer, their gradients, and where the new parameters go, too, if anywhere.
-            factor: gradients are multiplied with it.
         """
         steps: dict[tuple[int, int], Step] = {}
         pieces = []
@@ -77,7 +78,30 @@ class HostSteps:
             states, number = self._states(parameter, rule, group)
             step = steps.setdefault((id(group), number), Step(rule, group, number))
             pieces.append(Piece(step, gradient, parameter.detach().view(-1), states, output))
-        update(pieces, factor)
+        update(pieces, self.factor)
+
+    def coming(self, parameter: Parameter) -> tuple[Step, tuple[torch.Tensor, ...]] | None:
+        """The next step of a parameter, with the numbers as they are now, and its states; None if it has none yet."""
+        group = self._groups[id(parameter)]
+        rule, state = rule_of(type(self._optimizer), group), self._optimizer.state.get(parameter, {})
+        if rule is None:
+            return None
+        states = tuple(state.get(name) for name in RULES[rule].states(group))
+        if not all(isinstance(value, torch.Tensor) for value in states) or (rule in COUNTED and "step" not in state):
+            return None
+        numbers = {key: _number(group[key]) for key in HYPERPARAMETERS if key in group}
+        # SGD only tells the first step from the others, by its momentum.
+        return Step(rule, numbers, int(state["step"]) + 1 if rule in COUNTED else 2), states
+
+    def adopt(self, parameter: Parameter, states: Sequence[torch.Tensor]) -> None:
+        """Count a step that was taken elsewhere; the states are now these, or as they were where none are given."""
+        group, state = self._groups[id(parameter)], self._optimizer.state[parameter]
+        rule = rule_of(type(self._optimizer), group)
+        assert rule is not None
+        if states:
+            state |= dict(zip(RULES[rule].states(group), states, strict=True))
+        if rule in COUNTED:
+            state["step"] = state["step"] + 1
 
     def _states(self, parameter: Parameter, rule: str, group: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], int]:
         """The parameter's states, made if it has none yet, and which step this is."""
@@ -93,3 +117,14 @@ class HostSteps:
 
 COUNTED = frozenset({"adam", "adamw", "adagrad"})
 """Rules whose optimizers count steps, under the name ``step``. SGD only tells the first one from the others."""
+
+HYPERPARAMETERS = (
+    *("lr", "betas", "eps", "weight_decay", "maximize"),
+    *("momentum", "dampening", "nesterov", "lr_decay"),
+)
+"""Of groups, that rules compute with."""
+
+
+def _number(value: Any) -> Any:
+    """Of its own: a learning rate that is a tensor may be changed in place."""
+    return float(value) if isinstance(value, torch.Tensor) else value

@@ -9,10 +9,13 @@ import torch
 
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.units import bytes_text
+from zeromesh.shard.ahead import next_bytes
 from zeromesh.shard.swap import Swap
 from zeromesh.shard.unit import Flat
 
-PARTS = ("parameters", "gradients", "optimizer states", "buffers of files")
+NEXT = "next copies of optimizer states"
+
+PARTS = ("parameters", "gradients", "optimizer states", "buffers of files", NEXT)
 """What host memory is for."""
 
 
@@ -24,6 +27,8 @@ class Needs:
         files: flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
         parameter, gradient, master: bytes in host memory.
         per_state: further ones for each state, like the parameter, that the optimizer has.
+        early: flat buffers whose update may begin during the backward, with the dtypes of the masters; those whose
+            gradients come first are the first.
     """
 
     files: dict[Flat, torch.dtype] = field(default_factory=dict)
@@ -31,10 +36,19 @@ class Needs:
     gradient: int = 0
     master: int = 0
     per_state: int = 0
+    early: dict[Flat, torch.dtype] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flats: Sequence[Flat], row: Row, mixed: bool, gradient: int) -> Needs:
-        """Of flat buffers that are laid out, whose gradients take so many bytes in host memory."""
+    def of(cls, flats: Sequence[Flat], row: Row, mixed: bool, gradient: int, early: Sequence[Flat] = ()) -> Needs:
+        """Of flat buffers that are laid out, whose gradients take so many bytes in host memory.
+
+        Args:
+            flats: all.
+            row: where they are.
+            mixed: whether 16-bit parameters have fp32 masters.
+            gradient: bytes.
+            early: those whose update may begin during the backward.
+        """
         files, parameter, master, per_state = {}, 0, 0, 0
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
@@ -47,15 +61,49 @@ class Needs:
                 master += elements * dtype.itemsize if apart or dtype != layout.dtype else 0
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
                 per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
-        return cls(files, parameter, gradient, master, per_state)
+        first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
+        return cls(files, parameter, gradient, master, per_state, first)
 
-    def host(self, states: int, buffers: int = 0) -> dict[str, int]:
-        """Bytes in host memory by what they are for, with an optimizer of so many states and buffers for files."""
-        sizes = (self.parameter, self.gradient, self.master + states * self.per_state, buffers)
+    def ahead(self, share: float) -> list[Flat]:
+        """Those of ``early`` that come first, as many as are no more than this share of all their elements."""
+        sizes = {flat: flat.own.stop - flat.own.start for flat in self.early}
+        left, found = share * sum(sizes.values()), []
+        for flat, size in sizes.items():
+            if size > left:
+                break
+            left -= size
+            found.append(flat)
+        return found
+
+    def host(self, states: int, buffers: int = 0, ahead: Sequence[Flat] = ()) -> dict[str, int]:
+        """Bytes in host memory by what they are for.
+
+        Args:
+            states: of the optimizer, that are like the parameter.
+            buffers: bytes, for files.
+            ahead: what is updated during the backward.
+        """
+        copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in ahead)
+        sizes = (self.parameter, self.gradient, self.master + states * self.per_state, buffers, copies)
         return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
 
 
-Prepare = Callable[[Needs], Swap | None]
+@dataclass(frozen=True)
+class Room:
+    """What there is room for.
+
+    Attributes:
+        swap: for what rests in files; None: nothing does.
+        ahead: what is updated during the backward.
+        states: of the optimizer, at the most, that are like the parameter.
+    """
+
+    swap: Swap | None = None
+    ahead: Sequence[Flat] = ()
+    states: int = 0
+
+
+Prepare = Callable[[Needs], Room]
 """Called before anything is placed, by all ranks: sees that there is room, and opens the files, if any are needed."""
 
 
@@ -85,6 +133,8 @@ def _what_fits(parts: dict[str, int], most: int) -> str:
     moved = parts.get("gradients", 0) + parts.get("optimizer states", 0)
     rest = sum(parts.values()) - moved
     ways = []
+    if NEXT in parts and (without := sum(parts.values()) - parts[NEXT]) <= most:
+        ways.append(f"offload_optimizer.update_during_backward = 0 takes {bytes_text(without)}")
     if 0 < (share := int(100 * (most - rest) / moved) / 100 if moved else 0.0) < 1:
         ways.append(f"offload_optimizer.ratio = {share:g} fits, and leaves the other states on the device")
     if (kept := sum(parts.values()) - parts.get("optimizer states", 0)) < most and "optimizer states" in parts:

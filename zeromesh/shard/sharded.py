@@ -19,13 +19,14 @@ from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.observe.spans import span
+from zeromesh.shard.ahead import Ahead, HostUpdate, can_begin_early
 from zeromesh.shard.buffers import Buffers
 from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
 from zeromesh.shard.gradient import Gradient, GradientPolicy, Reducer
 from zeromesh.shard.guard import Guard
 from zeromesh.shard.hooks import listen
-from zeromesh.shard.needs import Needs, Prepare
+from zeromesh.shard.needs import Needs, Prepare, Room
 from zeromesh.shard.order import Order
 from zeromesh.shard.place import lay_out, make_units, place_units
 from zeromesh.shard.residency import Residency
@@ -37,12 +38,6 @@ from zeromesh.tiers.memory import Staging
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
 """Of a flat buffer, where in this rank's part of it a piece lies, and the piece: a tensor of the piece's size."""
 
-
-Takes = Callable[[torch.nn.Parameter, torch.Tensor], bool]
-"""Of a piece's parameter and the home of its gradient: whether it is updated from there."""
-
-Steps = Callable[[Sequence[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor | None]]], None]
-"""Updates parameters by gradients, and writes them where they are computed with, too."""
 
 NORM_ROW = 1024
 """Elements whose squares are summed in the gradient's own precision; their sums are added up in float64."""
@@ -112,10 +107,14 @@ class Sharded:
         self._link = Link(mesh.device)
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.reducer = Reducer(gradients, policy, mesh, accumulates, self._link)
-        needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST])
-        self.swap = None if prepare is None else prepare(needs)
+        early = [flat for flat in self.flats if can_begin_early(flat, mesh)]
+        needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST], early)
+        room = Room() if prepare is None else prepare(needs)
+        self.swap = room.swap
         assert self.swap is not None or not needs.files, "a tier of files without a place for them"
         place_units(laid_out, mesh, mixed, materialise, self._link)
+        self.ahead = Ahead(room.ahead, room.swap, mesh, self._link, room.states, row.pinned)
+        self.reducer.on_home = self.ahead.is_whole if room.ahead else None
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
@@ -268,7 +267,7 @@ class Sharded:
                     return f"; the first parameter concerned on rank {self.mesh.rank} is {piece.name}"
         return ""
 
-    def set_gradients(self, factor: float, later: Takes | None = None) -> None:
+    def set_gradients(self, factor: float, later: HostUpdate | None = None) -> None:
         """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one.
 
         But for those on the host that are ``later`` updated from their homes: they have none here.
@@ -287,27 +286,30 @@ class Sharded:
                 here = gradient.used[index] and index not in late
                 piece.parameter.grad = home[local].view_as(piece.parameter) if here else None
 
-    def _late(self, flat: Flat, takes: Takes | None) -> Iterator[tuple[int, slice, Piece]]:
+    def _late(self, flat: Flat, steps: HostUpdate | None) -> Iterator[tuple[int, slice, Piece]]:
         """What of it, on the host, is updated from the home of its gradient, or would be if it had one."""
         home = None if flat.gradient is None else flat.gradient.home
-        if takes is not None and home is not None and flat.optimizer_tier is not Tier.DEVICE:
-            yield from (entry for entry in flat.pieces if takes(entry[2].parameter, home))
+        if steps is not None and home is not None and flat.optimizer_tier is not Tier.DEVICE:
+            yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, home))
 
-    def updated(self, takes: Takes | None = None, step: Steps | None = None) -> None:
+    def updated(self, steps: HostUpdate | None = None) -> None:
         """After an update: update the rest from the homes of gradients, publish the masters, forget the gradients.
 
         Args:
-            takes: what ``set_gradients`` left for later.
-            step: updates it: given parameters, gradients, and where the new parameters go.
+            steps: updates what ``set_gradients`` left for later.
         """
         try:
-            self.publish(None if step is None else lambda flat: self._step(flat, takes, step))
+            counted = self.ahead.counted(steps)
+            if steps is None:
+                self.publish()
+            else:
+                self.publish(partial(self._step, steps), counted, partial(self.ahead.adopt, steps))
         finally:
             self.forget_gradients()
 
-    def _step(self, flat: Flat, takes: Takes | None, step: Steps) -> None:
+    def _step(self, steps: HostUpdate, flat: Flat) -> None:
         """Update what rests on the host, and write it home in the same pass."""
-        late, gradient = list(self._late(flat, takes)), flat.gradient
+        late, gradient = list(self._late(flat, steps)), flat.gradient
         if not late:
             self._write_home(flat)
             return
@@ -321,7 +323,7 @@ class Sharded:
             if gradient.used[index]
         ]
         with span("update_on_host", gradient.unit):
-            step(given)
+            steps.step(given)
         if out is None:
             return
         written = {index for index, *_ in late if gradient.used[index]}
@@ -334,22 +336,31 @@ class Sharded:
         if flat.master is not flat.home:
             flat.home.copy_(flat.master)
 
-    def publish(self, update: Callable[[Flat], None] | None = None) -> None:
+    def publish(
+        self, update: Callable[[Flat], None] | None = None, counted: Collection[Flat] = (),
+        adopt: Callable[[Flat], None] | None = None,
+    ) -> None:  # fmt: skip
         """The masters have changed: write them home and send the new parameters on their way, in the order of use.
 
         Args:
             update: changes the masters of a flat buffer and writes them home.
+            counted: those that were updated during the backward.
+            adopt: writes these home.
         """
         self.rest()
         for unit in self.units:
             unit.version += 1
         units = [self.units[index] for index in (self.root.index, *self._order.canonical)]
         idle = {flat for flat in self.flats if update is not None and self._rests_unchanged(flat)}
-        flats = [flat for unit in units for flat in unit.flats if flat not in idle]
+        flats = [flat for unit in units for flat in unit.flats if flat not in idle and flat not in counted]
         with closing(self._present(flats, write=update is not None)) as present:
             for unit in units:
-                for _ in range(len(set(unit.flats) - idle)):
-                    (update or self._write_home)(next(present))
+                for flat in unit.flats:
+                    if flat in counted:
+                        assert adopt is not None
+                        adopt(flat)
+                    elif flat not in idle:
+                        (update or self._write_home)(next(present))
                 if not self.sharded and any(flat.gathers for flat in unit.flats):
                     self._renew(unit)
             next(present, None)
@@ -378,6 +389,7 @@ class Sharded:
 
     def forget_gradients(self) -> None:
         """As ``zero_grad``: drop the gradients of the micro-batches so far."""
+        self.ahead.begin()
         self.reducer.reset()
         for flat in self.flats:
             for _, _, piece in flat.pieces:
@@ -448,6 +460,7 @@ class Sharded:
         if self.swap is not None:
             yield "optimizer", "nvme", self.swap.nbytes
             yield "slot", "host", self.swap.host_bytes
+        yield "slot", "host", self.ahead.nbytes
         for tier, size in self.reducer.home_bytes.items():
             yield "gradient", tier.value, size
         yield "slot" if self.reducer.policy.sharded else "gradient", "device", self.reducer.full_bytes
@@ -461,6 +474,7 @@ class Sharded:
 
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
+        self.ahead.drop()
         self.reducer.finish()
         self._finish_fetches()
         self._link.synchronize()

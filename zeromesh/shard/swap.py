@@ -10,7 +10,8 @@ Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Ext
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from zeromesh.tiers.buffers import Buffer, Buffers
 from zeromesh.tiers.memory import empty_on
 from zeromesh.tiers.nvme import Store
 from zeromesh.tiers.stream import stream
+from zeromesh.tiers.swap_file import aligned
 from zeromesh.tiers.traffic import Traffic
 
 Names = Callable[[nn.Parameter], Sequence[str]]
@@ -62,20 +64,24 @@ class Swap:
         dtypes: of the masters, by flat buffer.
         disk: where.
         mesh: the file's name has the rank.
+        ahead: of which there is a spare place, for ``provisional``.
 
     Raises:
         OSError: the folder cannot be used, or has too little space.
     """
 
-    def __init__(self, dtypes: Mapping[Flat, torch.dtype], disk: Disk, mesh: Mesh) -> None:
+    def __init__(
+        self, dtypes: Mapping[Flat, torch.dtype], disk: Disk, mesh: Mesh, ahead: Collection[Flat] = ()
+    ) -> None:
         self._dtypes = dict(dtypes)
         self._rows = 1 + disk.states
         self._store = Store(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
-        self._regions = {flat: self._store.allocate(self._rows * self._row_bytes(flat)) for flat in dtypes}
+        self._regions = {flat: self._store.allocate(_region_bytes(flat, dtypes[flat], disk)) for flat in dtypes}
+        for flat in ahead:
+            self._store.allocate_spare(self._regions[flat].nbytes)
         self._store.reserve()
-        largest = max((region.padded for region in self._regions.values()), default=0)
         self._pool = Buffers(
-            [largest] * min(disk.buffers, len(self._regions)),
+            buffer_bytes(dtypes, disk),
             lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, disk.pinned),
         )
         self._here: tuple[Flat, Buffer] | None = None
@@ -175,16 +181,31 @@ class Swap:
         finally:
             buffers.close()
 
+    def provisional(self, flats: Sequence[Flat]) -> Generator[tuple[Flat, list[torch.Tensor]]]:
+        """As ``stream``, each with its rows: the master and the states, to be changed in place, which nobody sees.
+
+        What is written counts from ``commit`` on.
+        """
+        regions = [self._regions[flat] for flat in flats]
+        with closing(stream(self._store, regions, self._pool, provisional=True)) as buffers:
+            for flat, buffer in zip(flats, buffers, strict=True):
+                yield flat, [self._row(flat, buffer, number) for number in range(self._rows)]
+
+    def commit(self) -> None:
+        """Let what was written provisionally count. Raises OSError as ``Store.commit``."""
+        self._store.commit()
+
+    def drop(self) -> None:
+        """Forget what was written provisionally."""
+        self._store.drop()
+
     def close(self) -> None:
         """Delete the file."""
         self._store.close()
 
-    def _row_bytes(self, flat: Flat) -> int:
-        elements = flat.own.stop - flat.own.start
-        return round_up(elements * self._dtypes[flat].itemsize, 64)
-
     def _row(self, flat: Flat, buffer: Buffer, number: int) -> torch.Tensor:
-        return buffer.tensor(flat.own.stop - flat.own.start, self._dtypes[flat], number * self._row_bytes(flat))
+        dtype = self._dtypes[flat]
+        return buffer.tensor(flat.own.stop - flat.own.start, dtype, number * _row_bytes(flat, dtype))
 
     def _bind(self, flat: Flat, buffer: Buffer) -> None:
         """Let the master, the pieces and their states lie in a buffer."""
@@ -217,6 +238,20 @@ class Swap:
         """The states of a parameter that have rows, which the optimizer may not have made yet."""
         state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
         return ((state, name) for name in self._names(parameter))
+
+
+def buffer_bytes(dtypes: Mapping[Flat, torch.dtype], disk: Disk) -> list[int]:
+    """Of each buffer in host memory."""
+    largest = max((aligned(_region_bytes(flat, dtype, disk)) for flat, dtype in dtypes.items()), default=0)
+    return [largest] * min(disk.buffers, len(dtypes))
+
+
+def _region_bytes(flat: Flat, dtype: torch.dtype, disk: Disk) -> int:
+    return (1 + disk.states) * _row_bytes(flat, dtype)
+
+
+def _row_bytes(flat: Flat, dtype: torch.dtype) -> int:
+    return round_up((flat.own.stop - flat.own.start) * dtype.itemsize, 64)
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:

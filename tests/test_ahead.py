@@ -1,0 +1,184 @@
+"""Updates that begin during the backward: the same to the bit as afterwards, whatever happens in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import run_ranks
+from test_tiers import start
+from zeromesh import zero
+from zeromesh.shard.ahead import Ahead
+
+PLACES: dict[str, dict[str, Any]] = {
+    "row 1": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "row 3": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "all": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "files": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 2}},
+}
+SECONDS = 30
+
+
+class Watched:
+    """In this context every update that has begun early is given the time to end, and those that count are counted."""
+
+    def __enter__(self) -> Watched:
+        self.counted: list[int] = []
+        self._counted, self._stop = Ahead.counted, Ahead._stop
+        watched = self
+
+        def stop(self: Ahead) -> None:
+            tasks, end = list(self._tasks.values()), time.monotonic() + SECONDS
+            while self._thread is not None and self._thread.is_alive() and not all(task.done for task in tasks):
+                last = self._swap is not None and sum(not task.done for task in tasks) == 1
+                if last or time.monotonic() > end:  # one that goes to a file is done when it was asked for the next
+                    break
+                time.sleep(0.001)
+            watched._stop(self)
+
+        def counted(self: Ahead, steps: Any) -> set[Any]:
+            found = watched._counted(self, steps)
+            watched.counted.append(len(found))
+            return found
+
+        Ahead.counted, Ahead._stop = counted, stop  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Ahead.counted, Ahead._stop = self._counted, self._stop  # type: ignore[method-assign]
+
+
+def begin(place: str, folder: str, share: float, **more: Any) -> Any:
+    chosen = PLACES[place]
+    offload = {**chosen["offload_optimizer"], "nvme_path": folder, "update_during_backward": share}
+    return start({**chosen, "offload_optimizer": offload}, **more)
+
+
+def masters(engine: Any) -> list[torch.Tensor]:
+    found = [zero.safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
+    states = [zero.safe_get_full_optimizer_state(parameter, "exp_avg_sq") for parameter in engine.module.parameters()]
+    return [value.clone() for value in (*found, *states) if value is not None]
+
+
+Disturb = Callable[[Any], None]
+
+
+def change_rate(engine: Any) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 3e-3
+
+
+def change_parameter(engine: Any) -> None:
+    first = next(iter(engine.module.parameters()))
+    with zero.GatheredParameters([first], modifier_rank=0), torch.no_grad():
+        first.mul_(1.5)
+
+
+def change_state(engine: Any) -> None:
+    first = next(iter(engine.module.parameters()))
+    state = zero.safe_get_full_optimizer_state(first, "exp_avg")
+    assert state is not None
+    zero.safe_set_full_optimizer_state(first, state * 2, "exp_avg")
+
+
+def change_gradient(engine: Any) -> None:
+    last = list(engine.module.parameters())[-1]
+    gradient = zero.safe_get_full_grad(last)
+    assert gradient is not None
+    zero.safe_set_full_grad(last, gradient * 2)
+
+
+def look_at_state(engine: Any) -> None:
+    assert zero.safe_get_full_fp32_param(next(iter(engine.module.parameters()))) is not None
+
+
+def give_up(engine: Any) -> None:
+    """The gradients of this backward are dropped, and others take their place."""
+    engine.zero_grad()
+    engine.backward(engine((torch.arange(8).view(1, 8) * 3) % 32))
+
+
+def add_more(engine: Any) -> None:
+    """A second backward is added after the one that seemed to be the last."""
+    engine.backward(engine((torch.arange(8).view(1, 8) * 3) % 32))
+
+
+DISTURBANCES: list[Disturb] = [
+    change_rate, change_parameter, change_state, change_gradient, look_at_state, give_up, add_more,
+]  # fmt: skip
+"""What is done between a backward and its step."""
+
+UNDISTURBED = 3
+"""Updates before each of them: one may be paused after what did not count, and states are made by the first."""
+
+
+def train(place: str, folder: str, share: float, disturbances: int, more: dict[str, Any]) -> Any:
+    """The losses, masters, states and parameters of a run, and how many flat buffers' early updates counted."""
+    with Watched() as watched:
+        engine = begin(place, folder, share, **more)
+        losses = []
+        for number in range((UNDISTURBED + 1) * max(3, disturbances)):
+            tokens = (torch.arange(8).view(1, 8) + 8 * engine.mesh.rank + number) % 32
+            for _ in range(engine.gradient_accumulation_steps()):
+                loss = engine(tokens)
+                engine.backward(loss)
+                losses.append(loss.item())
+                which, at = divmod(number, UNDISTURBED + 1)
+                if at == UNDISTURBED and which < disturbances:
+                    DISTURBANCES[which](engine)
+                engine.step()
+        found = losses, masters(engine), engine.state_dict(), engine.skipped_steps
+        engine.destroy()
+        return *found, watched.counted
+
+
+def later_and_early(place: str, folder: str, disturbances: int = 0, more: dict[str, Any] | None = None) -> list[int]:
+    """What counted of a run that begins updates early, after it was compared with one that does not."""
+    later, early = (train(place, folder, share, disturbances, more or {}) for share in (0.0, 1.0))
+    assert later[0] == early[0]
+    for one, other in zip(later[1], early[1], strict=True):
+        assert torch.equal(one, other)
+    assert all(torch.equal(value, early[2][name]) for name, value in later[2].items())
+    assert later[3] == early[3]
+    assert set(later[4]) <= {0}
+    assert (later[3] > 0) == ("fp16" in (more or {}))
+    return list(early[4])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_happens_before_the_step_the_result_is_that_of_an_update_after_it(place: str, tmp_path: Path) -> None:
+    counted = later_and_early(place, str(tmp_path), len(DISTURBANCES))
+    by_disturbance = [counted[number : number + UNDISTURBED + 1] for number in range(0, len(counted), UNDISTURBED + 1)]
+    for disturbance, row in zip(DISTURBANCES, by_disturbance, strict=True):
+        assert max(row) == UNITS, (disturbance, row)  # all that could count did, in some update before it
+        if place in ("row 1", "row 3") and disturbance not in (look_at_state, give_up):
+            assert row[UNDISTURBED] < UNITS, (disturbance, row)
+    assert not list(tmp_path.iterdir())
+
+
+UNITS = 4
+"""The root and three blocks."""
+
+OVERFLOWS = {"initial_scale_power": 30, "hysteresis": 1}
+"""The first updates are skipped."""
+
+SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
+    "fp32": ({"bf16": {"enabled": False}}, True),
+    "fp16, overflows": ({"bf16": {"enabled": False}, "fp16": {"enabled": True, **OVERFLOWS}}, True),
+    "clipped": ({"gradient_clipping": 1e-6}, False),
+    "accumulated": ({"gradient_accumulation_steps": 2}, True),
+    "schedule": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}}, True),
+}
+"""What is configured besides, and whether updates that begin early count."""
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("place", ["row 1", "all", "files"])
+def test_on_two_ranks_with(setting: str, place: str, tmp_path: Path) -> None:
+    more, counts = SETTINGS[setting]
+    for counted in run_ranks(later_and_early, 2, place, str(tmp_path), 0, more):
+        assert (max(counted[1:], default=0) == UNITS) == counts, counted

@@ -1,0 +1,394 @@
+"""Updates that begin while the backward goes on: of what rests off the device, as soon as its gradient is whole.
+
+Whether such an update counts is known when all gradients are: if no number overflowed and their norm is below the limit
+of clipping. So it changes nothing. It reads the present masters and states and writes the *next* ones: on the host into
+copies of them, which change places with the present ones if the update counts; on NVMe into spare places of the file.
+What does not count is forgotten, and updated from the present ones as if nothing had been, so that the result is the
+same to the bit.
+
+It counts if the update that is asked for in the end is the one that was computed: with the same factor, the same
+hyperparameters, and the same tensors, which nobody has written to meanwhile. All of this concerns the states of this
+rank alone; no other rank needs to know.
+
+Sources: Ren et al., "ZeRO-Offload", 2021 (the update on the host); Lian et al., "SuperOffload", 2025, which begins
+before the norm is known, too, and undoes in place what did not count.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zeromesh.dist.mesh import Mesh
+from zeromesh.kernels.update import Piece as Elements
+from zeromesh.kernels.update import Step, update
+from zeromesh.model.placement import Tier
+from zeromesh.shard.gradient import Arrival, Gradient
+from zeromesh.shard.swap import Swap
+from zeromesh.shard.unit import Bring, Flat
+from zeromesh.tiers.link import DONE, Copy, Link
+from zeromesh.tiers.memory import empty_on, zeros_on
+
+MOST_PAUSES = 31
+"""Updates without any that begins early, after several in a row that did not count."""
+
+Given = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
+"""A piece's parameter, its gradient, and where the new parameter goes, too, if anywhere."""
+
+
+class HostUpdate(Protocol):
+    """How one update of an optimizer is done on the host; of parameters on the host that are pieces.
+
+    Attributes:
+        factor: gradients are multiplied with it.
+    """
+
+    factor: float
+
+    def takes(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
+        """Whether the parameter is updated so, from such a gradient."""
+
+    def step(self, given: Sequence[Given]) -> None:
+        """Take one step."""
+
+    def coming(self, parameter: nn.Parameter) -> tuple[Step, tuple[torch.Tensor, ...]] | None:
+        """The next step of a parameter, and the states that it changes; None where there are none yet."""
+
+    def adopt(self, parameter: nn.Parameter, states: Sequence[torch.Tensor]) -> None:
+        """Count a step of a parameter that was taken elsewhere, whose states are now these; none: as they were."""
+
+
+def can_begin_early(flat: Flat, mesh: Mesh) -> bool:
+    """Whether the gradient of a flat buffer is whole before the end of the backward, and updated off the device."""
+    gradient = flat.gradient
+    if gradient is None or flat.optimizer_tier is Tier.DEVICE:
+        return False
+    return mesh.replicate.size == 1 and not gradient.shared and not gradient.holders
+
+
+@dataclass
+class _Next:
+    """Host memory of one flat buffer for an update that may not count.
+
+    Attributes:
+        output: the parameter as it is computed with; None where that is the master.
+        sent: when ``output`` has left for the parameter's home.
+        master, states: None and empty for what rests in files. States are in the order of pieces.
+    """
+
+    output: torch.Tensor | None
+    master: torch.Tensor | None = None
+    states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    sent: Copy = DONE
+
+
+@dataclass(eq=False)
+class _Task:
+    """The update of one flat buffer.
+
+    Attributes:
+        steps: of each piece, in order.
+        states: of each piece, that are read.
+        seen: tensors whose version counts say whether somebody has written to them meanwhile, with these counts.
+        landed: to be waited for before ``home`` is used; None: it is there.
+        done: whether it was computed.
+    """
+
+    flat: Flat
+    home: torch.Tensor
+    factor: float
+    steps: list[Step]
+    states: list[tuple[torch.Tensor, ...]]
+    seen: list[tuple[torch.Tensor, int]]
+    next: _Next
+    landed: Arrival | None
+    done: bool = False
+
+
+class Ahead:
+    """Begins updates during the backward, and knows afterwards which of them count.
+
+    Args:
+        flats: of which this rank may do so.
+        swap: what rests in files; None: nothing does.
+        mesh: for its device.
+        link: to the device.
+        states: of the optimizer, at the most, that are like the parameter.
+        pinned: whether host memory is page-locked.
+
+    Attributes:
+        steps: asked for at the first gradient of an update that is whole; None: nothing begins early.
+    """
+
+    def __init__(
+        self, flats: Sequence[Flat], swap: Swap | None, mesh: Mesh, link: Link, states: int, pinned: bool
+    ) -> None:
+        self.steps: Callable[[], HostUpdate | None] | None = None
+        self._flats = {id(flat.gradient): flat for flat in flats}
+        self._swap = swap
+        self._device, self._pinned = mesh.device, pinned
+        self._link = link
+        self._states = states
+        self._next: dict[Flat, _Next] = {}
+        self._tasks: dict[Flat, _Task] = {}
+        self._update: HostUpdate | None = None
+        self._arrived: list[Flat] = []
+        self._order: list[Flat] = []
+        self._pauses, self._left = 0, 0
+        self._begun, self._spoilt, self._stopping = False, False, False
+        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        for flat in flats:
+            if swap is not None and flat in swap:
+                flat.bring = _Brought(self, flat.bring)
+
+    @property
+    def nbytes(self) -> int:
+        """In host memory, at the most."""
+        return sum(sum(next_bytes(flat, flat.master.dtype, self._states)) for flat in self._flats.values())
+
+    # During the backward.
+
+    def is_whole(self, gradient: Gradient) -> None:
+        """A gradient is summed over all ranks, and nothing is expected to be added: begin its update."""
+        flat = self._flats.get(id(gradient))
+        if flat is None or self.steps is None:
+            return
+        if not self._begun:
+            self._begun = True
+            self._update = None if self._left else self.steps()
+            self._left = max(0, self._left - 1)
+        if flat in self._arrived:  # more was added after all
+            self.drop()
+            self._spoilt = True
+        self._arrived.append(flat)
+        if self._update is None or self._spoilt or not all(gradient.used[index] for index, *_ in flat.pieces):
+            return
+        task = self._task(flat, gradient, self._update)
+        if task is None:
+            return
+        if self._thread is None:
+            if self._swap is not None:
+                self._swap.flush()
+            self._stopping, self._error, self._queue = False, None, SimpleQueue()
+            self._thread = threading.Thread(target=self._work, name="update ahead", daemon=True)
+            self._thread.start()
+        self._tasks[flat] = task
+        self._queue.put(task)
+
+    def _task(self, flat: Flat, gradient: Gradient, steps: HostUpdate) -> _Task | None:
+        """What is to be computed; None if the optimizer's own step does it, or makes the states first."""
+        home = gradient.home
+        assert home is not None
+        if not all(steps.takes(piece.parameter, home) for _, _, piece in flat.pieces):
+            return None
+        coming = [steps.coming(piece.parameter) for _, _, piece in flat.pieces]
+        found = [entry for entry in coming if entry is not None]
+        if len(found) < len(coming):
+            return None
+        states = [tensors for _, tensors in found]
+        on_disk = self._swap is not None and flat in self._swap
+        seen = [] if on_disk else [flat.master, *(piece.parameter for _, _, piece in flat.pieces)]
+        seen += [tensor for tensors in states if not on_disk for tensor in tensors]
+        versions = [(tensor, tensor._version) for tensor in seen]
+        memory = self._memory(flat, states, on_disk)
+        taken = [step for step, _ in found]
+        return _Task(flat, home, steps.factor, taken, states, versions, memory, gradient.landed)
+
+    def _memory(self, flat: Flat, states: list[tuple[torch.Tensor, ...]], on_disk: bool) -> _Next:
+        if flat not in self._next:
+            elements, place = flat.own.stop - flat.own.start, (self._device, self._pinned)
+            output = zeros_on(Tier.HOST, elements, flat.home.dtype, *place) if flat.home is not flat.master else None
+            self._next[flat] = _Next(output)
+            if not on_disk:
+                self._next[flat].master = zeros_on(Tier.HOST, elements, flat.master.dtype, *place)
+        memory = self._next[flat]
+        if not on_disk and [len(new) for new in memory.states] != [len(old) for old in states]:
+            memory.states = [
+                tuple(empty_on(Tier.HOST, old.numel(), old.dtype, self._device, False).view_as(old) for old in tensors)
+                for tensors in states
+            ]
+        return memory
+
+    def _work(self) -> None:
+        """The thread: one update after the other, until it is told to stop."""
+        try:
+            if self._swap is None:
+                while (task := self._queue.get()) is not None and not self._stopping:
+                    _compute(task)
+                    task.done = True
+            else:
+                self._work_on_disk(self._swap)
+        except BaseException as error:  # it is raised where the update is asked for
+            self._error = error
+
+    def _work_on_disk(self, swap: Swap) -> None:
+        """In the order of the last update, as regions are read ahead in it."""
+        order = [flat for flat in self._order if flat in swap]
+        waiting: dict[Flat, _Task] = {}
+        last: _Task | None = None
+        with closing(swap.provisional(order)) as regions:
+            for flat, rows in regions:
+                if last is not None:
+                    last.done = True  # it is being written
+                    last = None
+                while flat not in waiting:
+                    task = self._queue.get()
+                    if task is None or self._stopping:
+                        return
+                    waiting[task.flat] = task
+                _compute(waiting[flat], rows)
+                last = waiting[flat]
+        if last is not None:
+            last.done = True
+
+    # When the update is asked for, or will not be.
+
+    def counted(self, steps: HostUpdate | None) -> set[Flat]:
+        """Stop, and forget what does not count; ``adopt`` the rest, all of it, which this returns.
+
+        Args:
+            steps: the update that is asked for; None: none is.
+
+        Raises:
+            OSError: the disk failed meanwhile.
+        """
+        self._stop()
+        self._order = list(dict.fromkeys(self._arrived)) or self._order
+        error, self._error = self._error, None
+        if error is not None:
+            self.drop()
+            raise error
+        done = [task for task in self._tasks.values() if task.done]
+        good = [] if steps is None else [task for task in done if _holds(task, steps)]
+        if done:
+            self._pauses = 0 if good else min(2 * self._pauses + 1, MOST_PAUSES)
+            self._left = self._pauses
+        if self._swap is not None:
+            if len(good) < len(done):
+                good = []
+            if good:
+                self._swap.commit()
+        found = {task.flat for task in good}
+        if not found:
+            self.drop()
+        return found
+
+    def adopt(self, steps: HostUpdate, flat: Flat) -> None:
+        """Let the update of one flat buffer count, and send the new parameters home."""
+        task = self._tasks.pop(flat)
+        memory = task.next
+        for number, (_, local, piece) in enumerate(flat.pieces):
+            new = memory.states[number] if memory.states else ()
+            if memory.master is not None:
+                piece.parameter.data = memory.master[local].view(piece.parameter.shape)
+            steps.adopt(piece.parameter, new)
+            if new:
+                memory.states[number] = task.states[number]
+        if memory.master is not None:
+            apart, before = flat.home is not flat.master, flat.master
+            flat.master, memory.master = memory.master, before
+            if not apart:
+                flat.home = flat.master
+        if memory.output is not None:
+            if flat.parameter_tier is Tier.DEVICE:
+                memory.sent = self._link.to_device(flat.home, memory.output)
+                flat.expect(memory.sent)
+            else:
+                flat.home.copy_(memory.output)
+
+    def drop(self) -> None:
+        """Forget what was computed; what an update needs is as it was before the backward."""
+        self._stop()
+        self._error = None
+        if self._swap is not None:
+            self._swap.drop()
+        self._tasks.clear()
+
+    def begin(self) -> None:
+        """An update is over, or was given up: the next gradients are another one's."""
+        self.drop()
+        self._arrived, self._begun, self._spoilt, self._update = [], False, False, None
+
+    def _stop(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stopping = True
+            self._queue.put(None)
+            thread.join()
+
+
+class _Brought:
+    """Before anybody looks at what rests in files, what was computed ahead is forgotten: files have one user."""
+
+    def __init__(self, ahead: Ahead, bring: Bring) -> None:
+        self._ahead, self._bring = ahead, bring
+
+    def __call__(self, write: bool = False, read: bool = True) -> None:
+        if self._ahead._tasks:
+            self._ahead.drop()
+            self._ahead._spoilt = True
+        self._bring(write, read)
+
+
+def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
+    """In host memory for a flat buffer that begins early: of masters and states, and of parameters.
+
+    Args:
+        flat: which.
+        dtype: of its master.
+        states: of the optimizer.
+    """
+    elements = flat.own.stop - flat.own.start
+    apart = flat.optimizer_tier is not flat.parameter_tier or dtype != flat.layout.dtype
+    output = elements * flat.layout.dtype.itemsize if apart else 0
+    if flat.optimizer_tier is Tier.NVME:
+        return 0, output
+    owned = sum(stop - start for _, start, stop in flat.layout.owned(flat.own.start, flat.own.stop))
+    return (elements + states * owned) * dtype.itemsize, output
+
+
+def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
+    """Of one flat buffer; ``rows``: master and states as they were read from files, which are changed in place."""
+    memory = task.next
+    memory.sent.wait()
+    if task.landed is not None:
+        task.landed.wait()
+    task.seen.append((task.home, task.home._version))  # not before: what comes may be added to it
+    pieces = []
+    for number, (_, local, piece) in enumerate(task.flat.pieces):
+        output = None if memory.output is None else memory.output[local]
+        fixed = task.steps[number], task.home[local]
+        if rows:
+            count = len(task.states[number])
+            pieces.append(Elements(*fixed, rows[0][local], tuple(row[local] for row in rows[1 : 1 + count]), output))
+            continue
+        assert memory.master is not None
+        old, new = (tuple(state.view(-1) for state in s) for s in (task.states[number], memory.states[number]))
+        master = piece.parameter.detach().view(-1)
+        pieces.append(Elements(*fixed, master, old, output, memory.master[local], new))
+    update(pieces, task.factor)
+
+
+def _holds(task: _Task, steps: HostUpdate) -> bool:
+    """Whether what was computed is what is asked for."""
+    flat = task.flat
+    if flat.gradient is None or flat.gradient.home is not task.home or steps.factor != task.factor:
+        return False
+    if any(tensor._version != version for tensor, version in task.seen):
+        return False
+    for number, (_, _, piece) in enumerate(flat.pieces):
+        coming = steps.coming(piece.parameter)
+        if coming is None or coming[0] != task.steps[number]:
+            return False
+        if any(one is not other for one, other in zip(coming[1], task.states[number], strict=True)):
+            return False
+    return True
