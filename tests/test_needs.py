@@ -18,6 +18,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "row 3": {"stage": 3, "offload_optimizer": HOST},
     "half": {"stage": 3, "offload_optimizer": {**HOST, "ratio": 0.5}},
     "all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+    "early": {"stage": 3, "offload_optimizer": {**HOST, "update_during_backward": 0.5}, "offload_param": HOST},
+    "early, files": {"stage": 2, "offload_optimizer": {"device": "nvme", "update_during_backward": 1.0}},
     "files": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 2}, "offload_param": HOST},
 }
 
@@ -71,6 +73,10 @@ GB = 10**9
             r"takes 112 GB \(parameters 14.0 GB, gradients 14.0 GB, optimizer states 84.0 GB\), but 96.0 GB are "
             "available; "
             "offload_optimizer.ratio = 0.83 fits, .*; or offload_optimizer.device = nvme takes 28.0 GB .*; or spread",
+        ),
+        (
+            {"optimizer states": 9 * GB, "next copies of optimizer states": 9 * GB}, 12 * GB, None,
+            "but 12.0 GB are available; offload_optimizer.update_during_backward = 0 takes 9.00 GB; or ",
         ),
         ({"optimizer states": 9 * GB}, 96 * GB, 3 * GB, "but host_memory_limit is 3.00 GB; .*ratio = 0.33 fits"),
         ({"parameters": 9 * GB}, 3 * GB, 5 * GB, "but 3.00 GB are available; take a machine with more memory"),

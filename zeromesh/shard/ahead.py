@@ -140,6 +140,7 @@ class Ahead:
         self._tasks: dict[Flat, _Task] = {}
         self._update: HostUpdate | None = None
         self._arrived: list[Flat] = []
+        self._ready: list[Flat] = []
         self._order: list[Flat] = []
         self._pauses, self._left = 0, 0
         self._begun, self._spoilt, self._stopping = False, False, False
@@ -170,7 +171,12 @@ class Ahead:
             self.drop()
             self._spoilt = True
         self._arrived.append(flat)
-        if self._update is None or self._spoilt or not all(gradient.used[index] for index, *_ in flat.pieces):
+        if not all(gradient.used[index] for index, *_ in flat.pieces):
+            if self._swap is not None and flat in self._order:
+                self._queue.put(None)  # regions are read in an order in which it may be the next
+            return  # whether another rank used the rest is not known yet
+        self._ready.append(flat)
+        if self._update is None or self._spoilt:
             return
         task = self._task(flat, gradient, self._update)
         if task is None:
@@ -262,7 +268,7 @@ class Ahead:
             OSError: the disk failed meanwhile.
         """
         self._stop()
-        self._order = list(dict.fromkeys(self._arrived)) or self._order
+        self._order = list(dict.fromkeys(self._ready)) or self._order
         error, self._error = self._error, None
         if error is not None:
             self.drop()
@@ -316,7 +322,8 @@ class Ahead:
     def begin(self) -> None:
         """An update is over, or was given up: the next gradients are another one's."""
         self.drop()
-        self._arrived, self._begun, self._spoilt, self._update = [], False, False, None
+        self._arrived, self._ready, self._update = [], [], None
+        self._begun, self._spoilt = False, False
 
     def _stop(self) -> None:
         thread, self._thread = self._thread, None
