@@ -34,10 +34,10 @@ class OffloadOptimizer(Section):
         description="Share of the optimizer's state that is offloaded, in whole units. What stays on the device is of "
         "the units whose gradients come last.",
     )
-    update_during_backward: Fraction | Literal["auto"] = Field(
-        "auto",
+    update_during_backward: Fraction | None = Field(
+        None,
         description="Share of the offloaded state, in whole units, that the host updates while the backward still goes "
-        "on: where gradients come first. The host keeps a second copy of it, or the file does. auto: all, on an "
+        "on: where gradients come first. The host keeps a second copy of it, or the file does. Null: all, on an "
         "accelerator, if that leaves half of the host's memory free, else nothing.",
     )
     super_offload: bool = Field(False, description="As update_during_backward = 1.")
@@ -158,9 +158,8 @@ class ZeroOptimization(Section):
         section = self.offload_optimizer
         if section is None:
             return None
-        if section.update_during_backward == "auto":
-            return 1.0 if section.super_offload else None
-        return section.update_during_backward
+        given = section.update_during_backward
+        return 1.0 if given is None and section.super_offload else given
 
     @property
     def pins(self) -> bool:
