@@ -9,6 +9,7 @@ numbers, or is told.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -44,19 +45,23 @@ class LateStream:
         self.given = self.ran = 0
         self.fresh = False
         self.computes = False
+        self.lock = threading.RLock()
 
     def give(self, action: Callable[[], None]) -> None:
-        self.queue.append(action)
-        self.given += 1
+        with self.lock:
+            self.queue.append(action)
+            self.given += 1
 
     def run(self, until: int) -> None:
-        while self.ran < until:
-            self.ran += 1
-            self.queue.pop(0)()
+        with self.lock:  # updates that begin early wait in a thread of their own
+            while self.ran < until:
+                self.ran += 1
+                self.queue.pop(0)()
 
     def tell(self, until: int) -> None:
-        while self.untold and self.untold[0][0] <= until:
-            self.untold.pop(0)[1]()
+        with self.lock:
+            while self.untold and self.untold[0][0] <= until:
+                self.untold.pop(0)[1]()
 
     def record_event(self) -> LateEvent:
         return LateEvent(self)

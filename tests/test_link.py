@@ -33,6 +33,7 @@ ZERO: dict[str, dict[str, Any]] = {
     "row 3": {"stage": 3, "offload_optimizer": HOST},
     "row 3, parameters": {"stage": 3, "offload_param": HOST},
     "row 3, all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+    "row 3, early": {"stage": 3, "offload_optimizer": {**HOST, "update_during_backward": 1.0}},
 }
 OPTIMIZERS = {"native": {"type": "AdamW", "params": {"lr": 1e-2}}, "torch's": {"type": "Lamb", "params": {"lr": 1e-2}}}
 
