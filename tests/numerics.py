@@ -53,6 +53,9 @@ POLICIES: dict[str, tuple[int, Shape]] = {
     "row 1, host, early": (1, (None, None)),
     "row 3, all on host, early": (3, (None, None)),
     "row 3, nvme, early": (3, (None, None)),
+    "row 3, parameters in files": (3, (None, None)),
+    "row 3, host and files": (3, (3, None)),
+    "row 3, all in files": (3, (None, None)),
 }
 """By name: the row of the placement table, and the budgets of parameter and gradient slots (None: the row's own)."""
 
@@ -69,6 +72,9 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "row 1, host, early": {"offload_optimizer": {**_HOST, "update_during_backward": 0.6}},
     "row 3, all on host, early": {"offload_optimizer": {**_HOST, **_EARLY}, "offload_param": _HOST},
     "row 3, nvme, early": {"offload_optimizer": {**_NVME, **_EARLY}},
+    "row 3, parameters in files": {"offload_param": _NVME},
+    "row 3, host and files": {"offload_optimizer": _HOST, "offload_param": {**_NVME, "buffer_count": 1}},
+    "row 3, all in files": {"offload_optimizer": _NVME, "offload_param": {**_NVME, "buffer_count": 3}},
 }
 """By policy: which states rest off the device."""
 
@@ -141,8 +147,8 @@ class Case:
     def offloaded(self) -> dict[str, Any]:
         """Which states rest off the device; on the host where the optimizer is one that is not updated from files."""
         chosen = OFFLOADED.get(self.policy, {})
-        if self.optimizer in ("lamb", "muon"):
-            chosen = {key: {**value, "device": "cpu"} for key, value in chosen.items()}
+        if self.optimizer in ("lamb", "muon") and "offload_optimizer" in chosen:
+            chosen = {**chosen, "offload_optimizer": {**chosen["offload_optimizer"], "device": "cpu"}}
         return chosen
 
     @property

@@ -20,6 +20,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "row 1": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     "row 3": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "all": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "all in files": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
     "files": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 2}},
 }
 SECONDS = 30
@@ -57,6 +58,8 @@ class Watched:
 def begin(place: str, folder: str, share: float, **more: Any) -> Any:
     chosen = PLACES[place]
     offload = {**chosen["offload_optimizer"], "nvme_path": folder, "update_during_backward": share}
+    if "offload_param" in chosen:
+        chosen = {**chosen, "offload_param": {**chosen["offload_param"], "nvme_path": folder}}
     return start({**chosen, "offload_optimizer": offload}, **more)
 
 
@@ -192,7 +195,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("place", ["row 1", "all", "files"])
+@pytest.mark.parametrize("place", ["row 1", "all", "all in files"])
 def test_on_two_ranks_with(setting: str, place: str, tmp_path: Path) -> None:
     more, counts = SETTINGS[setting]
     for counted in run_ranks(later_and_early, 2, place, str(tmp_path), 0, more):

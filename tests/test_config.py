@@ -487,6 +487,7 @@ def test_a_stage_is_a_row(stage: int) -> None:
         ({"cpu_offload": True}, ("device", "host", "host")),
         ({"cpu_offload": False, "cpu_offload_param": True}, ("host", "device", "device")),
         ({"offload_optimizer": {"device": "none"}}, ("device", "device", "device")),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/disk"}}, ("nvme", "device", "device")),
     ],
 )
 def test_what_is_offloaded_is_a_tier_of_the_row(zero: dict[str, Any], tiers: tuple[str, ...]) -> None:
@@ -499,6 +500,7 @@ def test_what_is_offloaded_is_a_tier_of_the_row(zero: dict[str, Any], tiers: tup
     [
         ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "set zero_optimization.stage to 1, 2 or 3, also on one"),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, "set zero_optimization.stage to 3, also on one rank"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.device is nvme, but nvme_path is missing"),
         (
             {"stage": 3, "cpu_offload": True, "offload_optimizer": {"device": "none"}},
             "offload_optimizer.device is 'none', but the older cpu_offload is True; keep one of them",

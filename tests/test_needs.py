@@ -21,13 +21,19 @@ PLACES: dict[str, dict[str, Any]] = {
     "early": {"stage": 3, "offload_optimizer": {**HOST, "update_during_backward": 0.5}, "offload_param": HOST},
     "early, files": {"stage": 2, "offload_optimizer": {"device": "nvme", "update_during_backward": 1.0}},
     "files": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 2}, "offload_param": HOST},
+    "parameters in files": {"stage": 3, "offload_optimizer": HOST, "offload_param": {"device": "nvme"}},
+    "all in files": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "buffer_count": 3},
+        "offload_param": {"device": "nvme", "buffer_count": 2},
+    },
 }
 
 
 def limits(name: str, folder: str, precision: dict[str, Any]) -> list[str]:
     """What a run needs by its report, and what is said with one byte less for both ranks, and with just as much."""
-    zero = PLACES[name]
-    zero = {**zero, "offload_optimizer": {**zero["offload_optimizer"], "nvme_path": folder}}
+    places = PLACES[name].items()
+    zero = {key: {**value, "nvme_path": folder} if isinstance(value, dict) else value for key, value in places}
     engine = start(zero, **precision)
     update(engine)
     report = engine.memory_report()
@@ -79,8 +85,20 @@ GB = 10**9
             "but 12.0 GB are available; offload_optimizer.update_during_backward = 0 takes 9.00 GB; or ",
         ),
         ({"optimizer states": 9 * GB}, 96 * GB, 3 * GB, "but host_memory_limit is 3.00 GB; .*ratio = 0.33 fits"),
-        ({"parameters": 9 * GB}, 3 * GB, 5 * GB, "but 3.00 GB are available; take a machine with more memory"),
-        ({"parameters": 9 * GB, "optimizer states": GB}, 3 * GB, None, "available; take a machine with more memory"),
+        (
+            {"parameters": 9 * GB}, 3 * GB, 5 * GB,
+            "but 3.00 GB are available; offload_param.device = nvme takes some buffers; or spread",
+        ),
+        (
+            {"parameters": 9 * GB, "optimizer states": GB}, 3 * GB, None,
+            "available; offload_param.device = nvme takes 1.00 GB and some buffers; or spread",
+        ),
+        (
+            {"parameters": 14 * GB, "gradients": 2 * GB, "optimizer states": 84 * GB}, 10 * GB, None,
+            "; offload_optimizer.device and offload_param.device = nvme take 2.00 GB and some buffers; or spread",
+        ),
+        ({"gradients": 9 * GB}, 3 * GB, None, "available; offload_optimizer.ratio = 0.33 fits, .*; or spread"),
+        ({"buffers of files": 9 * GB}, 3 * GB, 5 * GB, "but 3.00 GB are available; take a machine with more memory"),
     ],
 )  # fmt: skip
 def test_the_error_says_what_would_fit(parts: dict[str, int], available: int, limit: int | None, text: str) -> None:

@@ -17,6 +17,7 @@ from pairwise import pairwise
 BUDGETS_ONLY = (
     *("row 2, host", "row 3, parameters on host", "row 1, nvme", "row 2, nvme"),
     *("row 1, host, early", "row 3, all on host, early", "row 3, nvme, early"),
+    *("row 3, parameters in files", "row 3, host and files"),
 )
 """These, and all others, are compared bit for bit below."""
 
@@ -40,6 +41,7 @@ SHARDED = [name for name, (row, _) in numerics.POLICIES.items() if row > 0]
 NATIVE = [
     "row 1, host", "row 2, host", "row 3, host", "row 3, all on host", "row 1, nvme", "row 2, nvme", "row 3, nvme",
     "row 1, host, early", "row 3, all on host, early", "row 3, nvme, early",
+    "row 3, host and files", "row 3, all in files",
 ]  # fmt: skip
 """Those of which the native kernel updates all; torch's own rounds otherwise in the last place."""
 

@@ -112,6 +112,21 @@ def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reporte
     assert moved.bytes_read == store.nbytes + aligned(1)
 
 
+def test_whether_a_region_holds_what_a_buffer_does_is_known_without_reading(store: Store) -> None:
+    (region,) = allocate(store, 3 * BLOCK + 5, spare=1)
+    assert not store.holds(region, filled(1, region.nbytes)), "nothing was written yet"
+    write(store, region, 1)
+    read_so_far, other = store.traffic().bytes_read, filled(1, region.nbytes)
+    assert store.holds(region, other)
+    other.memory[2 * BLOCK + 7] ^= 1
+    assert not store.holds(region, other)
+    write(store, region, 2, provisional=True)
+    assert store.holds(region, filled(1, region.nbytes))
+    store.commit()
+    assert store.holds(region, filled(2, region.nbytes))
+    assert store.traffic().bytes_read == read_so_far
+
+
 def test_whether_io_is_direct_is_what_the_kernel_says(store: Store) -> None:
     flags = fcntl.fcntl(store._file._descriptor, fcntl.F_GETFL)
     assert bool(flags & os.O_DIRECT) == store.direct

@@ -17,11 +17,14 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.observe.inventory import memory
 from zeromesh.optim.host import count_states
 from zeromesh.shard.needs import NEXT, PARTS, Needs, Prepare, Room, require_host_memory
+from zeromesh.shard.stored import Stored
+from zeromesh.shard.stored import buffer_bytes as stored_buffer_bytes
 from zeromesh.shard.swap import Disk, Swap, buffer_bytes
 from zeromesh.shard.unit import Flat
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
+    from zeromesh.config.zero import OffloadOptimizer, OffloadParam
 
 USUAL_STATES = 2
 """Of an optimizer that the kernel does not know: as many as Adam has."""
@@ -32,7 +35,8 @@ class Offload:
     """What is known of it before the model is laid out.
 
     Attributes:
-        disk: where what rests on NVMe is; None where nothing does.
+        disk: where masters and optimizer states are that rest on NVMe; None where none do.
+        stored: where parameters are that do; None where none do.
         states: like the parameter, that the optimizer has.
         limit: bytes of host memory that all ranks of a node may use for what rests there; None: what is available.
         early: share of the states that is updated during the backward; None: all on an accelerator, where there is
@@ -40,6 +44,7 @@ class Offload:
     """
 
     disk: Disk | None
+    stored: Disk | None
     states: int
     limit: int | None
     early: float | None
@@ -52,26 +57,41 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
         ValueError: its states cannot rest there.
     """
     zero, limit = settings.zero_optimization, settings.host_memory_limit
-    chosen, early = zero.offload_optimizer, zero.early_share
-    if chosen is None or chosen.device != "nvme":
+    stored, early = _disk(zero.offload_param, settings, 0), zero.early_share
+    if zero.optimizer_device != "nvme":
         counted, _ = attempt(lambda: count_states(optimizer))
-        return Offload(None, USUAL_STATES, limit, 0.0) if counted is None else Offload(None, counted, limit, early)
+        states = USUAL_STATES if counted is None else counted
+        return Offload(None, stored, states, limit, 0.0 if counted is None else early)
+    states = count_states(optimizer)
+    return Offload(_disk(zero.offload_optimizer, settings, states), stored, states, limit, early)
+
+
+def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved, states: int) -> Disk | None:
+    """As a section of the configuration says, for so many states beside the master."""
+    if chosen is None or chosen.device != "nvme":
+        return None
     assert chosen.nvme_path is not None
-    access, states, buffers = settings.aio or Aio(), count_states(optimizer), max(1, chosen.buffer_count)
-    disk = Disk(Path(chosen.nvme_path), states, buffers, access.block_size, access.queue_depth, chosen.pin_memory)
-    return Offload(disk, states, limit, early)
+    access, buffers = settings.aio or Aio(), max(1, chosen.buffer_count)
+    return Disk(Path(chosen.nvme_path), states, buffers, access.block_size, access.queue_depth, chosen.pin_memory)
 
 
 def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
-    """Sees that host memory suffices, and opens this rank's file; if one rank cannot, all raise."""
+    """Sees that host memory suffices, and opens this rank's files; if one rank cannot, all raise."""
     moves = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
 
-    def open_file(needs: Needs, ahead: Sequence[Flat]) -> Swap | None:
-        return None if offload.disk is None or not needs.files else Swap(needs.files, offload.disk, mesh, ahead)
+    def open_files(needs: Needs, ahead: Sequence[Flat]) -> Room:
+        swap = None if offload.disk is None or not needs.files else Swap(needs.files, offload.disk, mesh, ahead)
+        try:
+            stored = None if offload.stored is None or not needs.stored else Stored(needs.stored, offload.stored, mesh)
+        except BaseException:
+            Room(swap).close()
+            raise
+        return Room(swap, stored, ahead, offload.states)
 
     def prepare(needs: Needs) -> Room:
         ahead = needs.ahead(1.0 if offload.early is None and mesh.device.type != "cpu" else offload.early or 0.0)
         buffers = 0 if offload.disk is None else sum(buffer_bytes(needs.files, offload.disk))
+        buffers += 0 if offload.stored is None else sum(stored_buffer_bytes(needs.stored, offload.stored))
         parts = needs.host(offload.states, buffers, ahead)
         sizes = torch.tensor([*(parts.get(name, 0) for name in PARTS), moves], dtype=torch.float64)
         rows = mesh.group("world").exchange(sizes)
@@ -82,16 +102,16 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         if offload.early is None and NEXT in total and not _is_plenty(sum(total.values()), most, offload.limit):
             ahead = []
             del total[NEXT]
-        opened, failure = attempt(lambda: open_file(needs, ahead))
+        opened, failure = attempt(lambda: open_files(needs, ahead))
+        room = opened or Room()
         if failure is None and total and most is not None:
             _, failure = attempt(lambda: require_host_memory(total, most, offload.limit))
         try:
             share(mesh.group("world"), "make room for what rests off the device", failure)
         except BaseException:
-            if opened is not None:
-                opened.close()
+            room.close()
             raise
-        return Room(opened, ahead, offload.states)
+        return room
 
     return prepare
 

@@ -465,11 +465,12 @@ def _offload_problems(settings: Settings) -> list[str]:
                 f"zero_optimization.{key}.device is {device}, and what rests there is sharded, but not at stage "
                 f"{zero.stage}; set zero_optimization.stage to {stages}, also on one rank"
             )
-    if zero.offload_optimizer is not None and zero.optimizer_device == "nvme" and not zero.offload_optimizer.nvme_path:
-        problems.append(
-            "zero_optimization.offload_optimizer.device is nvme, but nvme_path is missing; set it to a folder on that "
-            "device, with room for what rests there"
-        )
+    problems += [
+        f"zero_optimization.{key}.device is nvme, but nvme_path is missing; set it to a folder on that device, with "
+        "room for what rests there"
+        for key, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param))
+        if section is not None and section.device == "nvme" and not section.nvme_path
+    ]
     if settings.aio is not None and settings.aio.block_size % BLOCK:
         problems.append(
             f"aio.block_size is {settings.aio.block_size}, but requests of direct I/O are of whole blocks; set it to a "

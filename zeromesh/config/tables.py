@@ -64,7 +64,6 @@ RENAMED: dict[str, str] = {
 _UNITS = "units travel whole, and their number in memory is set by slots"
 _ALWAYS = "it is always so here"
 _HOST_UPDATE = "the update on the host always takes all threads of torch, and begins as soon as it can"
-_NVME_BUFFERS = "parameters do not rest on NVMe in this version"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "sparse_gradients": "gradients travel dense",
@@ -128,10 +127,8 @@ WITHOUT_EFFECT: dict[str, str] = {
         for name in ("pipeline_read", "pipeline_write", "fast_init")
     },
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _HOST_UPDATE,
-    **{
-        f"zero_optimization.offload_param.{name}": _NVME_BUFFERS
-        for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-    },
+    "zero_optimization.offload_param.buffer_size": "a buffer holds a rank's part of the largest unit",
+    "zero_optimization.offload_param.max_in_cpu": "device says where all of them rest",
     "zero_optimization.overlap_comm": "communication always overlaps with compute where the backend can",
     "zero_optimization.contiguous_gradients": _ALWAYS,
     "zero_optimization.reduce_scatter": "what is reduced, and how, follows from the placement of the states",
@@ -176,12 +173,10 @@ class NotYet:
 
 
 _OFF = (False,)
-_NVME = "parameters on NVMe"
 
 NOT_YET: dict[str, NotYet] = {
     "mesh.expert": NotYet((1,), "expert parallelism"),
     "expert_parallel.enabled": NotYet(_OFF, "expert parallelism"),
-    "zero_optimization.offload_param.device": NotYet(("none", "cpu"), _NVME),
     "zero_optimization.zenflow": NotYet((None,), "updates of important gradients first"),
     "zero_optimization.zero_quantized_nontrainable_weights": NotYet(_OFF, "quantised frozen weights"),
     "aio.use_gds": NotYet(_OFF, "files that go to a GPU past the host"),

@@ -48,8 +48,14 @@ class OffloadParam(Section):
     """Where sharded parameters rest."""
 
     device: Device = Field("none", description="Memory of the sharded parameters.")
-    nvme_path: str | None = Field(None, description="Folder on the NVMe device.")
-    buffer_count: CountInt = Field(5, description="Buffers for parameters on the way to NVMe.")
+    nvme_path: str | None = Field(
+        None, description="Folder on the NVMe device, in which each rank has a file; it may be the optimizer's."
+    )
+    buffer_count: CountInt = Field(
+        5,
+        description="Units of which a rank's part of the parameters is in host memory at a time: read ahead, or on the "
+        "way back. 1: nothing is read ahead.",
+    )
     buffer_size: CountInt = Field(100_000_000, description="Size of one such buffer, in elements.")
     max_in_cpu: CountInt = Field(1_000_000_000, description="Elements that stay in host memory.")
     pin_memory: bool = Field(True, description="Use page-locked host memory.")

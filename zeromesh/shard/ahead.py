@@ -309,6 +309,7 @@ class Ahead:
                 memory.sent = self._link.to_device(flat.home, memory.output)
                 flat.expect(memory.sent)
             else:
+                flat.bring_home(write=True, read=False)
                 flat.home.copy_(memory.output)
 
     def drop(self) -> None:
@@ -355,7 +356,7 @@ def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
         states: of the optimizer.
     """
     elements = flat.own.stop - flat.own.start
-    apart = flat.optimizer_tier is not flat.parameter_tier or dtype != flat.layout.dtype
+    apart = flat.apart or dtype != flat.layout.dtype
     output = elements * flat.layout.dtype.itemsize if apart else 0
     if flat.optimizer_tier is Tier.NVME:
         return 0, output

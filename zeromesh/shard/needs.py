@@ -10,6 +10,7 @@ import torch
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.ahead import next_bytes
+from zeromesh.shard.stored import Stored
 from zeromesh.shard.swap import Swap
 from zeromesh.shard.unit import Flat
 
@@ -25,6 +26,7 @@ class Needs:
 
     Attributes:
         files: flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
+        stored: those whose parameters do.
         parameter, gradient, master: bytes in host memory.
         per_state: further ones for each state, like the parameter, that the optimizer has.
         early: flat buffers whose update may begin during the backward, with the dtypes of the masters; those whose
@@ -37,6 +39,7 @@ class Needs:
     master: int = 0
     per_state: int = 0
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
+    stored: Sequence[Flat] = ()
 
     @classmethod
     def of(cls, flats: Sequence[Flat], row: Row, mixed: bool, gradient: int, early: Sequence[Flat] = ()) -> Needs:
@@ -52,17 +55,18 @@ class Needs:
         files, parameter, master, per_state = {}, 0, 0, 0
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
-            dtype, apart = flat.master_dtype(mixed), flat.optimizer_tier is not flat.parameter_tier
+            dtype = flat.master_dtype(mixed)
             if row.parameter is Placement.SHARDED and flat.parameter_tier is Tier.HOST:
                 parameter += layout.shard_size * layout.dtype.itemsize
-            if flat.optimizer_tier is Tier.NVME:
+            if flat.optimizer_tier is Tier.NVME and layout.trainable:
                 files[flat] = dtype
             elif flat.optimizer_tier is Tier.HOST and layout.trainable:
-                master += elements * dtype.itemsize if apart or dtype != layout.dtype else 0
+                master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
                 per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
         first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
-        return cls(files, parameter, gradient, master, per_state, first)
+        stored = [flat for flat in flats if flat.parameter_tier is Tier.NVME]
+        return cls(files, parameter, gradient, master, per_state, first, stored)
 
     def ahead(self, share: float) -> list[Flat]:
         """Those of ``early`` that come first, as many as are no more than this share of all their elements."""
@@ -93,14 +97,27 @@ class Room:
     """What there is room for.
 
     Attributes:
-        swap: for what rests in files; None: nothing does.
+        swap: for masters and optimizer states in files; None: there are none.
+        stored: for parameters in files; None: there are none.
         ahead: what is updated during the backward.
         states: of the optimizer, at the most, that are like the parameter.
     """
 
     swap: Swap | None = None
+    stored: Stored | None = None
     ahead: Sequence[Flat] = ()
     states: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the files' buffers."""
+        return sum(files.host_bytes for files in (self.swap, self.stored) if files is not None)
+
+    def close(self) -> None:
+        """Delete the files."""
+        for files in (self.swap, self.stored):
+            if files is not None:
+                files.close()
 
 
 Prepare = Callable[[Needs], Room]
@@ -137,7 +154,13 @@ def _what_fits(parts: dict[str, int], most: int) -> str:
         ways.append(f"offload_optimizer.update_during_backward = 0 takes {bytes_text(without)}")
     if 0 < (share := int(100 * (most - rest) / moved) / 100 if moved else 0.0) < 1:
         ways.append(f"offload_optimizer.ratio = {share:g} fits, and leaves the other states on the device")
-    if (kept := sum(parts.values()) - parts.get("optimizer states", 0)) < most and "optimizer states" in parts:
-        ways.append(f"offload_optimizer.device = nvme takes {bytes_text(kept)} and some buffers")
+    in_files = [("offload_optimizer.device", "optimizer states"), ("offload_param.device", "parameters")]
+    found = [entry for entry in in_files if entry[1] in parts]
+    for chosen in [[entry] for entry in found] + [found] * (len(found) > 1):
+        kept = sum(parts.values()) - sum(parts[part] for _, part in chosen)
+        if kept < most:
+            verb, also = "take" if len(chosen) > 1 else "takes", f"{bytes_text(kept)} and " if kept else ""
+            ways.append(f"{' and '.join(key for key, _ in chosen)} = nvme {verb} {also}some buffers")
+            break
     ways.append("spread the states over more nodes" if ways else "take a machine with more memory, or more nodes")
     return "; or ".join(ways)

@@ -10,7 +10,7 @@ units in the reverse order of the forward before it, and a forward mostly repeat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from zeromesh.dist.mesh import Mesh
 from zeromesh.observe.spans import span
@@ -31,6 +31,7 @@ class Residency:
         pool: their slots.
         root_pool: the root's slot.
         on_change: called with a unit and whether its parameters may be used from now on: they are in memory, and stay.
+        ahead: called with the units that will be fetched next, in order, where parameters are to be read before.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Residency:
         root_pool: Pool,
         mesh: Mesh,
         on_change: Callable[[Unit, bool], None],
+        ahead: Callable[[Iterator[Unit]], None] | None = None,
     ) -> None:
         self.unit_of = {unit.storage._cdata: unit for unit in (root, *units)}
         self._root = root
@@ -55,6 +57,7 @@ class Residency:
         self._plan: list[int] = []
         self._position = 0
         self._on_change = on_change
+        self._ahead = ahead
 
     # Events.
 
@@ -62,6 +65,7 @@ class Residency:
         """What will be used next, in order."""
         self._plan = list(upcoming)
         self._position = 0
+        self._read_ahead()
 
     def enter(self, unit: Unit) -> None:
         """The unit's forward begins: it is needed now and stays until ``leave``."""
@@ -191,6 +195,7 @@ class Residency:
         unit.begin_fetch(self._mesh, slot)
 
     def _prefetch(self) -> None:
+        self._read_ahead()
         if not self._root.sharded:
             return
         for ahead, index in enumerate(self._plan[self._position :]):
@@ -206,6 +211,13 @@ class Residency:
                 slot = self._pool.take(unit.nbytes)
                 assert slot is not None
             unit.begin_fetch(self._mesh, slot)
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Say what is not in memory, nor on its way, and will be used; nothing where no plan says what."""
+        if self._ahead is not None:
+            units = [self._root, *(self._units[index] for index in self._plan[self._position :])] if self._plan else []
+            self._ahead(unit for unit in units if unit.state is State.HOME)
 
     def _victim(self, nbytes: int, sooner_than: int) -> Unit | None:
         """The unit that is needed last, and later than ``sooner_than`` uses from now; None if all are needed."""

@@ -110,8 +110,9 @@ class Sharded:
         early = [flat for flat in self.flats if can_begin_early(flat, mesh)]
         needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST], early)
         room = Room() if prepare is None else prepare(needs)
-        self.swap = room.swap
+        self.swap, self.stored = room.swap, room.stored
         assert self.swap is not None or not needs.files, "a tier of files without a place for them"
+        assert self.stored is not None or not needs.stored, "a tier of files without a place for them"
         place_units(laid_out, mesh, mixed, materialise, self._link)
         self.ahead = Ahead(room.ahead, room.swap, mesh, self._link, room.states, row.pinned)
         self.reducer.on_home = self.ahead.is_whole if room.ahead else None
@@ -120,7 +121,8 @@ class Sharded:
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
         self._order = Order([unit for unit in rest if unit.flats])
         self._guards: dict[Unit, Guard] = {}
-        self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch)
+        ahead = None if self.stored is None else self.stored.ahead
+        self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, ahead)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh.shard.size)
         self._guards = {unit: Guard(unit, self.names, self.events.touch) for unit in self.units}
         self._name_tags()
@@ -316,6 +318,8 @@ class Sharded:
         assert gradient is not None
         assert gradient.home is not None
         apart = flat.master is not flat.home
+        if apart:
+            flat.bring_home(read=False)
         out = self._staging.take(flat.home, flat.parameter_tier) if apart else None
         given = [
             (piece.parameter, gradient.home[local], None if out is None else out[local])
@@ -330,10 +334,12 @@ class Sharded:
         for index, local, piece in flat.pieces:
             if index not in written:
                 out[local].copy_(piece.parameter.detach().view(-1))
+        flat.bring_home(write=True, read=False)  # not before: an update that fails leaves what there was
         flat.expect(self._staging.send(out, flat.home))
 
     def _write_home(self, flat: Flat) -> None:
         if flat.master is not flat.home:
+            flat.bring_home(write=True, read=False)
             flat.home.copy_(flat.master)
 
     def publish(
@@ -454,13 +460,17 @@ class Sharded:
         """What is allocated on this rank at the most: (state, tier, bytes)."""
         for flat in self.flats:
             rest, tier = (flat.home, flat.parameter_tier) if self.sharded else (flat.full, Tier.DEVICE)
-            yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
+            if tier is not Tier.NVME:
+                yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
             if flat.master is not flat.home and flat.optimizer_tier is not Tier.NVME:
                 yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
         if self.swap is not None:
             yield "optimizer", "nvme", self.swap.nbytes
             yield "slot", "host", self.swap.host_bytes
         yield "slot", "host", self.ahead.nbytes
+        if self.stored is not None:
+            yield "parameter", "nvme", self.stored.nbytes
+            yield "slot", "host", self.stored.host_bytes
         for tier, size in self.reducer.home_bytes.items():
             yield "gradient", tier.value, size
         yield "slot" if self.reducer.policy.sharded else "gradient", "device", self.reducer.full_bytes
@@ -480,8 +490,7 @@ class Sharded:
         self._link.synchronize()
         for handle in self._handles:
             handle.remove()
-        if self.swap is not None:
-            self.swap.close()
+        Room(self.swap, self.stored).close()
 
     def _finish_fetches(self) -> None:
         """Nothing is to be sent from, or to land in, memory that changes."""

@@ -255,8 +255,9 @@ def _row_bytes(flat: Flat, dtype: torch.dtype) -> int:
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
-    """NaN of the same shape and dtype, in the memory of one number: it can be looked at and not be written to."""
-    found = torch.full((), torch.nan, dtype=like.dtype).expand(like.shape)
+    """NaN (of whole numbers: 0) of the same shape and dtype, in the memory of one number; nobody can write to it."""
+    value = torch.nan if like.is_floating_point() or like.is_complex() else 0
+    found = torch.full((), value, dtype=like.dtype).expand(like.shape)
     setattr(found, _ABSENT, True)
     return found
 

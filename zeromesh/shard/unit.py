@@ -9,7 +9,7 @@ Note on the names of a unit's tensors:
 - ``home``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
 - ``master``: what the optimizer updates. For 16-bit parameters it is fp32: where parameters are sharded they rest in it
   and are converted as they are fetched, elsewhere it is a copy beside them. For others it is ``home`` itself. Where the
-  optimizer's tier is not the parameters', it is a copy on that tier in any case.
+  optimizer's tier is not the parameters', or parameters rest on NVMe, it is a copy on that tier in any case.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ Materialise = Callable[[str, nn.Parameter], Source | None]
 
 
 class Bring(Protocol):
-    """Has the masters and optimizer states of a flat buffer in memory, until those of another one are asked for."""
+    """Has what rests on NVMe of a flat buffer in memory, until that of another one is asked for."""
 
     def __call__(self, write: bool = False, read: bool = True) -> None:
-        """As ``Swap.bring``."""
+        """As ``Swap.bring`` and ``Stored.bring``."""
 
 
 def _is_here(write: bool = False, read: bool = True) -> None:
@@ -96,7 +96,8 @@ class Flat:
         self._copy = DONE  # the last to or from the home's memory
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
-        self.bring: Bring = _is_here
+        self.bring: Bring = _is_here  # the master and the optimizer's states
+        self.bring_home: Bring = _is_here
         self.joined: set[int] = set()  # parameters that are whole for a while, and not bound to their views
 
     @property
@@ -127,6 +128,7 @@ class Flat:
         The copy waits for all that was launched so far, and so for the last kernels of the unit that had the slot.
         """
         form = mesh.links.gather if self.rounds else None
+        self.bring_home()
         if self.parameter_tier is Tier.DEVICE:
             return [mesh.shard.all_gather(self.full, self.home, self.tag, form)]
         part = self.full[self.shard]
@@ -136,6 +138,7 @@ class Flat:
 
     def write_back(self, link: Link) -> None:
         """Take what the parameters are now, in memory, into their home; the memory may be given up then."""
+        self.bring_home(write=True, read=False)
         if self.parameter_tier is Tier.DEVICE:
             self.home.copy_(self.full[self.own])
         else:
@@ -152,6 +155,12 @@ class Flat:
         """Whether what is gathered may be rounded: it is not read back, as its true value lies in the master."""
         return self.layout.trainable and not _shares(self.master, self.full)
 
+    @property
+    def apart(self) -> bool:
+        """Whether the master is another tensor than ``home`` because of where they rest."""
+        on_disk = self.parameter_tier is Tier.NVME
+        return self.layout.trainable and (on_disk or self.optimizer_tier is not self.parameter_tier)
+
     def fill(self, row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
         """Take the parameters' values, those of the first rank, into ``home`` (or ``full``) and ``master``.
 
@@ -161,18 +170,19 @@ class Flat:
         """
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
         dtype, elements = self.master_dtype(mixed), self.own.stop - self.own.start
-        apart = self.optimizer_tier is not self.parameter_tier
         if not sharded:
             self.home = self.full[self.own]
+        elif self.parameter_tier is Tier.NVME:
+            self.bring_home(write=True, read=False)
         else:
             # On the host, what is fetched is not to be converted each time.
-            rest = layout.dtype if apart or self.parameter_tier is not Tier.DEVICE else dtype
+            rest = layout.dtype if self.apart or self.parameter_tier is not Tier.DEVICE else dtype
             self.home = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
         self.master = self.home
-        if self.optimizer_tier is Tier.NVME:
+        if self.optimizer_tier is Tier.NVME and layout.trainable:
             self.bring(write=True, read=False)
             self.master.zero_()
-        elif apart or self.home.dtype != dtype:
+        elif self.apart or self.home.dtype != dtype:
             self.master = zeros_on(self.optimizer_tier, elements, dtype, mesh.device, row.pinned)
         for start, stop in () if sharded else layout.gaps:
             self.full[start:stop] = 0
@@ -214,6 +224,7 @@ class Flat:
         """
         sharded = not _shares(self.home, self.full)
         start = segment.start + first
+        self.bring_home(write=True)
         _put(value, start, self.home if sharded else self.full, self.shard.start if sharded else 0)
         if self.master is not self.home:
             self.bring(write=True)

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,6 +238,16 @@ class Store:
             assert region._next is None, "a region is written while a provisional write of it awaits commit or drop"
         return self._begin(place, buffer, writes=True)
 
+    def holds(self, region: Region, buffer: Buffer) -> bool:
+        """Whether what is in the front of a buffer was last committed or written to a region, by its checksums.
+
+        Waits for what is done with the region. Neither may be under way with the buffer.
+        """
+        place = region._current
+        _settle(place)
+        both = zip(self._blocks(place), place.checksums, strict=True) if place.written else ()
+        return place.written and all(checksum(buffer.view[block]) == known for block, known in both)
+
     def commit(self) -> None:
         """Let all regions hold what was written provisionally; waits until it is on the disk.
 
@@ -301,16 +311,21 @@ class Store:
         _settle(buffer)
         assert writes or place.written, "a region is read that was never written, or not to its end"
         self._file.check()
-        requests = -(-place.nbytes // self._block_size)
+        blocks = list(self._blocks(place))
         if writes:
-            place.checksums = [None] * requests
+            place.checksums = [None] * len(blocks)
         what = f"{'writing' if writes else 'reading'} {place.nbytes:,} bytes at {place.offset:,} of {self.path}"
-        pending = Pending(what, requests, self._meter, self._patience)
+        pending = Pending(what, len(blocks), self._meter, self._patience)
         place.transfer = buffer.transfer = pending
-        for index, begin in enumerate(range(0, place.nbytes, self._block_size)):
-            memory = buffer.view[begin : min(begin + self._block_size, place.nbytes)]
-            self._requests.put(_Request(pending, place, buffer, index, place.offset + begin, memory, writes))
+        for index, block in enumerate(blocks):
+            memory, offset = buffer.view[block], place.offset + block.start
+            self._requests.put(_Request(pending, place, buffer, index, offset, memory, writes))
         return pending
+
+    def _blocks(self, place: _Place) -> Iterator[slice]:
+        """What each request for a place moves of a buffer."""
+        for begin in range(0, place.nbytes, self._block_size):
+            yield slice(begin, min(begin + self._block_size, place.nbytes))
 
 
 def _settle(used: _Place | Buffer) -> None:

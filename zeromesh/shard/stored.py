@@ -1,0 +1,226 @@
+"""Parameters that rest on NVMe: in host memory only while they are read ahead, used, or written behind.
+
+Of each flat buffer the file has one region, with this rank's part of the parameters in the dtype that is computed with.
+While the region is in memory, ``Flat.home`` is a view of the buffer that it was read into; at other times it is absent,
+as masters are in ``shard/swap.py``.
+
+What is read ahead follows the residency's plan. To fetch a unit is a collective, whose order must be the same on all
+ranks, so it never depends on which read has ended: who needs a flat buffer waits for that one.
+
+Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from zeromesh.dist.mesh import Mesh
+from zeromesh.model.placement import Tier
+from zeromesh.observe.spans import span
+from zeromesh.shard.swap import Disk, absent
+from zeromesh.shard.unit import Flat, Unit
+from zeromesh.tiers.buffers import Buffer, Buffers
+from zeromesh.tiers.memory import empty_on
+from zeromesh.tiers.nvme import Pending, Region, Store
+from zeromesh.tiers.swap_file import aligned
+from zeromesh.tiers.traffic import Traffic
+
+
+class Stored:
+    """Brings the homes of flat buffers from NVMe into memory, one at a time, and back.
+
+    Args:
+        flats: whose.
+        disk: where. One of its buffers is left for what was not foreseen; with one alone nothing is read ahead.
+        mesh: the file's name has the rank.
+
+    Raises:
+        OSError: the folder cannot be used, or has too little space.
+    """
+
+    def __init__(self, flats: Sequence[Flat], disk: Disk, mesh: Mesh) -> None:
+        self._store = Store(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
+        self._regions = {
+            flat: self._store.allocate(flat.layout.shard_size * flat.layout.dtype.itemsize) for flat in flats
+        }
+        try:
+            self._store.reserve()
+            self._pool = Buffers(
+                buffer_bytes(flats, disk),
+                lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, disk.pinned),
+            )
+        except BaseException:
+            self._store.close()
+            raise
+        self._most_ahead = disk.buffers - 1
+        self._ahead: dict[Flat, tuple[Buffer, Pending]] = {}
+        self._behind: deque[tuple[Buffer, Pending]] = deque()
+        self._here: tuple[Flat, Buffer] | None = None
+        self._dirty = self._known = False
+        self._failure: OSError | None = None
+        for flat in self._regions:
+            flat.bring_home = partial(self.bring, flat)
+            if not flat.layout.trainable:
+                flat.bring = flat.bring_home
+
+    def __contains__(self, flat: Flat) -> bool:
+        return flat in self._regions
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self._store.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the buffers."""
+        return self._pool.nbytes
+
+    def traffic(self) -> Traffic:
+        """What went to and from the disk so far."""
+        return self._store.traffic()
+
+    def bring(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have one flat buffer's home in memory until another one's is asked for, or others are read ahead.
+
+        Args:
+            flat: whose.
+            write: what is in memory then goes back to the disk, meanwhile with what comes next.
+            read: False: what is on the disk does not matter, and is zeros.
+
+        Raises:
+            OSError: the disk failed, now or earlier: from then on nothing is brought.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._here is None or self._here[0] is not flat or (read and not self._known):
+            try:
+                self._put_away()
+                self._here = flat, self._take(flat, read)
+            except OSError as error:
+                self._failure = error
+                raise
+            self._known = read
+            _bind(flat, self._here[1].tensor(flat.layout.shard_size, flat.layout.dtype))
+        self._known, self._dirty = self._known or write, self._dirty or write
+
+    def ahead(self, units: Iterable[Unit]) -> None:
+        """Begin to read what units will need, in their order, as far as there is room; forget what others were to need.
+
+        Where the disk fails, the next ``bring`` says so.
+        """
+        try:
+            self._begin_reads(units)
+        except OSError as error:
+            self._failure = self._failure or error
+
+    def close(self) -> None:
+        """Delete the file."""
+        self._store.close()
+
+    def _begin_reads(self, units: Iterable[Unit]) -> None:
+        self._put_away()
+        while self._behind and self._behind[0][1].done():
+            self._finish_write()
+        wanted: dict[Flat, None] = {}
+        for flat in (flat for unit in units for flat in unit.flats if flat in self._regions):
+            if len(wanted) >= self._most_ahead:
+                break
+            wanted[flat] = None
+        for flat in [flat for flat in self._ahead if flat not in wanted]:
+            self._forget(flat)
+        for flat in wanted:
+            if flat in self._ahead:
+                continue
+            region = self._regions[flat]
+            buffer = self._pool.take(region.padded)
+            if buffer is None:
+                return
+            try:
+                self._ahead[flat] = buffer, self._store.read(region, buffer)
+            except BaseException:
+                self._pool.give(buffer)
+                raise
+
+    def _take(self, flat: Flat, read: bool) -> Buffer:
+        """A buffer with the flat buffer's region, or with zeros."""
+        if not read and flat in self._ahead:
+            self._forget(flat)
+        region = self._regions[flat]
+        buffer, pending = self._ahead.pop(flat, (None, None))
+        buffer = buffer or self._free(region)
+        try:
+            if read:
+                with span("wait_disk"):
+                    (pending or self._store.read(region, buffer)).wait()
+            else:
+                buffer.memory[: region.padded].zero_()
+        except BaseException:
+            self._give(buffer)
+            raise
+        return buffer
+
+    def _free(self, region: Region) -> Buffer:
+        """A buffer that nothing is done with: where all are used, one that is written from, or the one needed last."""
+        while (buffer := self._pool.take(region.padded)) is None:
+            if self._behind:
+                with span("wait_disk"):
+                    self._finish_write()
+            else:
+                self._forget(next(reversed(self._ahead)))
+        return buffer
+
+    def _put_away(self) -> None:
+        """Begin to write what ``bring`` brought, if it may be others now, and let it be absent."""
+        if self._here is None:
+            return
+        (flat, buffer), self._here = self._here, None
+        dirty, self._dirty = self._dirty, False
+        region = self._regions[flat]
+        _bind(flat, absent(flat.home))
+        try:
+            # What is frozen comes back after each use, as somebody might have changed it; nearly always it is the same.
+            if dirty and (flat.layout.trainable or not self._store.holds(region, buffer)):
+                self._behind.append((buffer, self._store.write(region, buffer)))
+                return
+        except BaseException:
+            self._pool.give(buffer)
+            raise
+        self._pool.give(buffer)
+
+    def _finish_write(self) -> None:
+        """Wait for the oldest write."""
+        buffer, pending = self._behind.popleft()
+        try:
+            pending.wait()
+        finally:
+            self._give(buffer)
+
+    def _forget(self, flat: Flat) -> None:
+        """Nobody will ask for what is read ahead, nor whether it went well."""
+        self._give(self._ahead.pop(flat)[0])
+
+    def _give(self, buffer: Buffer) -> None:
+        """Return a buffer, when what is under way with it has ended, well or not."""
+        if buffer.transfer is not None:
+            with suppress(OSError, RuntimeError):
+                buffer.transfer.settle()
+        self._pool.give(buffer)
+
+
+def buffer_bytes(flats: Sequence[Flat], disk: Disk) -> list[int]:
+    """Of each buffer in host memory."""
+    sizes = [aligned(flat.layout.shard_size * flat.layout.dtype.itemsize) for flat in flats]
+    return [max(sizes, default=0)] * min(disk.buffers, len(sizes))
+
+
+def _bind(flat: Flat, home: torch.Tensor) -> None:
+    """Let the home, and of what is frozen the master, be in some memory, or in none."""
+    flat.home = home
+    if not flat.layout.trainable:
+        flat.master = home
