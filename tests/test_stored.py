@@ -16,7 +16,7 @@ from torch import nn
 import zeromesh
 from harness import run_command, run_ranks
 from test_swap import PRECISIONS
-from test_tiers import Net, start, update
+from test_tiers import Net, in_stages, start, update
 from zeromesh import zero
 from zeromesh.shard.stored import Stored
 from zeromesh.tiers import swap_file
@@ -162,6 +162,13 @@ def test_a_checkpoint_does_not_know_where_parameters_rested(tmp_path: Path) -> N
     turns = [run_ranks(go_on, 2, one, str(tmp_path / "turns")) for one in (nvme, plain, nvme)]
     assert turns == [run_ranks(go_on, 2, plain, str(tmp_path / "plain")) for _ in range(3)]
     assert len({loss for losses in turns for loss in losses[0]}) == 6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"tensor": 2}], ids=str)
+def test_stages_and_split_layers_have_their_parameters_in_files(mesh: dict[str, int], tmp_path: Path) -> None:
+    settings = places(tmp_path, "nvme", "cpu")
+    assert run_ranks(in_stages, 2, settings, mesh) == run_ranks(in_stages, 2, {"stage": 3}, mesh)
 
 
 def test_weights_are_read_from_a_checkpoint_straight_into_the_file(tmp_path: Path) -> None:
@@ -393,6 +400,7 @@ def damage(path: Path, how: str) -> None:
             opened.write(b"something else")
 
 
+@pytest.mark.filterwarnings("ignore:module forward hook")  # which takes part in what other ranks fetch, and cannot
 @pytest.mark.parametrize("how", ["changed", "cut"])
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_file_that_is_changed_underneath_ends_the_run(how: str, evaluates: bool, tmp_path: Path) -> None:
