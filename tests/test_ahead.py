@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from harness import run_ranks
-from test_tiers import start
+from test_tiers import in_stages, start
 from zeromesh import zero
 from zeromesh.shard.ahead import Ahead
 
@@ -200,3 +200,17 @@ def test_on_two_ranks_with(setting: str, place: str, tmp_path: Path) -> None:
     more, counts = SETTINGS[setting]
     for counted in run_ranks(later_and_early, 2, place, str(tmp_path), 0, more):
         assert (max(counted[1:], default=0) == UNITS) == counts, counted
+
+
+def stages_early(zero: dict[str, Any], mesh: dict[str, int]) -> tuple[list[float], list[int]]:
+    with Watched() as watched:
+        return in_stages(zero, mesh, clipping=1e6), watched.counted
+
+
+@pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"tensor": 2}], ids=str)
+def test_stages_and_split_layers_begin_early(mesh: dict[str, int]) -> None:
+    settings = {"stage": 2, "offload_optimizer": {"device": "cpu", "update_during_backward": 1.0}}
+    later = run_ranks(in_stages, 2, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, mesh, 1e6)
+    early = run_ranks(stages_early, 2, settings, mesh)
+    assert [values for values, _ in early] == later
+    assert all(max(counted) > 0 for _, counted in early), early

@@ -242,14 +242,14 @@ def test_users_read_and_change_what_rests_on_the_host(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def in_stages(zero: dict[str, Any], mesh: dict[str, int]) -> list[float]:
+def in_stages(zero: dict[str, Any], mesh: dict[str, int], clipping: float = 0.1) -> list[float]:
     import test_pipeline
 
     torch.manual_seed(3)
     config = {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.1,
+        "gradient_clipping": clipping,
         "zero_optimization": zero,
         "mesh": mesh,
         "optimizer": test_pipeline.ADAMW,
