@@ -12,6 +12,29 @@
 // Numbers, as there may be nothing. Asking for that is no fault.
 #define ASK(from, offset, wide) __builtin_prefetch((const void *)((uintptr_t)(from) + (offset) + 256 * (wide)))
 
+// The code of states of 8 bits, as zeromesh/kernels/eight.py has it: what is left of a float's fraction, and the
+// largest number of each code.
+#define ONE 0x3f800000
+#define SIGNED_SHIFT 19
+#define ROOT_SHIFT 18
+#define SIGNED_MOST 247.0f
+#define ROOT_MOST 251.0f
+
+// The scale of a block, from the bits of its largest numbers, and one over it; -1 where a number of it is not finite.
+static float scale_of(const uint32_t *sizes, int count, int root, float *inverse) {
+    union { uint32_t bits; float number; } most = {0}, nan = {0x7fc00000};
+    for (int k = 0; k < count; k++)
+        if (sizes[k] > most.bits) most.bits = sizes[k];
+    *inverse = most.bits >= 0x7f800000 ? -1 : 0;
+    if (most.bits >= 0x7f800000) return nan.number;
+    if (most.bits == 0) return 0;
+    // Not so small that its inverse, or the square of a root, would leave the numbers there are.
+    float scale = most.number / (root ? ROOT_MOST : SIGNED_MOST), least = root ? 0x1p-48f : 0x1p-100f;
+    if (scale < least) scale = least;
+    *inverse = 1 / scale;
+    return scale;
+}
+
 typedef void update_function(const struct row *, const struct piece *, int64_t, int64_t, int);
 typedef double squares_function(const void *, int, int64_t, int64_t);
 
