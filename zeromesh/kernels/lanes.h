@@ -5,6 +5,8 @@
 //   SQRT, FMA           of vectors, rounded once
 //   TO_DOUBLES          of half a vector
 //   FROM_HALF, TO_HALF  between WIDTH halves in 16-bit integers and floats
+//   FROM_OCTETS         WIDTH bytes at an address, as integers
+//   TO_OCTETS           integers below 256, to bytes at an address
 //   STREAM              store to an aligned address, past the caches
 //
 // All is done lane by lane in the same order of roundings, and what is left at the end goes through whole vectors, too.
@@ -14,19 +16,17 @@
 #define FLOATS NAME(floats)
 #define INTEGERS NAME(integers)
 #define SHORTS NAME(shorts)
-#define OCTETS NAME(octets)
 #define DOUBLES NAME(doubles)
 #define PART NAME(part)
 
 typedef float FLOATS __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t INTEGERS __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t SHORTS __attribute__((vector_size(2 * WIDTH)));
-typedef uint8_t OCTETS __attribute__((vector_size(WIDTH)));
 typedef double DOUBLES __attribute__((vector_size(4 * WIDTH)));
 typedef float PART __attribute__((vector_size(2 * WIDTH)));
 typedef FLOATS NAME(floats_anywhere) __attribute__((aligned(4), may_alias));
 typedef SHORTS NAME(shorts_anywhere) __attribute__((aligned(2), may_alias));
-typedef OCTETS NAME(octets_anywhere) __attribute__((aligned(1), may_alias));
+typedef INTEGERS NAME(integers_anywhere) __attribute__((aligned(4), may_alias));
 
 INLINE FLOATS NAME(load)(const float *from) { return *(const NAME(floats_anywhere) *)from; }
 
@@ -170,7 +170,7 @@ INLINE void NAME(elements)(int rule, const struct row *given, const struct piece
 
 // States of 8 bits, whose code zeromesh/kernels/eight.py explains. A root is of a state that is never negative.
 INLINE FLOATS NAME(decode)(const uint8_t *from, float scale, int root) {
-    INTEGERS code = __builtin_convertvector(*(const NAME(octets_anywhere) *)from, INTEGERS);
+    INTEGERS code = FROM_OCTETS(from);
     INTEGERS size = root ? code << ROOT_SHIFT : (code & 127) << SIGNED_SHIFT;
     FLOATS x = ((FLOATS)(size + ONE) - 1.0f) * scale;
     return root ? x * x : (FLOATS)((INTEGERS)x | (code & 128) << 24);
@@ -188,13 +188,12 @@ INLINE void NAME(encode)(uint8_t *to, FLOATS x, float inverse, INTEGERS noise, i
     } else {
         code = (bits + (noise & ((1 << SIGNED_SHIFT) - 1))) >> SIGNED_SHIFT | ((INTEGERS)x >> 24 & 128);
     }
-    *(NAME(octets_anywhere) *)to = __builtin_convertvector(code, OCTETS);
+    TO_OCTETS(to, code);
 }
 
 // Of elements from `index` on, a hash.
 INLINE INTEGERS NAME(noise)(uint32_t seed, int64_t index) {
-    INTEGERS x;
-    for (int k = 0; k < WIDTH; k++) x[k] = k;
+    INTEGERS x = *(const NAME(integers_anywhere) *)lanes;
     x = (x + (uint32_t)index) * 0x9e3779b1 + seed;
     x = (x ^ x >> 15) * 0x85ebca6b;
     return x ^ x >> 13;
@@ -343,7 +342,6 @@ TARGET static double NAME(squares)(const void *from, int type, int64_t begin, in
 #undef FLOATS
 #undef INTEGERS
 #undef SHORTS
-#undef OCTETS
 #undef DOUBLES
 #undef PART
 #undef NAME
@@ -354,5 +352,7 @@ TARGET static double NAME(squares)(const void *from, int type, int64_t begin, in
 #undef TO_DOUBLES
 #undef FROM_HALF
 #undef TO_HALF
+#undef FROM_OCTETS
+#undef TO_OCTETS
 #undef STREAM
 #undef FENCE
