@@ -168,6 +168,17 @@ INLINE void NAME(elements)(int rule, const struct row *given, const struct piece
     if (q.parameter) memcpy((char *)q.parameter + narrow * i, parameter, narrow * rest);
 }
 
+// In these forms compilers know them as single instructions.
+INLINE INTEGERS NAME(most)(INTEGERS x, INTEGERS y) {
+    INTEGERS more = (INTEGERS)(x > y);
+    return (more & x) | (~more & y);
+}
+
+INLINE INTEGERS NAME(least)(INTEGERS x, INTEGERS y) {
+    INTEGERS less = (INTEGERS)(x < y);
+    return (less & x) | (~less & y);
+}
+
 // States of 8 bits, whose code zeromesh/kernels/eight.py explains. A root is of a state that is never negative.
 INLINE FLOATS NAME(decode)(const uint8_t *from, float scale, int root) {
     INTEGERS code = FROM_OCTETS(from);
@@ -178,25 +189,13 @@ INLINE FLOATS NAME(decode)(const uint8_t *from, float scale, int root) {
 
 // The scale and its inverse are of the block; of a root `x` is that. Noise instead of one half is added before rounding down.
 INLINE void NAME(encode)(uint8_t *to, FLOATS x, float inverse, INTEGERS noise, int root) {
-    const FLOATS most = (FLOATS){0} + (root ? ROOT_MOST : SIGNED_MOST) + 1.0f;
-    FLOATS size = (FLOATS)((INTEGERS)x & 0x7fffffff) * inverse + 1.0f;
-    size = NAME(select)((INTEGERS)(size < most), size, most);
-    INTEGERS bits = (INTEGERS)size - ONE, code;
-    if (root) {
-        code = (bits + (noise >> (32 - ROOT_SHIFT))) >> ROOT_SHIFT;
-        code |= (INTEGERS)(code == 0) & (INTEGERS)(x != 0) & 1;
-    } else {
-        code = (bits + (noise & ((1 << SIGNED_SHIFT) - 1))) >> SIGNED_SHIFT | ((INTEGERS)x >> 24 & 128);
-    }
+    const INTEGERS zero = {0}, size = (INTEGERS)x & 0x7fffffff;
+    const union { float number; uint32_t bits; } most = {(root ? ROOT_MOST : SIGNED_MOST) + 1.0f};
+    INTEGERS bits = NAME(least)((INTEGERS)((FLOATS)size * inverse + 1.0f), zero + most.bits) - ONE;
+    INTEGERS code;
+    if (root) code = NAME(most)((bits + (noise >> (32 - ROOT_SHIFT))) >> ROOT_SHIFT, NAME(least)(size, zero + 1));
+    else code = (bits + (noise & ((1 << SIGNED_SHIFT) - 1))) >> SIGNED_SHIFT | ((INTEGERS)x >> 24 & 128);
     TO_OCTETS(to, code);
-}
-
-// Of elements from `index` on, a hash.
-INLINE INTEGERS NAME(noise)(uint32_t seed, int64_t index) {
-    INTEGERS x = *(const NAME(integers_anywhere) *)lanes;
-    x = (x + (uint32_t)index) * 0x9e3779b1 + seed;
-    x = (x ^ x >> 15) * 0x85ebca6b;
-    return x ^ x >> 13;
 }
 
 // A block with its scales, at most EIGHT elements in whole vectors, which lie at `at` and count from `index`.
@@ -229,9 +228,7 @@ INLINE void NAME(block)(int rule, const struct row *row, const struct piece *q, 
         for (int k = 0; k < states; k++) {
             if (root[k]) x[k + 1] = SQRT(x[k + 1]);
             NAME(store)(new[k] + j, x[k + 1], 0);
-            INTEGERS size = (INTEGERS)x[k + 1] & 0x7fffffff;  // as integers a NaN is the largest
-            INTEGERS more = (INTEGERS)(size > most[k]);
-            most[k] = (more & size) | (~more & most[k]);
+            most[k] = NAME(most)((INTEGERS)x[k + 1] & 0x7fffffff, most[k]);  // as integers a NaN is the largest
         }
         if (!q->parameter) continue;
         ASK(q->parameter, 2 * i, 2);
@@ -239,8 +236,11 @@ INLINE void NAME(block)(int rule, const struct row *row, const struct piece *q, 
     }
     float inverses[2] = {0};
     for (int k = 0; k < states; k++) q->new_scales[k][index / EIGHT] = scale_of((const uint32_t *)&most[k], WIDTH, root[k], &inverses[k]);
-    for (int64_t j = 0; j < elements; j += WIDTH) {
-        INTEGERS noise = NAME(noise)(row->noise, index + j);
+    // A hash of the step and the element.
+    INTEGERS counted = (*(const NAME(integers_anywhere) *)lanes + (uint32_t)index) * 0x9e3779b1 + row->noise;
+    for (int64_t j = 0; j < elements; j += WIDTH, counted += WIDTH * 0x9e3779b1) {
+        INTEGERS noise = (counted ^ counted >> 15) * 0x85ebca6b;
+        noise ^= noise >> 13;
         for (int k = 0; k < states; k++) {
             uint8_t *to = (uint8_t *)q->write[k + 1] + at + j;
             NAME(encode)(to, NAME(load)(new[k] + j), inverses[k], noise, root[k]);
