@@ -88,7 +88,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, root: bool) -> torch.Tenso
 
 def _parameters(root: bool) -> tuple[int, float, float]:
     """The bits of a float below those of a code, the largest number for a scale of 1, and the least scale."""
-    return (18, 251.0, 2.0**-48) if root else (19, 247.0, 2.0**-100)
+    return (18, 251.0, 2.0**-58) if root else (19, 247.0, 2.0**-100)
 
 
 def _noise(number: int, elements: int) -> torch.Tensor:

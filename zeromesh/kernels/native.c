@@ -29,7 +29,7 @@ static float scale_of(const uint32_t *sizes, int count, int root, float *inverse
     if (most.bits >= 0x7f800000) return nan.number;
     if (most.bits == 0) return 0;
     // Not so small that its inverse, or the square of a root, would leave the numbers there are.
-    float scale = most.number / (root ? ROOT_MOST : SIGNED_MOST), least = root ? 0x1p-48f : 0x1p-100f;
+    float scale = most.number / (root ? ROOT_MOST : SIGNED_MOST), least = root ? 0x1p-58f : 0x1p-100f;
     if (scale < least) scale = least;
     *inverse = 1 / scale;
     return scale;
