@@ -20,6 +20,7 @@ A block with an element that is not finite is NaN as a whole, and stays so.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 BLOCK = 256
@@ -58,7 +59,8 @@ def encode(state: torch.Tensor, root: bool, number: int) -> tuple[torch.Tensor, 
     """
     elements = state.numel()
     values = torch.zeros(scales_of(elements) * BLOCK)
-    values[:elements] = state.sqrt() if root else state
+    # numpy's roots are rounded to nearest, as the kernel's; torch's on the CPU are not always
+    values[:elements] = torch.from_numpy(np.sqrt(state.detach().numpy())) if root else state.detach()
     values = values.view(-1, BLOCK)
     shift, most, least = _parameters(root)
     largest = values.abs().amax(1, keepdim=True) if elements else values[:, :1]

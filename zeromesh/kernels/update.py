@@ -205,7 +205,9 @@ def _check(piece: Piece) -> None:
 def _check_scales(piece: Piece, names: Sequence[str]) -> None:
     """Refuse scales that do not go with the states."""
     if piece.scales and len(piece.scales) != len(names):
-        raise ValueError(f"{len(names)} states have 8 bits, and {len(piece.scales)} scales are given; give one for each")
+        raise ValueError(
+            f"{len(names)} states have 8 bits, and {len(piece.scales)} scales are given; give one for each"
+        )
     if len(piece.new_scales) != (len(piece.new_states) if piece.scales else 0):
         raise ValueError(
             f"{len(piece.new_states)} new states and {len(piece.new_scales)} new scales are given; give as many, and "
