@@ -34,8 +34,8 @@ BYTES = 28
 HALVES = "ZeroMesh, halves"
 EIGHT = "ZeroMesh, 8 bits"
 BYTES_OF = {HALVES: 26, EIGHT: 16.06}
-"""Of rows that move fewer: the parameter is the master's upper half, and is not written beside it; or moments are bytes,
-with two scales of 4 bytes for each 256, all read and written."""
+"""Of rows that move fewer: the parameter is the master's upper half, and is not written beside it; or moments are
+bytes, with two scales of 4 bytes for each 256, all read and written."""
 
 OURS, MEMORY, CASTS, DEEPSPEED = "ZeroMesh", "memory", "torch: cast, fused, cast", "DeepSpeed: cast, update, cast"
 AIMS = {MEMORY: 0.9, CASTS: 1.7, DEEPSPEED: 1.1}

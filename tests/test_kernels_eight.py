@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from test_kernels import FACTOR, SIZES, Reference, bits, built, missing, pieces_of, same_bits  # noqa: F401
+from test_kernels import FACTOR, SIZES, Reference, bits, built, joined, missing, pieces_of, same_bits  # noqa: F401
 from zeromesh.kernels import eight, halves, update
 from zeromesh.kernels.native import Library
 from zeromesh.kernels.rules import RULES
@@ -69,7 +69,7 @@ def test_a_code_is_near_its_number() -> None:
     assert all((tensor == 0).all() for root in (False, True) for tensor in eight.encode(zeros, root, 1))
 
 
-def test_what_is_divided_by_never_becomes_zero(built: Library) -> None:
+def test_what_is_divided_by_never_becomes_zero(built: Library) -> None:  # noqa: F811
     """However small it is beside the largest of its block."""
     state = torch.full((eight.BLOCK,), 1e-45)
     for largest in (1e-45, 1e-38, 1.0, 3e38):
@@ -103,7 +103,7 @@ def test_rounding_is_right_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("elements", [0, 1, 15, 255, 256, 257, 70_001])
-def test_the_kernel_makes_the_same_codes(elements: int, built: Library) -> None:
+def test_the_kernel_makes_the_same_codes(elements: int, built: Library) -> None:  # noqa: F811
     """A first momentum is the gradient, Adagrad's first sum its square; a step along the momentum shows a code."""
     gradient = numbers(elements)
     squares = gradient.square()
@@ -131,7 +131,7 @@ def test_the_kernel_makes_the_same_codes(elements: int, built: Library) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_between_codes_it_is_the_update_of_fp32(name: str, built: Library) -> None:
+def test_between_codes_it_is_the_update_of_fp32(name: str, built: Library) -> None:  # noqa: F811
     """To the bit, with a whole master and with halves, whatever the threads and instructions."""
     pieces, found = pieces_of(name, SIZES)
     for piece in eighths(pieces):
@@ -223,7 +223,7 @@ def test_without_the_library_it_is_all_but_the_same(name: str, request: pytest.F
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_block_with_what_is_no_number_is_none(name: str, built: Library) -> None:
+def test_a_block_with_what_is_no_number_is_none(name: str, built: Library) -> None:  # noqa: F811
     reference = Reference(name, torch.zeros(1))
     rule, group = reference.rule, reference.group
     for instructions in built.sets:
@@ -238,7 +238,7 @@ def test_a_block_with_what_is_no_number_is_none(name: str, built: Library) -> No
                 assert (codes[256:512] == 0).all()
 
 
-def test_moments_follow_gradients_that_become_small(built: Library) -> None:
+def test_moments_follow_gradients_that_become_small(built: Library) -> None:  # noqa: F811
     """Beside one that stays large. A step changes them by less than codes are apart: to nearest, they would stay."""
     group = {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     gradient = torch.ones(eight.BLOCK * 4)

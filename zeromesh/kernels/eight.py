@@ -1,15 +1,16 @@
 """States in 8 bits: a byte for each element and an fp32 scale for each 256; about 2 bytes for both of Adam's moments.
 
 Blocks count from the first element of a piece, wherever that lies. The scale of a block makes its largest element the
-largest code. Block-wise scales are from Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); the code
-is another one, which takes neither table nor search (docs/adr/0018 compares them). A code is the upper bits of an fp32
-number from 1 on, less 1::
+largest code. Block-wise scales are from Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); the
+code is another one, which takes neither table nor search (docs/adr/0018 compares them). A code is the upper bits of an
+fp32 number from 1 on, less 1::
 
     signed   s eee ffff    ((1 + ffff / 16) * 2**eee - 1) * scale               first moments, momentum
     root       eee fffff   (((1 + fffff / 32) * 2**eee - 1) * scale) ** 2       second moments, Adagrad's sum
 
-So numbers far above the scale are rounded relative to themselves, by up to a 16th or a 32nd, and those below it, absolutely.
-Of states that are divided by, the root is kept, which is what is divided by. It has a code above 0 unless it is 0.
+So numbers far above the scale are rounded relative to themselves, by up to a 16th or a 32nd, and those below it,
+absolutely. Of states that are divided by, the root is kept, which is what is divided by. It has a code above 0 unless
+it is 0.
 
 A moment changes by less in a step than codes are apart, and rounded to nearest it would stay where it is. So what is
 cut off decides, with noise, whether the code is the one below or above: the mean is right. The noise is a hash of the
