@@ -79,11 +79,15 @@ class Swap:
         self._regions = {flat: self._store.allocate(_region_bytes(flat, dtypes[flat], disk)) for flat in dtypes}
         for flat in ahead:
             self._store.allocate_spare(self._regions[flat].nbytes)
-        self._store.reserve()
-        self._pool = Buffers(
-            buffer_bytes(dtypes, disk),
-            lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, disk.pinned),
-        )
+        try:
+            self._store.reserve()
+            self._pool = Buffers(
+                buffer_bytes(dtypes, disk),
+                lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, disk.pinned),
+            )
+        except BaseException:
+            self._store.close()
+            raise
         self._here: tuple[Flat, Buffer] | None = None
         self._dirty, self._known = False, False
         self._optimizer: Optimizer | None = None
