@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +195,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
 """What is configured besides, and whether updates that begin early count."""
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("place", ["row 1", "all", "all in files"])
-def test_on_two_ranks_with(setting: str, place: str, tmp_path: Path) -> None:
+USUAL = [*(("all in files", name) for name in SETTINGS), ("row 1", "clipped"), ("all", "accumulated")]
+REST = [case for case in product(["row 1", "all"], SETTINGS) if case not in USUAL]
+
+
+@pytest.mark.parametrize(
+    ("place", "setting"), [*USUAL, *(pytest.param(*case, marks=pytest.mark.full) for case in REST)]
+)
+def test_on_two_ranks_with(place: str, setting: str, tmp_path: Path) -> None:
     more, counts = SETTINGS[setting]
     for counted in run_ranks(later_and_early, 2, place, str(tmp_path), 0, more):
         assert (max(counted[1:], default=0) == UNITS) == counts, counted

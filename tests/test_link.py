@@ -136,8 +136,12 @@ def both(zero: dict[str, Any]) -> list[tuple[Outcome, Outcome]]:
     ]
 
 
+SOME = ["row 2", "row 3, parameters"]
+USUAL = [name for name in [*ZERO, "row 3, all, some frozen"] if name not in SOME]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [*ZERO, "row 3, all, some frozen"])
+@pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.full) for name in SOME)])
 def test_what_is_copied_late_trains_to_the_same_bits(name: str, ranks: int) -> None:
     zero = {**ZERO["row 3, all"], "frozen": True} if "frozen" in name else ZERO[name]
     for rank in run_ranks(both, ranks, zero):
