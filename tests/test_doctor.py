@@ -23,7 +23,9 @@ COMMAND = ["-m", "zeromesh.cli.main", "doctor"]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher around this process, and less to write and copy."""
+    """No launcher around this process, no group that other tests left, and less to write and copy."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(inventory, "DISK_BYTES", 4 << 20)

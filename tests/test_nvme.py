@@ -626,6 +626,10 @@ import os, sys, time
 from zeromesh.tiers.nvme import Store
 from zeromesh.tiers.buffers import Buffer
 
+def say(*words):
+    # A line at once, which no other process's cuts in two.
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 # All from one that has imported torch, which takes seconds.
 ends, pids = sys.argv[2:], {}
 for rank, end in enumerate(ends):
@@ -637,7 +641,7 @@ else:
     print(*pids, flush=True)
     while pids:
         pid, status = os.wait()
-        print("ended", pids.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
+        say("ended", pids.pop(pid), os.waitstatus_to_exitcode(status))
     sys.exit()
 
 store = Store(sys.argv[1], rank=rank, block_size=4096, queue_depth=2)
@@ -659,7 +663,7 @@ if end == "work":
         time.sleep(0.01)
         return real(*given)
     os.pwritev = slow
-    print("ready", flush=True)
+    say("ready")
     while True:
         store.write(region, buffer).wait()
 """

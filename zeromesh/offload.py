@@ -97,7 +97,8 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         rows = mesh.group("world").exchange(sizes)
         here = [rank for rank, node in enumerate(mesh.node_of) if node == mesh.node_of[mesh.rank]]
         *found, freed = map(int, rows[here].sum(0).tolist())
-        total, available = {name: size for name, size in zip(PARTS, found, strict=True) if size}, _available()
+        total = {name: size for name, size in zip(PARTS, found, strict=True) if size}
+        available = _available() if total else None
         most = None if available is None else available + freed
         if offload.early is None and NEXT in total and not _is_plenty(sum(total.values()), most, offload.limit):
             ahead = []

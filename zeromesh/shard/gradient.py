@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -520,8 +521,9 @@ class Reducer:
             gradient.landed = None
 
     def _land_all(self) -> None:
-        with span("wait_copy"):
-            for gradient in self._on_host:
+        on_host = self._on_host
+        with span("wait_copy") if on_host else nullcontext():
+            for gradient in on_host:
                 self._land(gradient)
         for _, buffer in self._arriving:
             self._arrivals.give(buffer)
