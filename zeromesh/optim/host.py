@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from zeromesh.kernels.rules import RULES, rule_of
 from zeromesh.kernels.update import Piece, Step, update
+from zeromesh.model.placement import Tier
+from zeromesh.tiers.memory import zeros_on
 
 
 def states_of(optimizer: Optimizer) -> Callable[[Parameter], Sequence[str]]:
@@ -108,7 +110,7 @@ class HostSteps:
         state, names = self._optimizer.state[parameter], RULES[rule].states(group)
         first = any(state.get(name) is None for name in names)
         for name in names if first else ():
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
+            state[name] = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device).view_as(parameter)
         if rule in COUNTED:
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
         number = int(state["step"]) if rule in COUNTED else 1 if first else 2

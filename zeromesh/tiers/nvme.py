@@ -393,7 +393,8 @@ def _close(requests: SimpleQueue[_Request | None], threads: Sequence[threading.T
         for _ in threads:
             requests.put(None)
         for thread in threads:
-            if thread is not threading.current_thread():  # which may be the one that collects garbage
+            # One that could not be started has nothing to end; the current one may be the one that collects garbage.
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
     finally:
         file.delete()
