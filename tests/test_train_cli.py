@@ -181,6 +181,11 @@ def test_two_ranks_see_what_one_sees(corpus: Path, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "two" / "run" / "report.json").read_text())
     assert len(report["peak_memory"]) == report["ranks"] == 2
     assert report["traffic"]["all_gather/data"]["bytes"] > 0
+    bounds = report["bounds"]
+    assert bounds["uses"][bounds["bound"]]["share"] == max(use["share"] for use in bounds["uses"].values())
+    assert sum(use["share"] for use in bounds["uses"].values()) == pytest.approx(1.0, rel=0.01)
+    assert bounds["uses"]["compute"]["amount"] > 0
+    assert f"goes to {bounds['bound']}" in (tmp_path / "two" / "run" / "report.md").read_text()
 
 
 def test_a_finished_run_continues_a_text(finished: Path) -> None:

@@ -16,7 +16,7 @@ PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations"),
-    ("__init__", "engine", "build", "report", "export", "observing", "zero", "checkpointing", "pipe"),
+    ("__init__", "engine", "build", "report", "bounding", "export", "observing", "zero", "checkpointing", "pipe"),
     ("saving",),
     ("agree", "batches", "offload", "training_data", "pretrained", "pipelined"),
     (

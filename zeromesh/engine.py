@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zeromesh import batches, export, report
 from zeromesh.activation.checkpoint import compile_forward
+from zeromesh.bounding import find_bounds
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.linear import Kept, keeping
@@ -651,6 +652,25 @@ class Engine:
         ``relative_error`` where numbers were rounded for the links between nodes.
         """
         return report.traffic(self.mesh.traffic, reset)
+
+    def bound_report(self, operations: float | None = None) -> dict[str, Any] | None:
+        """Which resource bounded the updates so far, and how far from its limit it ran; all ranks call it.
+
+        It measures the machine, for up to about two seconds.
+
+        Args:
+            operations: floating-point operations of this rank in an update; None: not known.
+
+        Returns:
+            ``bound`` (a resource), ``advice``, ``updates``, ``seconds`` of one, and in ``uses`` per resource the
+            seconds spent on it and their ``share``; ``amount`` (bytes, or operations), ``rate`` and ``limit`` of them
+            per second, and ``of_limit``, where they are known. None without ``wall_clock_breakdown``, and before the
+            second update.
+        """
+        precision = self.config.precision
+        dtype = precision.compute or precision.autocast or torch.float32
+        found = find_bounds(self.observer, self.sharded, dtype, operations)
+        return None if found is None else found.as_dict()
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model in training mode."""

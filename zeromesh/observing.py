@@ -60,4 +60,5 @@ def make_observer(model: nn.Module, settings: Resolved, mesh: Mesh, monitor: Mon
             dtype=settings.precision.compute or settings.precision.autocast or torch.float32,
         )
     mesh.traffic.listener = collective  # of no engine, as engines may share a mesh
-    return Observer(model, mesh.device, mesh.rank, monitor, every, window, plan)
+    # A run of ``zeromesh train`` ends with a report of what bounded it.
+    return Observer(model, mesh.device, mesh.rank, monitor, every, window, plan, whole=settings.run is not None)

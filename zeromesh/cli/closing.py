@@ -47,6 +47,8 @@ def close(loop: Loop, prepared: Prepared, span: Span, console: Console) -> None:
     if score is not None:
         loop.show_score(span.reached, score)
     memory, traffic = engine.memory_report(), engine.traffic_report()
+    operations = loop.flops_per_token * loop.tokens_per_step / engine.mesh.world_size
+    bounds = engine.bound_report(operations)
     own = torch.tensor([float(peak_bytes(engine.device))], dtype=torch.float64)
     peaks = [round(peak) for peak in engine.mesh.group("world").exchange(own).flatten().tolist()]
     engine.save_16bit_model(job.folder.model)
@@ -77,6 +79,7 @@ def close(loop: Loop, prepared: Prepared, span: Span, console: Console) -> None:
         memory=memory,
         traffic=traffic,
         traffic_steps=span.reached.step - span.start.step,
+        bounds=bounds,
         samples=samples,
         lines=count_lines(samples) if prepared.python else None,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeromesh.data.python_lines import LineCount
+from zeromesh.observe.bounds import COMPUTE
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 
 
@@ -33,6 +34,7 @@ class Report:
         memory: the engine's memory report, of the first rank.
         traffic: the engine's traffic report, of the first rank.
         traffic_steps: steps in which that traffic was caused; evaluations in between are in it too.
+        bounds: which resource bounded the first rank, as ``engine.bound_report``; None where too few steps were done.
         samples: texts, each a prompt and its continuation.
         lines: how many lines of the samples tokenize as Python; None if the text is not Python.
     """
@@ -54,6 +56,7 @@ class Report:
     memory: dict[str, Any]
     traffic: dict[str, dict[str, float]]
     traffic_steps: int
+    bounds: dict[str, Any] | None
     samples: list[str]
     lines: LineCount | None
 
@@ -68,6 +71,8 @@ def markdown(report: Report) -> str:
         "## Traffic of the first rank",
         _table(("collective", "axis", "calls", "sent", "sent per step", "to other nodes"), _traffic(report)),
     ]
+    if report.bounds is not None:
+        parts += ["## What bounded the first rank", *_bounds(report.bounds)]
     if report.samples:
         parts += ["## Samples", *map(_block, report.samples)]
     return "\n\n".join(parts) + "\n"
@@ -113,10 +118,32 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
     for state, tiers in memory.items():
         if isinstance(tiers, dict):
-            rows += [(state, tier, bytes_text(size)) for tier, size in tiers.items()]
+            rows += [(state, tier, bytes_text(size)) for tier, size in tiers.items() if size]
         else:
             rows.append((state, "", bytes_text(tiers)))
     return rows
+
+
+LEAST = 0.005
+"""Share of a step that is worth a row."""
+
+BAR = 20
+"""Characters of a bar that stands for the whole step."""
+
+
+def _bounds(found: dict[str, Any]) -> tuple[str, str]:
+    """A sentence, and a table with bars."""
+    rows = []
+    for name, use in found["uses"].items():
+        if use["share"] < LEAST and use["amount"] is None:
+            continue
+        unit = "FLOP" if name == COMPUTE else "B"
+        amount = "" if use["amount"] is None else scaled_text(use["amount"], unit)
+        limit = "" if use["of_limit"] is None else f"{use['of_limit']:.0%} of {scaled_text(use['limit'], unit)}/s"
+        bar = "█" * round(BAR * use["share"])
+        rows.append((name, f"{1e3 * use['seconds']:.1f}", f"{use['share']:.0%} {bar}".rstrip(), amount, limit))
+    sentence = f"Most of a step's {1e3 * found['seconds']:.0f} ms goes to {found['bound']}: {found['advice']}."
+    return sentence, _table(("resource", "ms", "share", "per step", "of its limit"), rows)
 
 
 def _traffic(report: Report) -> list[tuple[str, ...]]:

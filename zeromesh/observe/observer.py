@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from zeromesh.observe.breakdown import Timer
+from zeromesh.observe.bounds import together
+from zeromesh.observe.breakdown import Breakdown, Timer
 from zeromesh.observe.monitors import Monitor
 from zeromesh.observe.profile import FlopsPlan, Profile
 from zeromesh.observe.spans import Spans
@@ -32,13 +33,14 @@ class Observer:
         rank: of this process.
         monitor: where values are written.
         every: updates between breakdowns; 0: none.
+        whole: whether there is one of the whole run, see ``breakdown``.
         window: which updates to trace, if any.
         flops: which update's operations to count, if any.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, rank: int = 0, monitor: Monitor | None = None, every: int = 0,
-        window: Window | None = None, flops: FlopsPlan | None = None,
+        window: Window | None = None, flops: FlopsPlan | None = None, whole: bool = False,
     ) -> None:  # fmt: skip
         self.monitor = monitor or Monitor()
         self.spans = Spans(device)
@@ -46,9 +48,10 @@ class Observer:
         self._updates = 0
         self._since: float | None = None
         self._every = every
-        self._timer = Timer(self.spans) if every else None
+        self._timer = Timer(self.spans) if every or whole else None
         self._timed_from = 0
-        self.spans.timed = every > 0
+        self._whole: Breakdown | None = None
+        self.spans.timed = self._timer is not None
         self._trace = Trace(window, self.spans, rank, device) if window else None
         self._profile = Profile(flops, model, device, self.spans) if flops and rank == 0 else None
         if self._trace is not None:
@@ -87,8 +90,11 @@ class Observer:
                 self._look(step)
         if self._timer is not None:
             self._timer.after_update()
-            if self._updates - self._timed_from >= self._every:
+            if self._every and self._updates - self._timed_from >= self._every:
                 self._show(self._timer, step)
+            elif self._updates == 1 and not self._every:  # in which libraries load and memory is taken
+                self._timer.begin()
+                self._timed_from = 1
         if self._profile is not None and self._profile.prepare(step):
             self._profile = None
 
@@ -99,13 +105,30 @@ class Observer:
             self._profile.read(step)
 
     def _show(self, timer: Timer, step: int) -> None:
-        found = timer.take(self._updates - self._timed_from)
-        self._timed_from = self._updates
+        found = self._take(timer)
         if self._rank == 0:
             _log.info("update %d: %s", step, found.text())
         named = {name: found.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
         self.monitor.write({f"Train/Samples/elapsed_time_ms_{name}": 1e3 * value for name, value in named.items()})
+
+    def _take(self, timer: Timer) -> Breakdown:
+        """Since the last time; begins anew."""
+        found = timer.take(self._updates - self._timed_from)
+        self._timed_from = self._updates
+        self._whole = found if self._whole is None else together([self._whole, found])
         timer.begin()
+        return found
+
+    @property
+    def updates(self) -> int:
+        """That were taken since the engine was made."""
+        return self._updates
+
+    def breakdown(self) -> Breakdown | None:
+        """Of all updates but the first; None where nobody looked, or there were none. Waits for the device."""
+        if self._timer is not None and self._updates > self._timed_from:
+            self._take(self._timer)
+        return self._whole
 
     def rewind(self, samples: int) -> None:
         """The run goes on from a checkpoint after so many samples."""

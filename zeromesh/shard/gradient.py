@@ -478,6 +478,7 @@ class Reducer:
             target, adds, buffer = self._buffer(gradient) if home is None else home, home is not None, None
             if not self._link.apart:
                 landing, copy = out, DONE
+                self._link.moved += out.nbytes
             else:
                 if adds or out.dtype != target.dtype:
                     buffer = self._take_arrival(out.nbytes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.unit import Flat, Materialise, State, Unit
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import Staging
+from zeromesh.tiers.traffic import Traffic
 
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
 """Of a flat buffer, where in this rank's part of it a piece lies, and the piece: a tensor of the piece's size."""
@@ -104,17 +106,19 @@ class Sharded:
         policy = GradientPolicy.of(
             row, wire=precision.communicate, accumulate=precision.accumulate, slots=slots.gradient, predivide=predivide
         )
-        self._link = Link(mesh.device)
+        self.link = Link(mesh.device)
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
-        self.reducer = Reducer(gradients, policy, mesh, accumulates, self._link)
+        self.reducer = Reducer(gradients, policy, mesh, accumulates, self.link)
         early = [flat for flat in self.flats if can_begin_early(flat, mesh)]
         needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST], early)
         room = Room() if prepare is None else prepare(needs)
         self.swap, self.stored = room.swap, room.stored
+        self._states = room.states
+        self.updated_bytes = 0
         assert self.swap is not None or not needs.files, "a tier of files without a place for them"
         assert self.stored is not None or not needs.stored, "a tier of files without a place for them"
-        place_units(laid_out, mesh, mixed, materialise, self._link)
-        self.ahead = Ahead(room.ahead, room.swap, mesh, self._link, room.states, row.pinned)
+        place_units(laid_out, mesh, mixed, materialise, self.link)
+        self.ahead = Ahead(room.ahead, room.swap, mesh, self.link, room.states, row.pinned)
         self.reducer.on_home = self.ahead.is_whole if room.ahead else None
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
@@ -128,7 +132,7 @@ class Sharded:
         self._name_tags()
         self._handles = self._listen()
         self.buffers = Buffers(model, mesh)
-        self._staging = Staging(self._link, row.pinned)
+        self._staging = Staging(self.link, row.pinned)
         self._most_flags = len(self._flags())
         if mesh.sizes["pipeline"] > 1:  # stages have parts of the model of different sizes
             lengths = mesh.group("world").exchange(torch.tensor([self._most_flags]))
@@ -328,6 +332,7 @@ class Sharded:
         ]
         with span("update_on_host", gradient.unit):
             steps.step(given)
+        self.updated_bytes += sum(self._moved(*one) for one in given)
         if out is None:
             return
         written = {index for index, *_ in late if gradient.used[index]}
@@ -336,6 +341,10 @@ class Sharded:
                 out[local].copy_(piece.parameter.detach().view(-1))
         flat.bring_home(write=True, read=False)  # not before: an update that fails leaves what there was
         flat.expect(self._staging.send(out, flat.home))
+
+    def _moved(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, out: torch.Tensor | None) -> int:
+        """Bytes that an update reads and writes: gradient, master and states twice, and the new parameter."""
+        return gradient.nbytes + 2 * (1 + self._states) * parameter.nbytes + (0 if out is None else out.nbytes)
 
     def _write_home(self, flat: Flat) -> None:
         if flat.master is not flat.home:
@@ -482,12 +491,22 @@ class Sharded:
         for buffer in self.model.buffers():
             yield "buffer", "device", buffer.nbytes
 
+    @property
+    def folder(self) -> Path | None:
+        """Where files are; None where there are none."""
+        return next((files.folder for files in (self.swap, self.stored) if files is not None), None)
+
+    def disk_traffic(self) -> Traffic | None:
+        """What went to and from files so far; None where there are none."""
+        found = [files.traffic() for files in (self.swap, self.stored) if files is not None]
+        return None if not found else Traffic(*map(sum, zip(*map(astuple, found), strict=True)))
+
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
         self.ahead.drop()
         self.reducer.finish()
         self._finish_fetches()
-        self._link.synchronize()
+        self.link.synchronize()
         for handle in self._handles:
             handle.remove()
         Room(self.swap, self.stored).close()

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -80,6 +81,11 @@ class Stored:
     def host_bytes(self) -> int:
         """Of the buffers."""
         return self._pool.nbytes
+
+    @property
+    def folder(self) -> Path:
+        """Where the file is."""
+        return self._store.path.parent
 
     def traffic(self) -> Traffic:
         """What went to and from the disk so far."""

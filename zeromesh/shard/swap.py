@@ -108,6 +108,11 @@ class Swap:
         """Of the buffers."""
         return self._pool.nbytes
 
+    @property
+    def folder(self) -> Path:
+        """Where the file is."""
+        return self._store.path.parent
+
     def traffic(self) -> Traffic:
         """What went to and from the disk so far."""
         return self._store.traffic()

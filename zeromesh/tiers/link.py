@@ -82,10 +82,14 @@ class Link:
     Args:
         device: that computes.
         streams: what copies run on; None: streams of the device, or none where it is the host.
+
+    Attributes:
+        moved: bytes that were copied so far.
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self._streams = Streams(device) if streams is None and device.type != "cpu" else streams
+        self.moved = 0
 
     @property
     def apart(self) -> bool:
@@ -101,6 +105,7 @@ class Link:
         return self._begin(None if self._streams is None else self._streams.to_device, target, source, after)
 
     def _begin(self, stream: Any, target: torch.Tensor, source: torch.Tensor, after: Copy) -> Copy:
+        self.moved += source.nbytes
         if self._streams is None:
             target.copy_(source)
             return DONE
