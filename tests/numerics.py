@@ -53,13 +53,21 @@ POLICIES: dict[str, tuple[int, Shape]] = {
     "row 1, host, early": (1, (None, None)),
     "row 3, all on host, early": (3, (None, None)),
     "row 3, nvme, early": (3, (None, None)),
+    "row 1, host, delayed": (1, (None, None)),
+    "row 3, half on host, delayed": (3, (None, None)),
+    "row 3, all on host, delayed": (3, (None, None)),
+    "row 3, nvme, delayed": (3, (None, None)),
     "row 3, parameters in files": (3, (None, None)),
     "row 3, host and files": (3, (3, None)),
     "row 3, all in files": (3, (None, None)),
 }
 """By name: the row of the placement table, and the budgets of parameter and gradient slots (None: the row's own)."""
 
+DELAY_AFTER = 3
+"""Updates before the first that is delayed."""
+
 _EARLY = {"update_during_backward": 1.0}
+_DELAYED = {"inexact_delay_after": DELAY_AFTER}
 _HOST = {"device": "cpu"}
 _NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir(), "buffer_count": 2}
 OFFLOADED: dict[str, dict[str, Any]] = {
@@ -72,6 +80,10 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "row 1, host, early": {"offload_optimizer": {**_HOST, "update_during_backward": 0.6}},
     "row 3, all on host, early": {"offload_optimizer": {**_HOST, **_EARLY}, "offload_param": _HOST},
     "row 3, nvme, early": {"offload_optimizer": {**_NVME, **_EARLY}},
+    "row 1, host, delayed": {"offload_optimizer": {**_HOST, **_DELAYED}},
+    "row 3, half on host, delayed": {"offload_optimizer": {**_HOST, **_DELAYED, "ratio": 0.5}},
+    "row 3, all on host, delayed": {"offload_optimizer": {**_HOST, **_DELAYED}, "offload_param": _HOST},
+    "row 3, nvme, delayed": {"offload_optimizer": {**_NVME, **_DELAYED}},
     "row 3, parameters in files": {"offload_param": _NVME},
     "row 3, host and files": {"offload_optimizer": _HOST, "offload_param": {**_NVME, "buffer_count": 1}},
     "row 3, all in files": {"offload_optimizer": _NVME, "offload_param": {**_NVME, "buffer_count": 3}},
@@ -331,7 +343,8 @@ def _train(case: Case, further: Mapping[str, Any]) -> Run:
         run.scales.append(engine.loss_scale)
         run.rates.append(engine.get_lr()[0])
     flats = engine.sharded.flats
-    run.on_host = [s.name for f in flats if f.optimizer_tier is not Tier.DEVICE for s in f.layout.segments]
+    hosted = [f for f in flats if f.gradient and f.optimizer_tier is not Tier.DEVICE]
+    run.on_host = [s.name for f in hosted for s in f.layout.segments]
     for flat in flats:
         flat.bring()
         for _, _, piece in flat.pieces:
@@ -445,11 +458,17 @@ def counts(views: dict[Any, nn.Parameter], optimizers: Any) -> dict[str, float]:
 
 
 @functools.cache
-def plain(precision: str, clip: bool, optimizer: str) -> tuple[Run, dict[str, torch.Tensor]]:
-    """Torch on the whole global batch in one process; the run, and the parameters at the end."""
+def plain(
+    precision: str, clip: bool, optimizer: str, late: tuple[str, ...] = ()
+) -> tuple[Run, dict[str, torch.Tensor]]:  # fmt: skip
+    """Torch on the whole global batch in one process; the run, and the parameters at the end.
+
+    Of the parameters named in ``late``, updates are seen one update later by what computes, when they are delayed.
+    """
     dtype = torch.float64 if precision == "float64" else torch.float32
     model = build_net(dtype)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    computed = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: nn.Parameter(p.detach().clone()) for name, p in computed.items()}
     views, optimizers = make_optimizers(optimizer, trained)
     run = Run()
     for step in range(STEPS):
@@ -457,8 +476,12 @@ def plain(precision: str, clip: bool, optimizer: str) -> tuple[Run, dict[str, to
         loss = model(*batch(step, dtype))
         loss.backward()
         limit = CLIP if clip else float("inf")
-        run.norms.append(nn.utils.clip_grad_norm_(trained.values(), limit).item())
-        apply(views, optimizers, {name: p.grad for name, p in trained.items()})
+        run.norms.append(nn.utils.clip_grad_norm_(computed.values(), limit).item())
+        before = {name: p.detach().clone() for name, p in trained.items()}
+        apply(views, optimizers, {name: p.grad for name, p in computed.items()})
+        with torch.no_grad():
+            for name, p in computed.items():
+                p.copy_(before[name] if is_late(name, step, late) else trained[name])
         for one in optimizers:
             for group in one.param_groups:
                 group["lr"] *= GAMMA
@@ -466,6 +489,11 @@ def plain(precision: str, clip: bool, optimizer: str) -> tuple[Run, dict[str, to
         run.rates.append(optimizers[0].param_groups[0]["lr"])
     run.counts = counts(views, optimizers)
     return run, {name: p.detach() for name, p in trained.items()}
+
+
+def is_late(name: str, step: int, late: Sequence[str]) -> bool:
+    """Whether what computes does not see this update of a parameter yet."""
+    return name in late and step >= DELAY_AFTER
 
 
 # The reference with the same rounding points.
@@ -481,13 +509,20 @@ def rounded(case: Case, runs: Sequence[Run]) -> tuple[Run, dict[str, torch.Tenso
     cut = sorted({piece for run in runs for piece in run.pieces})
     policy = "row 0" if case.row == 0 else "row 1" if case.row == 1 and case.accumulation > 1 else "row 3"
     native = () if case.optimizer in ("lamb", "muon") else tuple(runs[0].on_host)
-    return _rounded(replace(case, policy=policy, checkpointing=False), tuple(runs[0].norms), tuple(cut), native)
+    late = late_names(case, runs)
+    return _rounded(replace(case, policy=policy, checkpointing=False), tuple(runs[0].norms), tuple(cut), native, late)
+
+
+def late_names(case: Case, runs: Sequence[Run]) -> tuple[str, ...]:
+    """The parameters whose updates are delayed."""
+    return tuple(runs[0].on_host) if "delayed" in case.policy else ()
 
 
 @functools.lru_cache(maxsize=8)
 def _rounded(
-    case: Case, norms: tuple[float, ...], cut: tuple[tuple[str, int, int], ...], native: tuple[str, ...]
-) -> tuple[Run, Any]:
+    case: Case, norms: tuple[float, ...], cut: tuple[tuple[str, int, int], ...], native: tuple[str, ...],
+    late: tuple[str, ...],
+) -> tuple[Run, Any]:  # fmt: skip
     model = build_net(torch.float32 if case.precision != "float64" else torch.float64)
     masters = {name: p.detach().to(case.master, copy=True) for name, p in model.named_parameters() if p.requires_grad}
     model.to(case.compute)
@@ -509,13 +544,14 @@ def _rounded(
             assert abs(norms[step] - norm) <= 1e-6 * norm, f"update {step}: norm {norms[step]}, but {norm} expected"
             clip = min(1.0, CLIP / (norms[step] + 1e-6)) if case.clip else 1.0
             means = {name: None if t is None else t.to(case.master).mul_(factor * clip) for name, t in sums.items()}
+            before = {name: masters[name].clone() for name in late}
             apply(views, optimizers, means, native)
             for one in optimizers:
                 for group in one.param_groups:
                     group["lr"] *= GAMMA
             with torch.no_grad():
                 for name, master in masters.items():
-                    model.get_parameter(name).copy_(master)
+                    model.get_parameter(name).copy_(before[name] if is_late(name, step, late) else master)
         run.scales.append(scaler.value if scaler else 1.0)
         run.rates.append(optimizers[0].param_groups[0]["lr"])
     run.counts = counts(views, optimizers)

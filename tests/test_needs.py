@@ -19,6 +19,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "half": {"stage": 3, "offload_optimizer": {**HOST, "ratio": 0.5}},
     "all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
     "early": {"stage": 3, "offload_optimizer": {**HOST, "update_during_backward": 0.5}, "offload_param": HOST},
+    "delayed": {"stage": 1, "offload_optimizer": {**HOST, "inexact_delay_after": 0}},
+    "delayed, all": {"stage": 3, "offload_optimizer": {**HOST, "inexact_delay_after": 0}, "offload_param": HOST},
+    "delayed, files": {"stage": 3, "offload_optimizer": {"device": "nvme", "inexact_delay_after": 1}},
     "early, files": {"stage": 2, "offload_optimizer": {"device": "nvme", "update_during_backward": 1.0}},
     "files": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 2}, "offload_param": HOST},
     "parameters in files": {"stage": 3, "offload_optimizer": HOST, "offload_param": {"device": "nvme"}},
@@ -83,6 +86,10 @@ GB = 10**9
         (
             {"optimizer states": 9 * GB, "next copies of optimizer states": 9 * GB}, 12 * GB, None,
             "but 12.0 GB are available; offload_optimizer.update_during_backward = 0 takes 9.00 GB; or ",
+        ),
+        (
+            {"optimizer states": 9 * GB, "copies for delayed updates": 4 * GB}, 12 * GB, None,
+            "but 12.0 GB are available; offload_optimizer.inexact_delay_after = null takes 9.00 GB; or ",
         ),
         ({"optimizer states": 9 * GB}, 96 * GB, 3 * GB, "but host_memory_limit is 3.00 GB; .*ratio = 0.33 fits"),
         (

@@ -18,6 +18,7 @@ BUDGETS_ONLY = (
     *("row 2, host", "row 3, parameters on host", "row 1, nvme", "row 2, nvme"),
     *("row 1, host, early", "row 3, all on host, early", "row 3, nvme, early"),
     *("row 3, parameters in files", "row 3, host and files"),
+    *(name for name in numerics.POLICIES if "delayed" in name),
 )
 """These, and all others, are compared bit for bit below."""
 
@@ -46,6 +47,9 @@ NATIVE = [
 """Those of which the native kernel updates all; torch's own rounds otherwise in the last place."""
 
 IN_PART = ["row 3, half on host", "row 3, nvme and host"]
+
+DELAYED = [name for name in SHARDED if "delayed" in name]
+"""What they compute is something else, but the same whatever they rest on, where it is not a part only."""
 
 LIMIT = 120
 """Seconds that ranks have for the cases of one call."""
@@ -105,7 +109,7 @@ def reference_losses(case: Case, reference: Run) -> list[list[float]]:
 
 def check_plain(case: Case, runs: Sequence[Run], masters: dict[str, torch.Tensor] | None, tolerance: float) -> None:
     """Within ``tolerance`` of torch on the whole global batch."""
-    reference, expected = plain(case.precision, case.clip, case.optimizer)
+    reference, expected = plain(case.precision, case.clip, case.optimizer, numerics.late_names(case, runs))
     for got, want in [(mean_losses(case, runs), reference.losses), (runs[0].norms, reference.norms)]:
         assert got == pytest.approx(want, rel=tolerance, abs=tolerance if masters else 0), case
     assert runs[0].rates == pytest.approx(reference.rates, rel=1e-12), case
@@ -159,7 +163,8 @@ def check_policies(shared: dict[str, Any], policies: Sequence[str]) -> None:
     cases = [Case(policy=policy, **shared) for policy in policies]
     masters = {case.policy: check(case, runs) for case, runs in zip(cases, run(cases), strict=True)}
     if shared["accumulation"] == 1:
-        for alike in (NATIVE, [policy for policy in SHARDED if policy not in (*NATIVE, *IN_PART)]):
+        late = [policy for policy in DELAYED if "half" not in policy]
+        for alike in (NATIVE, late, [policy for policy in SHARDED if policy not in (*NATIVE, *IN_PART, *DELAYED)]):
             first, *others = [masters[policy] for policy in policies if policy in alike]
             for other in others:
                 assert all(torch.equal(first[name], other[name]) for name in first), shared

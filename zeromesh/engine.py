@@ -27,6 +27,7 @@ from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.saving import load, save, whole
+from zeromesh.shard.delayed import Delayed
 from zeromesh.shard.sharded import Agreement, Sharded
 from zeromesh.tensor.logits import expire
 
@@ -111,6 +112,8 @@ class Engine:
         self._skipped_in_a_row = 0
         if optimizer is not None:  # without knowing the engine, which would live as long as its model
             self.sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
+            if sharded.delayed.flats:
+                optimizer.register_state_dict_pre_hook(partial(_wait_for, sharded.delayed))
 
     def __getattr__(self, name: str) -> Any:
         """The model's own methods and attributes; its methods may use its parameters."""
@@ -323,12 +326,25 @@ class Engine:
             raise
         else:
             with span("publish"):
-                self.sharded.updated(steps)
+                self.sharded.updated(steps, self._delays)
         finally:
             expire()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._print()
+
+    @property
+    def _delays(self) -> bool:
+        """Whether what the host does of this update comes one update late."""
+        after = self.config.zero_optimization.delay_after
+        return after is not None and self.global_steps > after
+
+    def finish_update(self) -> None:
+        """Let the last update count in full, where ``inexact_delay_after`` has delayed a part of it. All ranks call it.
+
+        Between two updates; whatever saves or gives away the model calls it. Otherwise nothing happens.
+        """
+        self.sharded.finish_update()
 
     def _check_groups(self) -> None:
         """The optimizer updates pieces of parameters; those themselves, if somebody added them, it cannot."""
@@ -725,6 +741,7 @@ class Engine:
             )
         with self.observer.phase("checkpoint"):
             self.sharded.take_changes()
+            self.finish_update()
             return save.save(self, Path(save_dir), tag, client_state or {}, save_latest)
 
     def load_checkpoint(
@@ -766,6 +783,7 @@ class Engine:
         Parameters that are sharded, split or of other stages of a pipeline are in it as whole copies: every rank has
         all of the model then. ``gathered_state_dict`` gives it to the first rank alone.
         """
+        self.finish_update()
         if not (self.sharded.sharded or self.sharded.is_split or self.pipelined):
             found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
             return found
@@ -784,6 +802,7 @@ class Engine:
         Of a model in stages, these are all of the model's, as ``state_dict`` gives them.
         """
         sharded = self.sharded
+        self.finish_update()
         with sharded.gathered(sharded.units):
             result = whole.load_here(sharded, state_dict, strict)
             for flat in sharded.flats:
@@ -798,6 +817,7 @@ class Engine:
 
     def gathered_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
+        self.finish_update()
         return whole.gathered_state_dict(self.sharded)
 
     def save_16bit_model(
@@ -817,6 +837,7 @@ class Engine:
             OSError: the first rank could not write; RuntimeError on the others.
             ValueError: there are no adapters to merge.
         """
+        self.finish_update()
         taken = () if self.pipelined is None else self.pipelined.taken
         export.save_model(self.sharded, Path(save_dir), save_filename, merge_adapters, taken)
         return True
@@ -825,6 +846,11 @@ class Engine:
         """Drain what is under way and release the hooks."""
         self.observer.close()
         self.sharded.close()
+
+
+def _wait_for(delayed: Delayed, optimizer: Optimizer) -> None:
+    """Nobody sees states in the middle of an update."""
+    delayed.wait()
 
 
 def _host_steps(engine: weakref.ref[Engine]) -> HostSteps | None:

@@ -15,7 +15,7 @@ from zeromesh.agree import attempt, share
 from zeromesh.config.parts import Aio
 from zeromesh.dist.mesh import Mesh
 from zeromesh.observe.inventory import memory
-from zeromesh.optim.host import count_states
+from zeromesh.optim.host import count_states, states_of
 from zeromesh.shard.needs import NEXT, PARTS, Needs, Prepare, Room, require_host_memory
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.stored import buffer_bytes as stored_buffer_bytes
@@ -57,6 +57,8 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
         ValueError: its states cannot rest there.
     """
     zero, limit = settings.zero_optimization, settings.host_memory_limit
+    if optimizer is not None and zero.delay_after is not None:
+        states_of(optimizer, "updates are to be delayed", "offload_optimizer.inexact_delay_after = null")
     stored, early = _disk(zero.offload_param, settings, 0), zero.early_share
     if zero.optimizer_device != "nvme":
         counted, _ = attempt(lambda: count_states(optimizer))

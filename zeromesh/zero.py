@@ -126,6 +126,8 @@ def GatheredParameters(
     found = [_find(parameter) for parameter in members]
     place = None if modifier_rank is None else _place_in_stage(sharded.mesh, modifier_rank)
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
+    if place is not None:
+        sharded.finish_update()  # what has not come from it would not be known from what is changed
     with sharded.gathered(units):
         before = [] if place is not None else [_fingerprint(parameter) for parameter in members]
         yield

@@ -293,6 +293,7 @@ class Settings(Section):
             optimizer_tier=TIERS[zero.optimizer_device],
             offloaded=zero.offload_ratio,
             pinned=zero.pins,
+            delayed=zero.delay_after is not None,
         )
 
     @property
@@ -471,6 +472,12 @@ def _offload_problems(settings: Settings) -> list[str]:
         for key, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param))
         if section is not None and section.device == "nvme" and not section.nvme_path
     ]
+    if zero.delay_after is not None and zero.early_share:
+        problems.append(
+            f"zero_optimization.offload_optimizer.inexact_delay_after is {zero.delay_after}, and a share of "
+            f"{zero.early_share:g} is to be updated during the backward; an update is done early or late: set "
+            "update_during_backward to 0 and super_offload to false, or inexact_delay_after to null"
+        )
     if settings.aio is not None and settings.aio.block_size % BLOCK:
         problems.append(
             f"aio.block_size is {settings.aio.block_size}, but requests of direct I/O are of whole blocks; set it to a "

@@ -14,6 +14,7 @@ OURS: tuple[str, ...] = (
     "slots",
     "host_memory_limit",
     "zero_optimization.offload_optimizer.update_during_backward",
+    "zero_optimization.offload_optimizer.inexact_delay_after",
     "units",
     "seed",
     "activation_checkpointing.enabled",

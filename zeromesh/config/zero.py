@@ -40,6 +40,11 @@ class OffloadOptimizer(Section):
         "on: where gradients come first. The host keeps a second copy of it, or the file does. Null: all, on an "
         "accelerator, if that leaves half of the host's memory free, else nothing.",
     )
+    inexact_delay_after: CountInt | None = Field(
+        None,
+        description="After so many updates, the host's part of each runs beside the next forward and backward, and its "
+        "parameters come one update late: NOT what the optimizer computes otherwise. Null: never.",
+    )
     super_offload: bool = Field(False, description="As update_during_backward = 1.")
     cpuadam_cores_perc: Fraction = Field(0.8, description="Share of the cores that update on the host.")
 
@@ -166,6 +171,12 @@ class ZeroOptimization(Section):
             return None
         given = section.update_during_backward
         return 1.0 if given is None and section.super_offload else given
+
+    @property
+    def delay_after(self) -> int | None:
+        """Updates after which the host's part of one is delayed; None: never."""
+        section = self.offload_optimizer
+        return None if section is None or section.device == "none" else section.inexact_delay_after
 
     @property
     def pins(self) -> bool:

@@ -39,6 +39,7 @@ class Row:
         offloaded: share of the model of which gradients and optimizer state are on their tiers, in whole units; those
             of the others are on the device.
         pinned: whether host memory is page-locked.
+        delayed: whether what is updated on the host may be updated beside the next forward and backward.
 
     Raises:
         ValueError: if a state is sharded while one that must be at least as sharded is not
@@ -53,6 +54,7 @@ class Row:
     optimizer_tier: Tier = Tier.DEVICE
     offloaded: float = 1.0
     pinned: bool = True
+    delayed: bool = False
 
     @property
     def on_device(self) -> Row:

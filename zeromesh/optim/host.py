@@ -15,8 +15,16 @@ from zeromesh.model.placement import Tier
 from zeromesh.tiers.memory import zeros_on
 
 
-def states_of(optimizer: Optimizer) -> Callable[[Parameter], Sequence[str]]:
+def states_of(
+    optimizer: Optimizer, place: str = "the optimizer's state is to rest on NVMe",
+    remedy: str = "offload_optimizer.device = cpu",
+) -> Callable[[Parameter], Sequence[str]]:  # fmt: skip
     """Of a parameter of the optimizer: the names of the states that the kernel updates with it, in its order.
+
+    Args:
+        optimizer: whose.
+        place: what the kernel is needed for, and what to do without it, for the message.
+        remedy: see ``place``.
 
     Raises:
         ValueError: there is none for some parameters, as the kernel does not know the optimizer or its options.
@@ -24,9 +32,9 @@ def states_of(optimizer: Optimizer) -> Callable[[Parameter], Sequence[str]]:
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and rule_of(type(optimizer), group) is None:
             raise ValueError(
-                f"the optimizer's state is to rest on NVMe, but {type(optimizer).__name__}, with the options of group "
-                f"{number}, is not one that is updated from there: {', '.join(RULES)}, without amsgrad, capturable and "
-                "differentiable; use one of these, or offload_optimizer.device = cpu"
+                f"{place}, but {type(optimizer).__name__}, with the options of group {number}, is not one that is "
+                f"updated so: {', '.join(RULES)}, without amsgrad, capturable and differentiable; use one of these, or "
+                f"{remedy}"
             )
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
@@ -57,7 +65,11 @@ class HostSteps:
     def __init__(self, optimizer: Optimizer, factor: float) -> None:
         self.factor = factor
         self._optimizer = optimizer
-        self._groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        # As they are now: the update may be done while a schedule has gone on.
+        taken = [
+            ({key: _number(value) for key, value in group.items()}, group["params"]) for group in optimizer.param_groups
+        ]
+        self._groups = {id(parameter): group for group, parameters in taken for parameter in parameters}
 
     def takes(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
         """Whether the kernel does for this parameter what the optimizer would."""
@@ -91,7 +103,7 @@ class HostSteps:
         states = tuple(state.get(name) for name in RULES[rule].states(group))
         if not all(isinstance(value, torch.Tensor) for value in states) or (rule in COUNTED and "step" not in state):
             return None
-        numbers = {key: _number(group[key]) for key in HYPERPARAMETERS if key in group}
+        numbers = {key: group[key] for key in HYPERPARAMETERS if key in group}
         # SGD only tells the first step from the others, by its momentum.
         return Step(rule, numbers, int(state["step"]) + 1 if rule in COUNTED else 2), states
 

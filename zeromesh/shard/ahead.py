@@ -305,12 +305,7 @@ class Ahead:
             if not apart:
                 flat.home = flat.master
         if memory.output is not None:
-            if flat.parameter_tier is Tier.DEVICE:
-                memory.sent = self._link.to_device(flat.home, memory.output)
-                flat.expect(memory.sent)
-            else:
-                flat.bring_home(write=True, read=False)
-                flat.home.copy_(memory.output)
+            memory.sent = flat.send_home(memory.output, self._link)
 
     def drop(self) -> None:
         """Forget what was computed; what an update needs is as it was before the backward."""

@@ -10,13 +10,15 @@ import torch
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.ahead import next_bytes
+from zeromesh.shard.delayed import delayed_bytes
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.swap import Swap
 from zeromesh.shard.unit import Flat
 
 NEXT = "next copies of optimizer states"
+DELAYED = "copies for delayed updates"
 
-PARTS = ("parameters", "gradients", "optimizer states", "buffers of files", NEXT)
+PARTS = ("parameters", "gradients", "optimizer states", "buffers of files", NEXT, DELAYED)
 """What host memory is for."""
 
 
@@ -27,7 +29,7 @@ class Needs:
     Attributes:
         files: flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
         stored: those whose parameters do.
-        parameter, gradient, master: bytes in host memory.
+        parameter, gradient, master, delayed: bytes in host memory.
         per_state: further ones for each state, like the parameter, that the optimizer has.
         early: flat buffers whose update may begin during the backward, with the dtypes of the masters; those whose
             gradients come first are the first.
@@ -40,6 +42,7 @@ class Needs:
     per_state: int = 0
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
     stored: Sequence[Flat] = ()
+    delayed: int = 0
 
     @classmethod
     def of(cls, flats: Sequence[Flat], row: Row, mixed: bool, gradient: int, early: Sequence[Flat] = ()) -> Needs:
@@ -66,7 +69,9 @@ class Needs:
                 per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
         first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
         stored = [flat for flat in flats if flat.parameter_tier is Tier.NVME]
-        return cls(files, parameter, gradient, master, per_state, first, stored)
+        late = [flat for flat in flats if flat.delayed]
+        delayed = gradient + sum(map(delayed_bytes, late)) if late else 0
+        return cls(files, parameter, gradient, master, per_state, first, stored, delayed)
 
     def ahead(self, share: float) -> list[Flat]:
         """Those of ``early`` that come first, as many as are no more than this share of all their elements."""
@@ -88,7 +93,7 @@ class Needs:
             ahead: what is updated during the backward.
         """
         copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in ahead)
-        sizes = (self.parameter, self.gradient, self.master + states * self.per_state, buffers, copies)
+        sizes = (self.parameter, self.gradient, self.master + states * self.per_state, buffers, copies, self.delayed)
         return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
 
 
@@ -150,8 +155,9 @@ def _what_fits(parts: dict[str, int], most: int) -> str:
     moved = parts.get("gradients", 0) + parts.get("optimizer states", 0)
     rest = sum(parts.values()) - moved
     ways = []
-    if NEXT in parts and (without := sum(parts.values()) - parts[NEXT]) <= most:
-        ways.append(f"offload_optimizer.update_during_backward = 0 takes {bytes_text(without)}")
+    for part, value in {NEXT: "update_during_backward = 0", DELAYED: "inexact_delay_after = null"}.items():
+        if part in parts and (without := sum(parts.values()) - parts[part]) <= most:
+            ways.append(f"offload_optimizer.{value} takes {bytes_text(without)}")
     if 0 < (share := int(100 * (most - rest) / moved) / 100 if moved else 0.0) < 1:
         ways.append(f"offload_optimizer.ratio = {share:g} fits, and leaves the other states on the device")
     in_files = [("offload_optimizer.device", "optimizer states"), ("offload_param.device", "parameters")]

@@ -22,6 +22,7 @@ from zeromesh.model.split import Held
 from zeromesh.observe.spans import span
 from zeromesh.shard.ahead import Ahead, HostUpdate, can_begin_early
 from zeromesh.shard.buffers import Buffers
+from zeromesh.shard.delayed import Delayed
 from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
 from zeromesh.shard.gradient import Gradient, GradientPolicy, Reducer
@@ -109,7 +110,7 @@ class Sharded:
         self.link = Link(mesh.device)
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.reducer = Reducer(gradients, policy, mesh, accumulates, self.link)
-        early = [flat for flat in self.flats if can_begin_early(flat, mesh)]
+        early = [flat for flat in self.flats if can_begin_early(flat, mesh) and not flat.delayed]
         needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST], early)
         room = Room() if prepare is None else prepare(needs)
         self.swap, self.stored = room.swap, room.stored
@@ -120,6 +121,7 @@ class Sharded:
         place_units(laid_out, mesh, mixed, materialise, self.link)
         self.ahead = Ahead(room.ahead, room.swap, mesh, self.link, room.states, row.pinned)
         self.reducer.on_home = self.ahead.is_whole if room.ahead else None
+        self.delayed = Delayed([flat for flat in self.flats if flat.delayed], mesh.device, self.link, row.pinned)
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
@@ -278,6 +280,7 @@ class Sharded:
 
         But for those on the host that are ``later`` updated from their homes: they have none here.
         """
+        self.delayed.wait()  # the optimizer may look at any of its states in its own step
         for flat in self.flats:
             gradient = flat.gradient
             if gradient is None or gradient.home is None:
@@ -298,16 +301,21 @@ class Sharded:
         if steps is not None and home is not None and flat.optimizer_tier is not Tier.DEVICE:
             yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, home))
 
-    def updated(self, steps: HostUpdate | None = None) -> None:
+    def updated(self, steps: HostUpdate | None = None, delay: bool = False) -> None:
         """After an update: update the rest from the homes of gradients, publish the masters, forget the gradients.
 
         Args:
             steps: updates what ``set_gradients`` left for later.
+            delay: only begin to, and publish what was begun at the last update.
         """
         try:
             counted = self.ahead.counted(steps)
             if steps is None:
                 self.publish()
+            elif delay and self.delayed.flats:
+                self.publish(counted=self.delayed.flats, adopt=self.delayed.publish)
+                order = [flat for unit in self._in_order for flat in unit.flats]
+                self.delayed.begin(order, partial(self._present, write=True), partial(self._change, steps))
             else:
                 self.publish(partial(self._step, steps), counted, partial(self.ahead.adopt, steps))
         finally:
@@ -325,22 +333,28 @@ class Sharded:
         if apart:
             flat.bring_home(read=False)
         out = self._staging.take(flat.home, flat.parameter_tier) if apart else None
-        given = [
-            (piece.parameter, gradient.home[local], None if out is None else out[local])
-            for index, local, piece in late
-            if gradient.used[index]
-        ]
-        with span("update_on_host", gradient.unit):
-            steps.step(given)
-        self.updated_bytes += sum(self._moved(*one) for one in given)
+        self._change(steps, flat, gradient.home, gradient.used, out)
+        if out is not None:
+            flat.bring_home(write=True, read=False)  # not before: an update that fails leaves what there was
+            flat.expect(self._staging.send(out, flat.home))
+
+    def _change(
+        self, steps: HostUpdate, flat: Flat, home: torch.Tensor, used: Sequence[bool], out: torch.Tensor | None
+    ) -> None:  # fmt: skip
+        """Update what rests on the host, whose gradient is in ``home``; the new parameters go to ``out``, too."""
+        given = {
+            index: (piece.parameter, home[local], None if out is None else out[local])
+            for index, local, piece in flat.pieces
+            if used[index] and steps.takes(piece.parameter, home)
+        }
+        with span("update_on_host", flat.gradient.unit if flat.gradient else ""):
+            steps.step(list(given.values()))
+        self.updated_bytes += sum(self._moved(*one) for one in given.values())
         if out is None:
             return
-        written = {index for index, *_ in late if gradient.used[index]}
         for index, local, piece in flat.pieces:
-            if index not in written:
+            if index not in given:
                 out[local].copy_(piece.parameter.detach().view(-1))
-        flat.bring_home(write=True, read=False)  # not before: an update that fails leaves what there was
-        flat.expect(self._staging.send(out, flat.home))
 
     def _moved(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, out: torch.Tensor | None) -> int:
         """Bytes that an update reads and writes: gradient, master and states twice, and the new parameter."""
@@ -362,10 +376,11 @@ class Sharded:
             counted: those that were updated during the backward.
             adopt: writes these home.
         """
+        self.delayed.wait()
         self.rest()
         for unit in self.units:
             unit.version += 1
-        units = [self.units[index] for index in (self.root.index, *self._order.canonical)]
+        units = self._in_order
         idle = {flat for flat in self.flats if update is not None and self._rests_unchanged(flat)}
         flats = [flat for unit in units for flat in unit.flats if flat not in idle and flat not in counted]
         with closing(self._present(flats, write=update is not None)) as present:
@@ -379,7 +394,18 @@ class Sharded:
                 if not self.sharded and any(flat.gathers for flat in unit.flats):
                     self._renew(unit)
             next(present, None)
+        self.delayed.published()
         self._settle()  # the next forward waits for the last copies, the host does not
+
+    def finish_update(self) -> None:
+        """Publish an update that was delayed, if there is one. All ranks call it, between two updates."""
+        if self.delayed.begun:
+            self.publish(counted=self.delayed.flats, adopt=self.delayed.publish)
+
+    @property
+    def _in_order(self) -> list[Unit]:
+        """The units in the order of use."""
+        return [self.units[index] for index in (self.root.index, *self._order.canonical)]
 
     def _present(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
         """Each of them, while its master and states are in memory."""
@@ -477,11 +503,13 @@ class Sharded:
             yield "optimizer", "nvme", self.swap.nbytes
             yield "slot", "host", self.swap.host_bytes
         yield "slot", "host", self.ahead.nbytes
+        yield "slot", "host", self.delayed.nbytes
         if self.stored is not None:
             yield "parameter", "nvme", self.stored.nbytes
             yield "slot", "host", self.stored.host_bytes
         for tier, size in self.reducer.home_bytes.items():
-            yield "gradient", tier.value, size
+            twice = self.delayed.flats and tier is Tier.HOST
+            yield "gradient", tier.value, 2 * size if twice else size
         yield "slot" if self.reducer.policy.sharded else "gradient", "device", self.reducer.full_bytes
         reducer = self.reducer
         if reducer.arrival_bytes:
@@ -504,6 +532,7 @@ class Sharded:
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
         self.ahead.drop()
+        self.delayed.stop()
         self.reducer.finish()
         self._finish_fetches()
         self.link.synchronize()

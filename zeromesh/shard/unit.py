@@ -88,6 +88,7 @@ class Flat:
         self.own = self.shard if row.optimizer is Placement.SHARDED else slice(0, layout.size)
         self.parameter_tier = row.parameter_tier
         self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
+        self.delayed = row.delayed and layout.trainable and row.optimizer_tier is not Tier.DEVICE
         self.gradient: Gradient | None = None
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -121,6 +122,16 @@ class Flat:
     def expect(self, copy: Copy) -> None:
         """Whoever uses the home next waits for a copy of new parameters to it."""
         self._copy = copy
+
+    def send_home(self, values: torch.Tensor, link: Link) -> Copy:
+        """Begin to copy new parameters, on the host, of its shape, to the home; they may be changed after the copy."""
+        if self.parameter_tier is Tier.DEVICE:
+            copy = link.to_device(self.home, values)
+            self.expect(copy)
+            return copy
+        self.bring_home(write=True, read=False)
+        self.home.copy_(values)
+        return DONE
 
     def begin_fetch(self, mesh: Mesh, link: Link) -> list[Pending]:
         """Start to gather the parameters; from the host this rank's part is copied first, beside what is computed.
@@ -157,9 +168,10 @@ class Flat:
 
     @property
     def apart(self) -> bool:
-        """Whether the master is another tensor than ``home`` because of where they rest."""
+        """Whether the master is another tensor than ``home`` because of where they rest, or when it is updated."""
         on_disk = self.parameter_tier is Tier.NVME
-        return self.layout.trainable and (on_disk or self.optimizer_tier is not self.parameter_tier)
+        elsewhere = on_disk or self.optimizer_tier is not self.parameter_tier
+        return self.layout.trainable and (elsewhere or self.delayed)
 
     def fill(self, row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
         """Take the parameters' values, those of the first rank, into ``home`` (or ``full``) and ``master``.
