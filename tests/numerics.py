@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 import zeromesh
+from zeromesh.kernels import eight, halves
+from zeromesh.kernels.update import Given
 from zeromesh.model.placement import Tier
 from zeromesh.optim.host import HostSteps
 from zeromesh.optim.lamb import Lamb
@@ -57,6 +59,10 @@ POLICIES: dict[str, tuple[int, Shape]] = {
     "row 3, half on host, delayed": (3, (None, None)),
     "row 3, all on host, delayed": (3, (None, None)),
     "row 3, nvme, delayed": (3, (None, None)),
+    "row 2, host, 8 bits": (2, (None, None)),
+    "row 3, nvme, 8 bits, delayed": (3, (None, None)),
+    "row 3, all on host, split": (3, (None, None)),
+    "row 3, all in files, split, 8 bits": (3, (None, None)),
     "row 3, parameters in files": (3, (None, None)),
     "row 3, host and files": (3, (3, None)),
     "row 3, all in files": (3, (None, None)),
@@ -68,6 +74,7 @@ DELAY_AFTER = 3
 
 _EARLY = {"update_during_backward": 1.0}
 _DELAYED = {"inexact_delay_after": DELAY_AFTER}
+_EIGHT, _SPLIT = {"states_in_8_bits": True}, {"split_master": True}
 _HOST = {"device": "cpu"}
 _NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir(), "buffer_count": 2}
 OFFLOADED: dict[str, dict[str, Any]] = {
@@ -84,6 +91,13 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "row 3, half on host, delayed": {"offload_optimizer": {**_HOST, **_DELAYED, "ratio": 0.5}},
     "row 3, all on host, delayed": {"offload_optimizer": {**_HOST, **_DELAYED}, "offload_param": _HOST},
     "row 3, nvme, delayed": {"offload_optimizer": {**_NVME, **_DELAYED}},
+    "row 2, host, 8 bits": {"offload_optimizer": {**_HOST, **_EIGHT}},
+    "row 3, nvme, 8 bits, delayed": {"offload_optimizer": {**_NVME, **_EIGHT, **_DELAYED}},
+    "row 3, all on host, split": {"offload_optimizer": {**_HOST, **_SPLIT}, "offload_param": _HOST},
+    "row 3, all in files, split, 8 bits": {
+        "offload_optimizer": {**_NVME, **_SPLIT, **_EIGHT},
+        "offload_param": {**_NVME, "buffer_count": 2},
+    },
     "row 3, parameters in files": {"offload_param": _NVME},
     "row 3, host and files": {"offload_optimizer": _HOST, "offload_param": {**_NVME, "buffer_count": 1}},
     "row 3, all in files": {"offload_optimizer": _NVME, "offload_param": {**_NVME, "buffer_count": 3}},
@@ -161,11 +175,25 @@ class Case:
         chosen = OFFLOADED.get(self.policy, {})
         if self.optimizer in ("lamb", "muon") and "offload_optimizer" in chosen:
             chosen = {**chosen, "offload_optimizer": {**chosen["offload_optimizer"], "device": "cpu"}}
+        if self.precision != "bf16" and "split" in self.policy:
+            rest = {key: value for key, value in chosen["offload_optimizer"].items() if key not in _SPLIT}
+            chosen = {**chosen, "offload_optimizer": rest}
         return chosen
 
     @property
+    def eight(self) -> bool:
+        """Whether states that rest off the device are in 8 bits."""
+        return "8 bits" in self.policy and self.precision != "float64"
+
+    def computed(self, master: torch.Tensor) -> torch.Tensor:
+        """A parameter as it is computed with."""
+        if self.precision == "bf16" and "split" in self.policy:
+            return halves.split(master)[0]
+        return master.to(self.compute)
+
+    @property
     def row(self) -> int:
-        return POLICIES[self.policy][0]
+        return int(self.policy[4])
 
     @property
     def shards(self) -> int:
@@ -432,9 +460,10 @@ def make_optimizers(name: str, parameters: dict[str, nn.Parameter], cut: Sequenc
 
 
 def apply(
-    views: dict[Any, nn.Parameter], optimizers: Any, gradients: dict[str, torch.Tensor | None], native: Any = ()
-) -> None:
-    """One step; of the parameters named in ``native`` by the native kernel, where it can."""
+    views: dict[Any, nn.Parameter], optimizers: Any, gradients: dict[str, torch.Tensor | None], native: Any = (),
+    in_8_bits: bool = False,
+) -> None:  # fmt: skip
+    """One step; of the parameters named in ``native`` by the native kernel, where it can, with states ``in_8_bits``."""
     for (name, start, stop), view in views.items():
         gradient = gradients[name]
         view.grad = None if gradient is None else gradient.flatten()[start:stop].view(view.shape).clone()
@@ -442,9 +471,14 @@ def apply(
         steps, ours = HostSteps(optimizer, 1.0), []
         for (name, _, _), view in views.items():
             if name in native and view.grad is not None and steps.takes(view, view.grad):
-                ours.append((view, view.grad.view(-1), None))
+                ours.append(Given(view, view.grad.view(-1)))
                 view.grad = None
         steps.step(ours)
+        for view, *_ in ours if in_8_bits else ():
+            state = optimizer.state[view]
+            for name in ("exp_avg", "exp_avg_sq"):
+                coded = eight.encode(state[name].view(-1), eight.rooted(name), int(state["step"]))
+                state[name] = eight.decode(*coded, eight.rooted(name)).view_as(view)
         optimizer.step()
 
 
@@ -508,6 +542,7 @@ def rounded(case: Case, runs: Sequence[Run]) -> tuple[Run, dict[str, torch.Tenso
     """
     cut = sorted({piece for run in runs for piece in run.pieces})
     policy = "row 0" if case.row == 0 else "row 1" if case.row == 1 and case.accumulation > 1 else "row 3"
+    policy += ", split" * ("split" in case.policy) + ", 8 bits" * case.eight
     native = () if case.optimizer in ("lamb", "muon") else tuple(runs[0].on_host)
     late = late_names(case, runs)
     return _rounded(replace(case, policy=policy, checkpointing=False), tuple(runs[0].norms), tuple(cut), native, late)
@@ -545,13 +580,14 @@ def _rounded(
             clip = min(1.0, CLIP / (norms[step] + 1e-6)) if case.clip else 1.0
             means = {name: None if t is None else t.to(case.master).mul_(factor * clip) for name, t in sums.items()}
             before = {name: masters[name].clone() for name in late}
-            apply(views, optimizers, means, native)
+            apply(views, optimizers, means, native, case.eight)
             for one in optimizers:
                 for group in one.param_groups:
                     group["lr"] *= GAMMA
             with torch.no_grad():
                 for name, master in masters.items():
-                    model.get_parameter(name).copy_(before[name] if is_late(name, step, late) else master)
+                    seen = before[name] if is_late(name, step, late) else master
+                    model.get_parameter(name).copy_(case.computed(seen))
         run.scales.append(scaler.value if scaler else 1.0)
         run.rates.append(optimizers[0].param_groups[0]["lr"])
     run.counts = counts(views, optimizers)

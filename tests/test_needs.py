@@ -22,6 +22,12 @@ PLACES: dict[str, dict[str, Any]] = {
     "delayed": {"stage": 1, "offload_optimizer": {**HOST, "inexact_delay_after": 0}},
     "delayed, all": {"stage": 3, "offload_optimizer": {**HOST, "inexact_delay_after": 0}, "offload_param": HOST},
     "delayed, files": {"stage": 3, "offload_optimizer": {"device": "nvme", "inexact_delay_after": 1}},
+    "8 bits": {"stage": 2, "offload_optimizer": {**HOST, "states_in_8_bits": True}},
+    "8 bits, half, delayed": {
+        "stage": 3,
+        "offload_optimizer": {**HOST, "states_in_8_bits": True, "ratio": 0.5, "inexact_delay_after": 0},
+    },
+    "8 bits, files": {"stage": 1, "offload_optimizer": {"device": "nvme", "states_in_8_bits": True}},
     "early, files": {"stage": 2, "offload_optimizer": {"device": "nvme", "update_during_backward": 1.0}},
     "files": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 2}, "offload_param": HOST},
     "parameters in files": {"stage": 3, "offload_optimizer": HOST, "offload_param": {"device": "nvme"}},
@@ -105,7 +111,7 @@ GB = 10**9
             "; offload_optimizer.device and offload_param.device = nvme take 2.00 GB and some buffers; or spread",
         ),
         ({"gradients": 9 * GB}, 3 * GB, None, "available; offload_optimizer.ratio = 0.33 fits, .*; or spread"),
-        ({"buffers of files": 9 * GB}, 3 * GB, 5 * GB, "but 3.00 GB are available; take a machine with more memory"),
+        ({"buffers": 9 * GB}, 3 * GB, 5 * GB, "but 3.00 GB are available; take a machine with more memory"),
     ],
 )  # fmt: skip
 def test_the_error_says_what_would_fit(parts: dict[str, int], available: int, limit: int | None, text: str) -> None:

@@ -27,6 +27,13 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "optimizer of row 3": {"stage": 3, "offload_optimizer": HOST},
     "parameters": {"stage": 3, "offload_param": HOST},
     "all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+    "optimizer of row 2, 8 bits": {"stage": 2, "offload_optimizer": {**HOST, "states_in_8_bits": True}},
+    "all, split": {"stage": 3, "offload_optimizer": {**HOST, "split_master": True}, "offload_param": HOST},
+    "all, split, 8 bits": {
+        "stage": 3,
+        "offload_optimizer": {**HOST, "split_master": True, "states_in_8_bits": True},
+        "offload_param": HOST,
+    },
 }
 WIDTH = 480
 
@@ -96,14 +103,15 @@ def reported(names: list[str]) -> dict[str, Any]:
 
 def in_parameters(name: str) -> dict[str, dict[str, float]]:
     """Bytes per parameter by state and tier, on two ranks in bf16; sums of gradients of two ranks are in fp32."""
-    on_host, half = "optimizer" in name or name == "all", 0.5
+    on_host, half = "optimizer" in name or "all" in name, 0.5
     tier = "host" if on_host else "device"
     whole = 2.0 if "row 1" in name or "row 2" in name else 2 * half
     if name == "none":  # parameters rest in their masters
         return {"parameter": {}, "gradient": {"device": 4 * half}, "optimizer": {"device": 12 * half}}
     gradient = {tier: 4 * half} | ({"device": 2.0} if "row 1" in name else {})
-    home = "host" if name in ("parameters", "all") else "device"
-    return {"parameter": {home: whole}, "gradient": gradient, "optimizer": {tier: 12 * half}}
+    home = "host" if name == "parameters" or "all" in name else "device"
+    states = (2 if "split" in name else 4) + (2 * (1 + 4 / 256) if "8 bits" in name else 8)
+    return {"parameter": {home: whole}, "gradient": gradient, "optimizer": {tier: states * half}}
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 and Linux count")

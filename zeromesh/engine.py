@@ -742,7 +742,10 @@ class Engine:
         with self.observer.phase("checkpoint"):
             self.sharded.take_changes()
             self.finish_update()
-            return save.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+            saved = save.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+            if self.sharded.swap is not None:
+                self.sharded.swap.recode()  # of 8-bit states there are in it the numbers, which are coded when loaded
+            return saved
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, load_optimizer_states: bool = True,

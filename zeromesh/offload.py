@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.observe.inventory import memory
 from zeromesh.optim.host import count_states, states_of
 from zeromesh.shard.needs import NEXT, PARTS, Needs, Prepare, Room, require_host_memory
+from zeromesh.shard.rows import Form
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.stored import buffer_bytes as stored_buffer_bytes
 from zeromesh.shard.swap import Disk, Swap, buffer_bytes
@@ -36,18 +37,20 @@ class Offload:
 
     Attributes:
         disk: where masters and optimizer states are that rest on NVMe; None where none do.
+        form: in which they rest there, or on the host.
         stored: where parameters are that do; None where none do.
-        states: like the parameter, that the optimizer has.
         limit: bytes of host memory that all ranks of a node may use for what rests there; None: what is available.
         early: share of the states that is updated during the backward; None: all on an accelerator, where there is
             plenty of room.
+        pinned: whether host memory for files is page-locked where there is a GPU.
     """
 
     disk: Disk | None
     stored: Disk | None
-    states: int
+    form: Form
     limit: int | None
     early: float | None
+    pinned: bool = True
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
@@ -59,22 +62,28 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     zero, limit = settings.zero_optimization, settings.host_memory_limit
     if optimizer is not None and zero.delay_after is not None:
         states_of(optimizer, "updates are to be delayed", "offload_optimizer.inexact_delay_after = null")
-    stored, early = _disk(zero.offload_param, settings, 0), zero.early_share
-    if zero.optimizer_device != "nvme":
-        counted, _ = attempt(lambda: count_states(optimizer))
-        states = USUAL_STATES if counted is None else counted
-        return Offload(None, stored, states, limit, 0.0 if counted is None else early)
-    states = count_states(optimizer)
-    return Offload(_disk(zero.offload_optimizer, settings, states), stored, states, limit, early)
+    stored, early = _disk(zero.offload_param, settings), zero.early_share
+    form, pinned = Form(0, settings.row.eight, settings.row.split), zero.pins
+    disk = _disk(zero.offload_optimizer, settings)
+    if form.is_packed:
+        early = 0.0
+        if optimizer is not None:
+            states_of(optimizer, "states are to rest in fewer bytes", "leave split_master and states_in_8_bits out")
+    counted, failure = attempt(lambda: count_states(optimizer))
+    if counted is None:
+        if disk is not None and failure is not None:
+            raise failure
+        return Offload(None, stored, Form(USUAL_STATES), limit, 0.0, pinned)
+    return Offload(disk, stored, replace(form, states=counted), limit, early, pinned)
 
 
-def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved, states: int) -> Disk | None:
-    """As a section of the configuration says, for so many states beside the master."""
+def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved) -> Disk | None:
+    """As a section of the configuration says."""
     if chosen is None or chosen.device != "nvme":
         return None
     assert chosen.nvme_path is not None
     access, buffers = settings.aio or Aio(), max(1, chosen.buffer_count)
-    return Disk(Path(chosen.nvme_path), states, buffers, access.block_size, access.queue_depth, chosen.pin_memory)
+    return Disk(Path(chosen.nvme_path), buffers, access.block_size, access.queue_depth)
 
 
 def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
@@ -82,19 +91,24 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
     moves = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
 
     def open_files(needs: Needs, ahead: Sequence[Flat]) -> Room:
-        swap = None if offload.disk is None or not needs.files else Swap(needs.files, offload.disk, mesh, ahead)
+        stored = None
+        if offload.stored is not None and needs.stored:
+            stored = Stored(needs.stored, offload.stored, mesh, offload.pinned)
         try:
-            stored = None if offload.stored is None or not needs.stored else Stored(needs.stored, offload.stored, mesh)
+            swap, dtypes = None, needs.files | needs.packed
+            if dtypes:
+                swap = Swap(dtypes, offload.form, offload.disk, mesh, ahead, offload.pinned)
         except BaseException:
-            Room(swap).close()
+            Room(None, stored).close()
             raise
-        return Room(swap, stored, ahead, offload.states)
+        return Room(swap, stored, ahead, offload.form.states)
 
     def prepare(needs: Needs) -> Room:
         ahead = needs.ahead(1.0 if offload.early is None and mesh.device.type != "cpu" else offload.early or 0.0)
-        buffers = 0 if offload.disk is None else sum(buffer_bytes(needs.files, offload.disk))
+        states = offload.form.states
+        buffers = 0 if offload.disk is None else sum(buffer_bytes(needs.rows(states), offload.disk))
         buffers += 0 if offload.stored is None else sum(stored_buffer_bytes(needs.stored, offload.stored))
-        parts = needs.host(offload.states, buffers, ahead)
+        parts = needs.host(states, buffers, ahead)
         sizes = torch.tensor([*(parts.get(name, 0) for name in PARTS), moves], dtype=torch.float64)
         rows = mesh.group("world").exchange(sizes)
         here = [rank for rank, node in enumerate(mesh.node_of) if node == mesh.node_of[mesh.rank]]

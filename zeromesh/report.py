@@ -46,12 +46,15 @@ def memory(sharded: Sharded, optimizer: Optimizer | None, activations: Store | N
 
 
 def _optimizer_state(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[tuple[str, str, int]]:
-    tiers = {id(piece.parameter): flat.optimizer_tier for flat in sharded.flats for _, _, piece in flat.pieces}
+    flats = {id(piece.parameter): flat for flat in sharded.flats for _, _, piece in flat.pieces}
     for parameter, state in optimizer.state.items() if optimizer else ():
-        tier = tiers[id(parameter)]
+        flat = flats[id(parameter)]
         for value in state.values():
-            if isinstance(value, torch.Tensor) and not (tier is Tier.NVME and value.ndim):  # those are in the file
-                yield "optimizer", "host" if tier is Tier.NVME else tier.value, value.nbytes
+            if isinstance(value, torch.Tensor) and not (
+                flat.comes and value.ndim
+            ):  # those are counted with the masters
+                on_disk = flat.optimizer_tier is Tier.NVME
+                yield "optimizer", "host" if on_disk else flat.optimizer_tier.value, value.nbytes
 
 
 def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:

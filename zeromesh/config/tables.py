@@ -15,6 +15,8 @@ OURS: tuple[str, ...] = (
     "host_memory_limit",
     "zero_optimization.offload_optimizer.update_during_backward",
     "zero_optimization.offload_optimizer.inexact_delay_after",
+    "zero_optimization.offload_optimizer.states_in_8_bits",
+    "zero_optimization.offload_optimizer.split_master",
     "units",
     "seed",
     "activation_checkpointing.enabled",

@@ -45,6 +45,16 @@ class OffloadOptimizer(Section):
         description="After so many updates, the host's part of each runs beside the next forward and backward, and its "
         "parameters come one update late: NOT what the optimizer computes otherwise. Null: never.",
     )
+    states_in_8_bits: bool = Field(
+        False,
+        description="Keep offloaded optimizer states as 8-bit codes with a scale for each 256: 2 bytes for both of "
+        "Adam's moments instead of 8. Not exact. fp32 masters only.",
+    )
+    split_master: bool = Field(
+        False,
+        description="Keep of offloaded fp32 masters only the half that their bf16 parameters, which must be offloaded, "
+        "too, do not have: 2 bytes instead of 4. Exact but for ties, which parameters round away from zero.",
+    )
     super_offload: bool = Field(False, description="As update_during_backward = 1.")
     cpuadam_cores_perc: Fraction = Field(0.8, description="Share of the cores that update on the host.")
 
@@ -175,8 +185,13 @@ class ZeroOptimization(Section):
     @property
     def delay_after(self) -> int | None:
         """Updates after which the host's part of one is delayed; None: never."""
+        return self.row_options.inexact_delay_after
+
+    @property
+    def row_options(self) -> OffloadOptimizer:
+        """How what is offloaded of the optimizer rests and is updated; the defaults where nothing is."""
         section = self.offload_optimizer
-        return None if section is None or section.device == "none" else section.inexact_delay_after
+        return OffloadOptimizer() if section is None or section.device == "none" else section
 
     @property
     def pins(self) -> bool:

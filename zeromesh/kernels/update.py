@@ -12,8 +12,10 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from zeromesh.kernels import eight, fallback, halves
 from zeromesh.kernels.native import PIECE, PIECE_BYTES, TYPES, Row, check, library, threads_of
@@ -74,6 +76,36 @@ class Piece:
     new_remainder: torch.Tensor | None = None
     scales: tuple[torch.Tensor, ...] = field(default=())
     new_scales: tuple[torch.Tensor, ...] = field(default=())
+
+
+@dataclass(slots=True)
+class Packed:
+    """What takes the place of an fp32 master, of fp32 states, or both, in a ``Piece``; see there.
+
+    Attributes:
+        upper, remainder: of the master; None where it is whole.
+        states, scales: in 8 bits; () where they are in fp32.
+    """
+
+    upper: torch.Tensor | None = None
+    remainder: torch.Tensor | None = None
+    states: tuple[torch.Tensor, ...] = ()
+    scales: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        halves_ = (half for half in (self.upper, self.remainder) if half is not None)
+        return sum(tensor.nbytes for tensor in (*halves_, *self.states, *self.scales))
+
+
+class Given(NamedTuple):
+    """A parameter of an optimizer, its gradient, where the new parameter goes, too, and what of it is packed."""
+
+    parameter: nn.Parameter
+    gradient: torch.Tensor
+    output: torch.Tensor | None = None
+    packed: Packed | None = None
 
 
 def update(

@@ -40,6 +40,8 @@ class Row:
             of the others are on the device.
         pinned: whether host memory is page-locked.
         delayed: whether what is updated on the host may be updated beside the next forward and backward.
+        eight: whether states that rest off the device are in 8 bits.
+        split: whether masters that rest off the device, as their bf16 parameters do, are halves of which one is these.
 
     Raises:
         ValueError: if a state is sharded while one that must be at least as sharded is not
@@ -55,6 +57,8 @@ class Row:
     offloaded: float = 1.0
     pinned: bool = True
     delayed: bool = False
+    eight: bool = False
+    split: bool = False
 
     @property
     def on_device(self) -> Row:

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from zeromesh.dist.mesh import Mesh
+from zeromesh.kernels.update import Given, Step, update
 from zeromesh.kernels.update import Piece as Elements
-from zeromesh.kernels.update import Step, update
 from zeromesh.model.placement import Tier
 from zeromesh.shard.gradient import Arrival, Gradient
 from zeromesh.shard.swap import Swap
@@ -38,9 +38,6 @@ from zeromesh.tiers.memory import empty_on, zeros_on
 
 MOST_PAUSES = 31
 """Updates without any that begins early, after several in a row that did not count."""
-
-Given = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
-"""A piece's parameter, its gradient, and where the new parameter goes, too, if anywhere."""
 
 
 class HostUpdate(Protocol):

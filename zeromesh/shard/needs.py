@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,14 +11,15 @@ from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.ahead import next_bytes
 from zeromesh.shard.delayed import delayed_bytes
+from zeromesh.shard.rows import Form, Rows
 from zeromesh.shard.stored import Stored
-from zeromesh.shard.swap import Swap
+from zeromesh.shard.swap import Swap, unpacked_bytes
 from zeromesh.shard.unit import Flat
 
 NEXT = "next copies of optimizer states"
 DELAYED = "copies for delayed updates"
 
-PARTS = ("parameters", "gradients", "optimizer states", "buffers of files", NEXT, DELAYED)
+PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT, DELAYED)
 """What host memory is for."""
 
 
@@ -28,6 +29,8 @@ class Needs:
 
     Attributes:
         files: flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
+        packed: those of which they rest on the host, in fewer bytes.
+        form: in which both rest, but for the number of states.
         stored: those whose parameters do.
         parameter, gradient, master, delayed: bytes in host memory.
         per_state: further ones for each state, like the parameter, that the optimizer has.
@@ -43,6 +46,8 @@ class Needs:
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
     stored: Sequence[Flat] = ()
     delayed: int = 0
+    packed: dict[Flat, torch.dtype] = field(default_factory=dict)
+    form: Form = field(default_factory=Form)
 
     @classmethod
     def of(cls, flats: Sequence[Flat], row: Row, mixed: bool, gradient: int, early: Sequence[Flat] = ()) -> Needs:
@@ -55,7 +60,8 @@ class Needs:
             gradient: bytes.
             early: those whose update may begin during the backward.
         """
-        files, parameter, master, per_state = {}, 0, 0, 0
+        files, packed, parameter, master, per_state = {}, {}, 0, 0, 0
+        form = Form(eight=row.eight, split=row.split)
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
             dtype = flat.master_dtype(mixed)
@@ -63,6 +69,8 @@ class Needs:
                 parameter += layout.shard_size * layout.dtype.itemsize
             if flat.optimizer_tier is Tier.NVME and layout.trainable:
                 files[flat] = dtype
+            elif flat.optimizer_tier is Tier.HOST and layout.trainable and form.of(flat, dtype).is_packed:
+                packed[flat] = dtype
             elif flat.optimizer_tier is Tier.HOST and layout.trainable:
                 master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
@@ -71,7 +79,12 @@ class Needs:
         stored = [flat for flat in flats if flat.parameter_tier is Tier.NVME]
         late = [flat for flat in flats if flat.delayed]
         delayed = gradient + sum(map(delayed_bytes, late)) if late else 0
-        return cls(files, parameter, gradient, master, per_state, first, stored, delayed)
+        return cls(files, parameter, gradient, master, per_state, first, stored, delayed, packed, form)
+
+    def rows(self, states: int) -> list[Rows]:
+        """Of what is in files, or packed, for an optimizer with so many states."""
+        form = replace(self.form, states=states)
+        return [Rows(flat, dtype, form) for flat, dtype in (self.files | self.packed).items()]
 
     def ahead(self, share: float) -> list[Flat]:
         """Those of ``early`` that come first, as many as are no more than this share of all their elements."""
@@ -89,11 +102,13 @@ class Needs:
 
         Args:
             states: of the optimizer, that are like the parameter.
-            buffers: bytes, for files.
+            buffers: bytes, of files.
             ahead: what is updated during the backward.
         """
         copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in ahead)
-        sizes = (self.parameter, self.gradient, self.master + states * self.per_state, buffers, copies, self.delayed)
+        rows = self.rows(states)
+        rest = self.master + states * self.per_state + (0 if self.files else sum(of.nbytes for of in rows))
+        sizes = (self.parameter, self.gradient, rest, buffers + unpacked_bytes(rows), copies, self.delayed)
         return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
 
 

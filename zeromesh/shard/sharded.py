@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zeromesh.dist.mesh import Mesh
+from zeromesh.kernels.update import Given, Packed
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.model.precision import Precision
@@ -116,7 +117,7 @@ class Sharded:
         self.swap, self.stored = room.swap, room.stored
         self._states = room.states
         self.updated_bytes = 0
-        assert self.swap is not None or not needs.files, "a tier of files without a place for them"
+        assert self.swap is not None or not (needs.files or needs.packed), "states without a place for them"
         assert self.stored is not None or not needs.stored, "a tier of files without a place for them"
         place_units(laid_out, mesh, mixed, materialise, self.link)
         self.ahead = Ahead(room.ahead, room.swap, mesh, self.link, room.states, row.pinned)
@@ -329,9 +330,9 @@ class Sharded:
             return
         assert gradient is not None
         assert gradient.home is not None
-        apart = flat.master is not flat.home
-        if apart:
-            flat.bring_home(read=False)
+        apart = flat.master is not flat.home and not flat.split
+        if apart or flat.split:
+            flat.bring_home(write=flat.split, read=flat.split)
         out = self._staging.take(flat.home, flat.parameter_tier) if apart else None
         self._change(steps, flat, gradient.home, gradient.used, out)
         if out is not None:
@@ -342,26 +343,33 @@ class Sharded:
         self, steps: HostUpdate, flat: Flat, home: torch.Tensor, used: Sequence[bool], out: torch.Tensor | None
     ) -> None:  # fmt: skip
         """Update what rests on the host, whose gradient is in ``home``; the new parameters go to ``out``, too."""
+        outs = {index: None if out is None else out[local] for index, local, _ in flat.pieces}
+        packed = flat.packed or _is_whole
         given = {
-            index: (piece.parameter, home[local], None if out is None else out[local])
+            index: Given(piece.parameter, home[local], outs[index], packed(index))
             for index, local, piece in flat.pieces
             if used[index] and steps.takes(piece.parameter, home)
         }
         with span("update_on_host", flat.gradient.unit if flat.gradient else ""):
             steps.step(list(given.values()))
-        self.updated_bytes += sum(self._moved(*one) for one in given.values())
+        self.updated_bytes += sum(map(self._moved, given.values()))
         if out is None:
             return
         for index, local, piece in flat.pieces:
             if index not in given:
                 out[local].copy_(piece.parameter.detach().view(-1))
 
-    def _moved(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, out: torch.Tensor | None) -> int:
+    def _moved(self, given: Given) -> int:
         """Bytes that an update reads and writes: gradient, master and states twice, and the new parameter."""
-        return gradient.nbytes + 2 * (1 + self._states) * parameter.nbytes + (0 if out is None else out.nbytes)
+        parameter, gradient, out, packed = given
+        rest = (1 + self._states) * parameter.nbytes
+        if packed is not None:
+            rest = packed.nbytes + (parameter.nbytes if packed.upper is None else 0)
+            rest += 0 if packed.states else self._states * parameter.nbytes
+        return gradient.nbytes + 2 * rest + (0 if out is None else out.nbytes)
 
     def _write_home(self, flat: Flat) -> None:
-        if flat.master is not flat.home:
+        if flat.master is not flat.home and not flat.split:
             flat.bring_home(write=True, read=False)
             flat.home.copy_(flat.master)
 
@@ -497,10 +505,10 @@ class Sharded:
             rest, tier = (flat.home, flat.parameter_tier) if self.sharded else (flat.full, Tier.DEVICE)
             if tier is not Tier.NVME:
                 yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
-            if flat.master is not flat.home and flat.optimizer_tier is not Tier.NVME:
+            if flat.master is not flat.home and not flat.comes:
                 yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
         if self.swap is not None:
-            yield "optimizer", "nvme", self.swap.nbytes
+            yield "optimizer", self.swap.tier.value, self.swap.nbytes
             yield "slot", "host", self.swap.host_bytes
         yield "slot", "host", self.ahead.nbytes
         yield "slot", "host", self.delayed.nbytes
@@ -522,11 +530,13 @@ class Sharded:
     @property
     def folder(self) -> Path | None:
         """Where files are; None where there are none."""
-        return next((files.folder for files in (self.swap, self.stored) if files is not None), None)
+        found = (files.folder for files in (self.swap, self.stored) if files is not None)
+        return next((folder for folder in found if folder is not None), None)
 
     def disk_traffic(self) -> Traffic | None:
         """What went to and from files so far; None where there are none."""
-        found = [files.traffic() for files in (self.swap, self.stored) if files is not None]
+        all_traffic = (files.traffic() for files in (self.swap, self.stored) if files is not None)
+        found = [traffic for traffic in all_traffic if traffic is not None]
         return None if not found else Traffic(*map(sum, zip(*map(astuple, found), strict=True)))
 
     def close(self) -> None:
@@ -558,6 +568,11 @@ def _tell(events: weakref.ref[Events], gradient: Gradient, index: int, name: str
     """Weakly, because the garbage collector does not see what a parameter's hook refers to: all would stay for ever."""
     if (alive := events()) is not None:
         alive.gradient_arrived(gradient, index, name, parameter)
+
+
+def _is_whole(index: int) -> Packed | None:
+    """For flat buffers of which nothing is packed."""
+    return None
 
 
 def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:

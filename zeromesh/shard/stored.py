@@ -23,10 +23,10 @@ import torch
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
-from zeromesh.shard.swap import Disk, absent
+from zeromesh.shard.swap import Disk
 from zeromesh.shard.unit import Flat, Unit
 from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.memory import empty_on
+from zeromesh.tiers.memory import absent, empty_on
 from zeromesh.tiers.nvme import Pending, Region, Store
 from zeromesh.tiers.swap_file import aligned
 from zeromesh.tiers.traffic import Traffic
@@ -39,12 +39,13 @@ class Stored:
         flats: whose.
         disk: where. One of its buffers is left for what was not foreseen; with one alone nothing is read ahead.
         mesh: the file's name has the rank.
+        pinned: whether host memory is page-locked where there is a GPU.
 
     Raises:
         OSError: the folder cannot be used, or has too little space.
     """
 
-    def __init__(self, flats: Sequence[Flat], disk: Disk, mesh: Mesh) -> None:
+    def __init__(self, flats: Sequence[Flat], disk: Disk, mesh: Mesh, pinned: bool = True) -> None:
         self._store = Store(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
         self._regions = {
             flat: self._store.allocate(flat.layout.shard_size * flat.layout.dtype.itemsize) for flat in flats
@@ -53,7 +54,7 @@ class Stored:
             self._store.reserve()
             self._pool = Buffers(
                 buffer_bytes(flats, disk),
-                lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, disk.pinned),
+                lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, pinned),
             )
         except BaseException:
             self._store.close()

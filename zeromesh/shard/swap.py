@@ -1,16 +1,15 @@
-"""Masters and optimizer states that rest on NVMe: in host memory only while they are used.
+"""Masters and optimizer states that are in memory, as they are computed with, only while they are used.
 
-Of each flat buffer the file has one region, with rows of as many elements as this rank updates: the master, then the
-optimizer's states in the order in which the update's rule names them. While a region is in memory, the master, the
-pieces and the states are views of the buffer that it was read into. At other times they are *absent*: of the same shape
-and dtype, without memory of their own, and all NaN to whoever looks at them.
+They rest on NVMe, or in fewer bytes on the host, or both: of each flat buffer one block, which ``zeromesh.shard.rows``
+lays out. While a block is used, the master, the pieces and the states are views of it, or of what was unpacked. At
+other times they are *absent*: of the same shape and dtype, without memory of their own, and NaN to whoever looks.
 
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +20,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.dist.mesh import Mesh
+from zeromesh.kernels import eight
+from zeromesh.kernels.update import Packed
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
-from zeromesh.shard.layout import round_up
-from zeromesh.shard.unit import Flat
-from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.memory import empty_on
+from zeromesh.shard.rows import Form, Rows
+from zeromesh.shard.unit import Bring, Flat
+from zeromesh.tiers.memory import absent, empty_on, is_absent
 from zeromesh.tiers.nvme import Store
-from zeromesh.tiers.stream import stream
+from zeromesh.tiers.places import File, Memory, Place
 from zeromesh.tiers.swap_file import aligned
 from zeromesh.tiers.traffic import Traffic
 
@@ -42,85 +42,85 @@ class Disk:
 
     Attributes:
         folder: on the device.
-        states: of the optimizer, like the parameter, that rest there beside the master.
         buffers: of how many flat buffers the states are in host memory at the most: while one is used, the next are
             read and the last are written.
         block_size, queue_depth: see ``Store``.
-        pinned: whether the buffers are page-locked where there is a GPU.
     """
 
     folder: Path
-    states: int = 0
     buffers: int = 4
     block_size: int = 1 << 20
     queue_depth: int = 8
-    pinned: bool = True
 
 
 class Swap:
-    """Brings what rests on NVMe of flat buffers into memory, in turn or one at a time, and back.
+    """Brings masters and states of flat buffers, in turn or one at a time, and takes them back.
 
     Args:
         dtypes: of the masters, by flat buffer.
-        disk: where.
+        form: in which they rest.
+        disk: where; None: on the host.
         mesh: the file's name has the rank.
         ahead: of which there is a spare place, for ``provisional``.
+        pinned: whether host memory is page-locked where there is a GPU.
+
+    Attributes:
+        nbytes: of all blocks.
+        tier: where they rest.
 
     Raises:
         OSError: the folder cannot be used, or has too little space.
     """
 
     def __init__(
-        self, dtypes: Mapping[Flat, torch.dtype], disk: Disk, mesh: Mesh, ahead: Collection[Flat] = ()
-    ) -> None:
-        self._dtypes = dict(dtypes)
-        self._rows = 1 + disk.states
-        self._store = Store(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
-        self._regions = {flat: self._store.allocate(_region_bytes(flat, dtypes[flat], disk)) for flat in dtypes}
-        for flat in ahead:
-            self._store.allocate_spare(self._regions[flat].nbytes)
-        try:
-            self._store.reserve()
-            self._pool = Buffers(
-                buffer_bytes(dtypes, disk),
-                lambda nbytes: empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, disk.pinned),
-            )
-        except BaseException:
-            self._store.close()
-            raise
-        self._here: tuple[Flat, Buffer] | None = None
-        self._dirty, self._known = False, False
+        self, dtypes: Mapping[Flat, torch.dtype], form: Form, disk: Disk | None, mesh: Mesh,
+        ahead: Collection[Flat] = (), pinned: bool = True,
+    ) -> None:  # fmt: skip
+        self._rows = {flat: Rows(flat, dtype, form) for flat, dtype in dtypes.items()}
+        sizes: dict[Hashable, int] = {flat: rows.nbytes for flat, rows in self._rows.items()}
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            return empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, pinned)
+
+        self._place: Place
+        if disk is None:
+            self._place = Memory(sizes, allocate)
+        else:
+            store = Store(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
+            self._place = File(sizes, store, buffer_bytes(list(self._rows.values()), disk), allocate, ahead)
+        self.tier = Tier.HOST if disk is None else Tier.NVME
+        self.nbytes = self._place.nbytes
+        self.folder = self._place.folder
+        self._unpacked = unpacked_bytes(self._rows.values())
+        self._here: tuple[Flat, torch.Tensor, list[torch.Tensor]] | None = None
+        self._dirty = self._known = self._anew = False
         self._optimizer: Optimizer | None = None
         self._names: Names = lambda parameter: ()
-        for flat in self._regions:
+        self._bring_home: dict[Flat, Bring] = {}
+        for flat, rows in self._rows.items():
+            flat.comes = True
             flat.bring = partial(self.bring, flat)
+            flat.split = rows.form.split
+            if flat.split:
+                self._bring_home[flat] = flat.bring_home
+                flat.bring_home = partial(self._home, flat)
 
     def __contains__(self, flat: Flat) -> bool:
-        return flat in self._regions
-
-    @property
-    def nbytes(self) -> int:
-        """Of the file."""
-        return self._store.nbytes
+        return flat in self._rows
 
     @property
     def host_bytes(self) -> int:
-        """Of the buffers."""
-        return self._pool.nbytes
+        """Of buffers, and of what is unpacked."""
+        return self._place.host_bytes + self._unpacked
 
-    @property
-    def folder(self) -> Path:
-        """Where the file is."""
-        return self._store.path.parent
-
-    def traffic(self) -> Traffic:
-        """What went to and from the disk so far."""
-        return self._store.traffic()
+    def traffic(self) -> Traffic | None:
+        """What went to and from the disk so far; None where there is none."""
+        return self._place.traffic()
 
     def serve(self, optimizer: Optimizer, names: Names) -> None:
         """From here on keep the states of an optimizer, too, those that it has already among them."""
         self._optimizer, self._names = optimizer, names
-        for flat in self._regions:
+        for flat in self._rows:
             if any(optimizer.state.get(piece.parameter) for _, _, piece in flat.pieces):
                 self.bring(flat, write=True)
         self.flush()
@@ -130,112 +130,139 @@ class Swap:
 
         Args:
             flat: whose.
-            write: what is in memory then goes back to the disk.
-            read: False: what is on the disk does not matter.
+            write: what is in memory then goes back to where it rests.
+            read: False: what rests there does not matter.
         """
         if self._here is None or self._here[0] is not flat or (read and not self._known):
             self.flush()
-            region = self._regions[flat]
-            buffer = self._pool.take(region.padded)
-            assert buffer is not None, "a flat buffer is asked for while others stream"
-            try:
-                if read:
-                    self._store.read(region, buffer).wait()
-            except BaseException:
-                self._pool.give(buffer)
-                raise
-            self._here = flat, buffer
-            self._bind(flat, buffer)
+            memory = self._place.take(flat, read)
+            if self._rows[flat].form.split and read:
+                self._bring_home[flat]()
+            self._here = flat, memory, self._bind(flat, memory, read)
             self._known = read or write
         self._dirty = self._dirty or write
 
     def flush(self) -> None:
-        """Write what ``bring`` brought, if it may be others now, and give its memory up."""
+        """Take back what ``bring`` brought, if it may be others now, and give its memory up."""
         if self._here is None:
             return
-        (flat, buffer), self._here = self._here, None
+        (flat, memory, values), self._here = self._here, None
         dirty, self._dirty = self._dirty, False
-        self._unbind(flat, buffer)
-        try:
-            if dirty:
-                self._store.write(self._regions[flat], buffer).wait()
-        finally:
-            self._pool.give(buffer)
+        self._unbind(flat, values)
+        if dirty and self._rows[flat].form.split:
+            self._bring_home[flat](write=True, read=False)
+        if dirty:
+            self._rows[flat].pack(memory, values, partial(self._roots, flat), self._anew)
+        self._place.give(flat, dirty)
+
+    def recode(self) -> None:
+        """Make all codes anew of the numbers that they stand for, as whoever reads these from a checkpoint will."""
+        for flat, rows in self._rows.items():
+            if rows.form.eight:
+                self.bring(flat, write=True)
+                self._anew = True
+                try:
+                    self.flush()
+                finally:
+                    self._anew = False
 
     def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
-        """Each of some flat buffers, in order; those that rest here are in memory until the next one is asked for.
+        """Each of some flat buffers, in order; those that rest here are present until the next one is asked for.
 
-        The next ones are read, and with ``write`` the last ones are written, meanwhile.
+        What is packed is so there, too, in ``Flat.packed``, and what is not is bound. The next ones are read, and with
+        ``write`` the last ones are written, meanwhile.
 
         Raises:
             OSError: the disk failed.
         """
         self.flush()
-        mine = [flat for flat in flats if flat in self._regions]
-        buffers = stream(self._store, [self._regions[flat] for flat in mine], self._pool, write)
-        try:
+        mine = [flat for flat in flats if flat in self._rows]
+        for flat in mine:
+            if self._rows[flat].form.eight and any(self._loose(flat)):
+                self.bring(flat, write=True)
+        self.flush()
+        with closing(self._place.stream(mine, write)) as blocks:
             for flat in flats:
-                if flat not in self._regions:
+                if flat not in self._rows:
                     yield flat
                     continue
                 with span("wait_disk"):
-                    buffer = next(buffers)
-                self._bind(flat, buffer)
+                    memory = next(blocks)
+                values = self._bind_packed(flat, memory)
                 try:
                     yield flat
                 finally:
-                    self._unbind(flat, buffer)
+                    self._unbind(flat, values)
             with span("wait_disk"):
-                next(buffers, None)  # which waits for the last writes
-        finally:
-            buffers.close()
+                next(blocks, None)  # which waits for the last writes
 
     def provisional(self, flats: Sequence[Flat]) -> Generator[tuple[Flat, list[torch.Tensor]]]:
         """As ``stream``, each with its rows: the master and the states, to be changed in place, which nobody sees.
 
         What is written counts from ``commit`` on.
         """
-        regions = [self._regions[flat] for flat in flats]
-        with closing(stream(self._store, regions, self._pool, provisional=True)) as buffers:
-            for flat, buffer in zip(flats, buffers, strict=True):
-                yield flat, [self._row(flat, buffer, number) for number in range(self._rows)]
+        with closing(self._place.stream(flats, write=True, provisional=True)) as blocks:
+            for flat, memory in zip(flats, blocks, strict=True):
+                assert not self._rows[flat].form.is_packed
+                yield flat, self._rows[flat].raw(memory)
 
     def commit(self) -> None:
         """Let what was written provisionally count. Raises OSError as ``Store.commit``."""
-        self._store.commit()
+        self._place.commit()
 
     def drop(self) -> None:
         """Forget what was written provisionally."""
-        self._store.drop()
+        self._place.drop()
 
     def close(self) -> None:
         """Delete the file."""
-        self._store.close()
+        self._place.close()
 
-    def _row(self, flat: Flat, buffer: Buffer, number: int) -> torch.Tensor:
-        dtype = self._dtypes[flat]
-        return buffer.tensor(flat.own.stop - flat.own.start, dtype, number * _row_bytes(flat, dtype))
+    def _home(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """The parameter is a half of the master: what was unpacked goes back before it is used."""
+        if self._here is not None and self._here[0] is flat:
+            self.flush()
+        self._bring_home[flat](write, read)
 
-    def _bind(self, flat: Flat, buffer: Buffer) -> None:
-        """Let the master, the pieces and their states lie in a buffer."""
-        rows = [self._row(flat, buffer, number) for number in range(self._rows)]
-        flat.master = rows[0]
+    def _bind(self, flat: Flat, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
+        """Let the master, the pieces and their states lie in a block, or in what is unpacked; the rows of these."""
+        values = self._rows[flat].unpack(memory, partial(self._roots, flat), known)
+        self._bind_master(flat, values[0])
         for _, local, piece in flat.pieces:
-            shape = piece.parameter.shape
-            piece.parameter.data = rows[0][local].view(shape)
-            for (state, name), row in zip(self._states(piece.parameter), rows[1:], strict=False):
-                if name in state:
-                    value = row[local].view(shape)
-                    if not hasattr(state[name], _ABSENT):
-                        value.copy_(state[name])
-                    state[name] = value
+            for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
+                _bind_state(state, name, row[local].view(piece.parameter.shape))
+        return values
 
-    def _unbind(self, flat: Flat, buffer: Buffer) -> None:
-        """Take what may lie elsewhere into the buffer, and let everything be absent."""
-        rows = [self._row(flat, buffer, number) for number in range(self._rows)]
-        flat.master = absent(rows[0])
+    def _bind_packed(self, flat: Flat, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Let what is not packed lie in a block, for the update; the rows of these, the first is the master's."""
+        rows = self._rows[flat]
+        if not rows.form.is_packed:
+            return self._bind(flat, memory, True)
+        raw = rows.raw(memory)
+        if not rows.form.split:
+            self._bind_master(flat, raw[0])
+        for _, local, piece in flat.pieces if not rows.form.eight else ():
+            for (state, name), row in zip(self._states(piece.parameter), raw[1:], strict=False):
+                _bind_state(state, name, row[local].view(piece.parameter.shape))
+
+        def packed(index: int) -> Packed:
+            number = next(number for number, (which, *_) in enumerate(flat.pieces) if which == index)
+            return rows.packed(memory, number, len(self._names(flat.pieces[number][2].parameter)))
+
+        flat.packed = packed
+        return [] if rows.form.eight else raw
+
+    @staticmethod
+    def _bind_master(flat: Flat, master: torch.Tensor) -> None:
+        flat.master = master
         for _, local, piece in flat.pieces:
-            for (state, name), row in zip(self._states(piece.parameter), rows[1:], strict=False):
+            piece.parameter.data = master[local].view(piece.parameter.shape)
+
+    def _unbind(self, flat: Flat, values: Sequence[torch.Tensor]) -> None:
+        """Take what may lie elsewhere into the rows, and let everything be absent."""
+        flat.master, flat.packed = absent(flat.master), None
+        for _, local, piece in flat.pieces:
+            for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
                 if name in state:
                     value, place = state[name], row[local]
                     if value.data_ptr() != place.data_ptr():  # the optimizer has just made it, or a checkpoint gave it
@@ -243,32 +270,32 @@ class Swap:
                     state[name] = absent(value)
             piece.parameter.data = absent(piece.parameter.data)
 
+    def _roots(self, flat: Flat, piece: int) -> list[bool]:
+        return [eight.rooted(name) for name in self._names(flat.pieces[piece][2].parameter)]
+
+    def _loose(self, flat: Flat) -> Iterator[bool]:
+        """Of each state that there is: whether it is a number, as a checkpoint gave it, and not absent."""
+        for _, _, piece in flat.pieces:
+            yield from (not is_absent(s[name]) for s, name in self._states(piece.parameter) if name in s)
+
     def _states(self, parameter: nn.Parameter) -> Iterator[tuple[dict[str, torch.Tensor], str]]:
         """The states of a parameter that have rows, which the optimizer may not have made yet."""
         state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
         return ((state, name) for name in self._names(parameter))
 
 
-def buffer_bytes(dtypes: Mapping[Flat, torch.dtype], disk: Disk) -> list[int]:
-    """Of each buffer in host memory."""
-    largest = max((aligned(_region_bytes(flat, dtype, disk)) for flat, dtype in dtypes.items()), default=0)
-    return [largest] * min(disk.buffers, len(dtypes))
+def _bind_state(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+    if name in state:
+        if not is_absent(state[name]):
+            value.copy_(state[name])
+        state[name] = value
 
 
-def _region_bytes(flat: Flat, dtype: torch.dtype, disk: Disk) -> int:
-    return (1 + disk.states) * _row_bytes(flat, dtype)
+def buffer_bytes(rows: Sequence[Rows], disk: Disk) -> list[int]:
+    """Of each buffer in host memory, for what comes from a disk."""
+    return [max((aligned(of.nbytes) for of in rows), default=0)] * min(disk.buffers, len(rows))
 
 
-def _row_bytes(flat: Flat, dtype: torch.dtype) -> int:
-    return round_up((flat.own.stop - flat.own.start) * dtype.itemsize, 64)
-
-
-def absent(like: torch.Tensor) -> torch.Tensor:
-    """NaN (of whole numbers: 0) of the same shape and dtype, in the memory of one number; nobody can write to it."""
-    value = torch.nan if like.is_floating_point() or like.is_complex() else 0
-    found = torch.full((), value, dtype=like.dtype).expand(like.shape)
-    setattr(found, _ABSENT, True)
-    return found
-
-
-_ABSENT = "_rests_on_disk"
+def unpacked_bytes(rows: Collection[Rows]) -> int:
+    """Of what is made of one flat buffer at a time to look at it."""
+    return max((of.unpacked_bytes for of in rows), default=0)

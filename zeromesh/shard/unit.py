@@ -24,6 +24,7 @@ from torch import nn
 
 from zeromesh.dist.collectives import Pending
 from zeromesh.dist.mesh import Mesh
+from zeromesh.kernels.update import Packed
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.spans import span
@@ -89,6 +90,9 @@ class Flat:
         self.parameter_tier = row.parameter_tier
         self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
         self.delayed = row.delayed and layout.trainable and row.optimizer_tier is not Tier.DEVICE
+        self.comes = False  # the master and states are in memory only after ``bring``
+        self.split = False  # a half of the master is the home
+        self.packed: Callable[[int], Packed] | None = None  # of each parameter, while it is updated
         self.gradient: Gradient | None = None
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -191,7 +195,7 @@ class Flat:
             rest = layout.dtype if self.apart or self.parameter_tier is not Tier.DEVICE else dtype
             self.home = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
         self.master = self.home
-        if self.optimizer_tier is Tier.NVME and layout.trainable:
+        if self.comes:
             self.bring(write=True, read=False)
             self.master.zero_()
         elif self.apart or self.home.dtype != dtype:
@@ -234,10 +238,11 @@ class Flat:
 
         ``value`` begins with the parameter's element ``first``, and has all that this rank keeps.
         """
-        sharded = not _shares(self.home, self.full)
         start = segment.start + first
-        self.bring_home(write=True)
-        _put(value, start, self.home if sharded else self.full, self.shard.start if sharded else 0)
+        if not self.split:
+            sharded = not _shares(self.home, self.full)
+            self.bring_home(write=True)
+            _put(value, start, self.home if sharded else self.full, self.shard.start if sharded else 0)
         if self.master is not self.home:
             self.bring(write=True)
             _put(value, start, self.master, self.own.start)

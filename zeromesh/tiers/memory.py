@@ -104,3 +104,19 @@ def _lock_pages(storage: torch.UntypedStorage) -> None:
             "of offload_optimizer and offload_param to false, or allow more with `ulimit -l`"
         )
     weakref.finalize(storage, runtime.cudaHostUnregister, address)
+
+
+def absent(like: torch.Tensor) -> torch.Tensor:
+    """NaN (of whole numbers: 0) of the same shape and dtype, in the memory of one number; nobody can write to it."""
+    value = torch.nan if like.is_floating_point() or like.is_complex() else 0
+    found = torch.full((), value, dtype=like.dtype).expand(like.shape)
+    setattr(found, _ABSENT, True)
+    return found
+
+
+def is_absent(value: torch.Tensor) -> bool:
+    """Whether it is from ``absent``."""
+    return hasattr(value, _ABSENT)
+
+
+_ABSENT = "_rests_elsewhere"

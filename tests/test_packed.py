@@ -1,0 +1,242 @@
+"""Masters in halves and states in 8 bits: the same on the host and in files, seen by everybody as they were whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import run_ranks
+from test_swap import STATE
+from test_tiers import HOST, start, update
+from zeromesh import zero
+from zeromesh.kernels import eight, halves
+from zeromesh.optim.host import HostSteps
+
+EIGHT, SPLIT = {"states_in_8_bits": True}, {"split_master": True}
+FORMS: dict[str, dict[str, Any]] = {"8 bits": EIGHT, "split": SPLIT, "both": {**EIGHT, **SPLIT}}
+
+
+def begin(folder: str, device: str, form: str, stage: int = 3, **more: Any) -> Any:
+    place = {"device": device, "nvme_path": folder}
+    offload: dict[str, Any] = {"stage": stage, "offload_optimizer": {**place, "buffer_count": 2, **FORMS.get(form, {})}}
+    if "split_master" in FORMS.get(form, {}):
+        offload["offload_param"] = place
+    return start(offload, **more)
+
+
+def life(folder: str, device: str, form: str, optimizer: str) -> list[Any]:
+    """All that a run does with its states: updates, a checkpoint, looks and changes from outside."""
+    params = {"lr": 1e-3, **({"momentum": 0.9, "dampening": 0.1} if optimizer == "SGD" else {})}
+    params |= {"initial_accumulator_value": 0.1} if optimizer == "Adagrad" else {}
+    engine = begin(
+        folder, device, form, optimizer={"type": optimizer, "params": params}, gradient_clipping=0.5
+    )  # fmt: skip
+    found: list[Any] = [update(engine, number) for number in range(3)]
+    engine.save_checkpoint(f"{folder}/{device}")
+    going_on = [update(engine, number) for number in range(3)]
+    engine.load_checkpoint(f"{folder}/{device}")
+    assert [update(engine, number) for number in range(3)] == going_on
+    first, last = next(iter(engine.module.parameters())), list(engine.module.parameters())[-1]
+    master = zero.safe_get_full_fp32_param(first)
+    state = zero.safe_get_full_optimizer_state(first, STATE[optimizer])
+    assert master is not None
+    assert state is not None
+    assert bool(state.isfinite().all())
+    zero.safe_set_full_fp32_param(first, master * 1.5)
+    changed = zero.safe_get_full_fp32_param(first)
+    assert changed is not None
+    assert torch.equal(changed, master * 1.5)
+    zero.safe_set_full_optimizer_state(first, state * 0.5, STATE[optimizer])
+    halved = zero.safe_get_full_optimizer_state(first, STATE[optimizer])
+    assert halved is not None
+    step = 1e-5 if "states_in_8_bits" not in FORMS[form] else 1 / 8
+    torch.testing.assert_close(halved, state * 0.5, rtol=step, atol=float(state.abs().max()) / 100)
+    with zero.GatheredParameters([last], modifier_rank=0), torch.no_grad():
+        last.fill_(0.3)
+    whole = zero.safe_get_full_fp32_param(last)
+    assert whole is not None
+    assert torch.equal(whole, torch.full_like(whole, 0.3).bfloat16().float())
+    found += [*going_on, master, state, halved, update(engine, 5), update(engine, 6)]
+    values = engine.gathered_state_dict()
+    engine.load_state_dict({name: value * 0.9 for name, value in engine.state_dict().items()})
+    found += [update(engine, 7), *values.values()]
+    engine.destroy()
+    return found
+
+
+def both_lives(folder: str, *case: Any) -> tuple[list[Any], list[Any]]:
+    return life(folder, "cpu", *case), life(folder, "nvme", *case)
+
+
+CASES = [("8 bits", "AdamW"), ("both", "SGD"), ("split", "Adagrad")]
+REST = [("8 bits", "Adagrad"), ("8 bits", "SGD"), ("split", "AdamW"), ("both", "Lion"), ("both", "AdamW")]
+
+
+@pytest.mark.parametrize(
+    ("form", "optimizer"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in REST)]
+)
+def test_a_run_on_the_host_is_one_in_files_to_the_bit(form: str, optimizer: str, tmp_path: Path) -> None:
+    for host, nvme in run_ranks(both_lives, 2, str(tmp_path), form, optimizer):
+        for one, other in zip(host, nvme, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu", "nvme"]
+
+
+def resumed(folder: str, form: str, device: str) -> None:
+    """In a new engine, from what a run with these forms saved, and one without any of them."""
+    for saved in (form, "whole"):
+        engine = begin(folder, device, saved)
+        for number in range(2):
+            update(engine, number)
+        engine.save_checkpoint(f"{folder}/{saved}")
+        going_on = [update(engine, number) for number in range(3)]
+        engine.destroy()
+        engine = begin(folder, device, form)
+        assert engine.load_checkpoint(f"{folder}/{saved}")[0] is not None
+        found = [update(engine, number) for number in range(3)]
+        assert found == (going_on if saved == form else pytest.approx(going_on, rel=2e-2))
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("form", "device"), [("8 bits", "cpu"), ("both", "nvme"), ("split", "cpu")])
+def test_a_resumed_run_goes_on_as_the_one_that_was_saved(form: str, device: str, tmp_path: Path) -> None:
+    run_ranks(resumed, 2, str(tmp_path), form, device)
+
+
+def losses(folder: str, form: str, updates: int) -> list[float]:
+    engine = begin(folder, "cpu", form)
+    found = [update(engine, number % 3) for number in range(updates)]
+    engine.destroy()
+    return found
+
+
+def test_losses_are_nearly_those_of_whole_states(tmp_path: Path) -> None:
+    whole, coded, split = (run_ranks(losses, 1, str(tmp_path), form, 24)[0] for form in ("whole", "8 bits", "split"))
+    assert whole[-1] < 0.5 * whole[0]
+    assert coded != whole
+    assert coded == pytest.approx(whole, rel=0.05)
+    assert split == pytest.approx(whole, rel=0.01)
+
+
+def kernel_calls(folder: str, form: str) -> list[tuple[set[str], set[str]]]:
+    """The dtypes of masters and states that the update is given."""
+    from zeromesh.optim import host
+
+    found, update_ = [], host.update
+
+    def watch(pieces: Any, factor: float) -> None:
+        masters = {str(piece.master.dtype) for piece in pieces}
+        found.append((masters, {str(state.dtype) for piece in pieces for state in piece.states}))
+        update_(pieces, factor)
+
+    host.update = watch  # type: ignore[attr-defined]
+    try:
+        engine = begin(folder, "cpu", form)
+        update(engine)
+        engine.destroy()
+    finally:
+        host.update = update_  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "master", "state"),
+    [("8 bits", "float32", "uint8"), ("split", "bfloat16", "float32"), ("both", "bfloat16", "uint8")],
+)
+def test_the_update_reads_and_writes_what_rests(form: str, master: str, state: str, tmp_path: Path) -> None:
+    assert {(str(m), str(s)) for m, s in run_ranks(kernel_calls, 1, str(tmp_path), form)[0]} == {
+        (f"{{'torch.{master}'}}", f"{{'torch.{state}'}}")
+    }
+
+
+def unused(folder: str) -> bool:
+    """A parameter that gets no gradient for a while keeps its codes to the bit."""
+    engine = begin(folder, "cpu", "both")
+    for number in range(2):
+        update(engine, number)
+    block = engine.module.blocks[1]
+    bias = block.down.bias
+    before = [zero.safe_get_full_optimizer_state(bias, key) for key in ("exp_avg", "exp_avg_sq")]
+    before.append(zero.safe_get_full_fp32_param(bias))
+    block.forward = lambda x: x + torch.nn.functional.linear(torch.tanh(block.up(x)), block.down.weight)
+    for number in range(2):
+        update(engine, number)
+    after = [zero.safe_get_full_optimizer_state(bias, key) for key in ("exp_avg", "exp_avg_sq")]
+    after.append(zero.safe_get_full_fp32_param(bias))
+    engine.destroy()
+    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))  # type: ignore[arg-type]
+
+
+def test_what_has_no_gradient_stays_as_it_is(tmp_path: Path) -> None:
+    assert run_ranks(unused, 1, str(tmp_path)) == [True]
+
+
+def absent_between(folder: str) -> bool:
+    engine = begin(folder, "cpu", "both")
+    update(engine)
+    flats = engine.sharded.flats
+    home = flats[0].home.clone()
+    master = zero.safe_get_full_fp32_param(flats[0].parameters[0])
+    assert master is not None
+    upper = halves.split(master)[0]
+    parameter = flats[0].parameters[0]
+    with zero.GatheredParameters([parameter]):
+        same = torch.equal(parameter.detach(), upper.view_as(parameter))
+    states = [state["exp_avg"] for state in engine.optimizer.state.values()]
+    hidden = all(bool(state.isnan().all()) for state in states) and bool(flats[0].master.isnan().all())
+    assert torch.equal(home, flats[0].home)
+    engine.destroy()
+    return same and hidden
+
+
+def test_between_updates_the_parameter_is_the_upper_half_and_the_rest_is_absent(tmp_path: Path) -> None:
+    assert run_ranks(absent_between, 1, str(tmp_path)) == [True]
+
+
+def test_codes_made_anew_are_those_that_a_checkpoint_leads_to() -> None:
+    state = torch.randn(1000) * torch.logspace(-6, 0, 1000)
+    for root, values in ((False, state), (True, state.square())):
+        seen = eight.decode(*eight.encode(values, root, 7), root)
+        one, other = eight.encode(seen, root, 1), eight.encode(seen.clone(), root, 1)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        torch.testing.assert_close(eight.decode(*one, root), seen, rtol=1 / 8, atol=float(values.abs().max()) / 100)
+
+
+@pytest.mark.parametrize(
+    ("offload", "more", "text"),
+    [
+        ({**EIGHT, "update_during_backward": 0.5}, {}, "states_in_8_bits is true, and a share of 0.5"),
+        ({**SPLIT, "super_offload": True}, {}, "split_master is true, and a share of 1"),
+        ({**SPLIT, "inexact_delay_after": 3}, {}, "cannot be older"),
+        ({**SPLIT}, {"bf16": {"enabled": False}}, "set bf16.enabled and offload_param.device"),
+        ({**EIGHT}, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, "fewer bytes, but Lamb, .* leave split_m"),
+    ],
+)
+def test_what_cannot_be_is_refused(offload: dict[str, Any], more: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        start({"stage": 3, "offload_optimizer": {**HOST, **offload}, "offload_param": HOST}, **more)
+    with pytest.raises(ValueError, match="set bf16.enabled and offload_param.device"):
+        start({"stage": 3, "offload_optimizer": {**HOST, **SPLIT}})
+
+
+def test_what_takes_no_fewer_bytes_is_as_ever() -> None:
+    """fp32 masters only are in 8 bits, and none in halves; here they are in float64."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4).double()
+    import zeromesh
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {**HOST, **EIGHT}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)).sum())
+    engine.step()
+    assert engine.sharded.swap is None
+    assert all(state["exp_avg"].dtype is torch.float64 for state in engine.optimizer.state.values())
+    assert isinstance(HostSteps(engine.optimizer, 1.0).factor, float)
+    engine.destroy()

@@ -1,0 +1,172 @@
+"""Blocks of bytes by key, where they rest: in host memory, or in a file from which they come and to which they go.
+
+Both lend a block's memory, uint8 and 1-D, until it is given back. In host memory that is where it rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from zeromesh.tiers.buffers import Allocate, Buffer, Buffers
+from zeromesh.tiers.nvme import Region, Store
+from zeromesh.tiers.stream import stream
+from zeromesh.tiers.traffic import Traffic
+
+
+class Place(Protocol):
+    """Where blocks rest.
+
+    Attributes:
+        nbytes: of all blocks.
+        host_bytes: of host memory that they take on their way.
+        folder: of the file; None where there is none.
+    """
+
+    nbytes: int
+    host_bytes: int
+    folder: Path | None
+
+    def take(self, key: Hashable, read: bool) -> torch.Tensor:
+        """A block's memory; what it holds does not matter without ``read``. Raises OSError if the disk failed."""
+
+    def give(self, key: Hashable, write: bool) -> None:
+        """It is used no more; with ``write`` it holds something else now. Raises OSError if the disk failed."""
+
+    def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
+        """Each of some blocks, in order, until the next one is asked for. Raises OSError if the disk failed."""
+
+    def commit(self) -> None:
+        """Let what was written provisionally count. Raises OSError as ``Store.commit``."""
+
+    def drop(self) -> None:
+        """Forget what was written provisionally."""
+
+    def traffic(self) -> Traffic | None:
+        """What went to and from the disk so far; None where there is none."""
+
+    def close(self) -> None:
+        """Delete the file."""
+
+
+class Memory:
+    """In host memory, which is zeros at first. Nothing in it is provisional.
+
+    Args:
+        sizes: bytes of each block.
+        allocate: where its memory comes from.
+    """
+
+    def __init__(self, sizes: Mapping[Hashable, int], allocate: Allocate) -> None:
+        self._blocks = {key: allocate(size).zero_() for key, size in sizes.items()}
+        self.nbytes = sum(sizes.values())
+        self.host_bytes = 0
+        self.folder: Path | None = None
+
+    def take(self, key: Hashable, read: bool) -> torch.Tensor:
+        """As ``Place.take``."""
+        return self._blocks[key]
+
+    def give(self, key: Hashable, write: bool) -> None:
+        """As ``Place.give``."""
+
+    def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
+        """As ``Place.stream``."""
+        assert not provisional
+        yield from (self._blocks[key] for key in keys)
+
+    def commit(self) -> None:
+        """As ``Place.commit``."""
+
+    def drop(self) -> None:
+        """As ``Place.drop``."""
+
+    def traffic(self) -> Traffic | None:
+        """As ``Place.traffic``."""
+        return None
+
+    def close(self) -> None:
+        """As ``Place.close``."""
+
+
+class File:
+    """In a file: read ahead and written behind where they stream.
+
+    Args:
+        sizes: bytes of each block.
+        store: of the file; it is closed if there is no room.
+        buffers: bytes of each buffer in host memory, of which a block takes one while it is there.
+        allocate: where their memory comes from.
+        spares: keys of blocks of which there is a second place, for what is provisional.
+
+    Raises:
+        OSError: there is too little space.
+    """
+
+    def __init__(
+        self, sizes: Mapping[Hashable, int], store: Store, buffers: Sequence[int], allocate: Allocate,
+        spares: Collection[Hashable] = (),
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._regions: dict[Hashable, Region] = {key: store.allocate(size) for key, size in sizes.items()}
+        for key in spares:
+            store.allocate_spare(sizes[key])
+        try:
+            store.reserve()
+            self._pool = Buffers(buffers, allocate)
+        except BaseException:
+            store.close()
+            raise
+        self._lent: dict[Hashable, Buffer] = {}
+        self.nbytes = store.nbytes
+        self.host_bytes = self._pool.nbytes
+        self.folder: Path | None = store.path.parent
+
+    def take(self, key: Hashable, read: bool) -> torch.Tensor:
+        """As ``Place.take``."""
+        region = self._regions[key]
+        buffer = self._pool.take(region.padded)
+        assert buffer is not None, "a block is asked for while others stream"
+        try:
+            if read:
+                self._store.read(region, buffer).wait()
+        except BaseException:
+            self._pool.give(buffer)
+            raise
+        self._lent[key] = buffer
+        return buffer.memory
+
+    def give(self, key: Hashable, write: bool) -> None:
+        """As ``Place.give``."""
+        buffer = self._lent.pop(key)
+        try:
+            if write:
+                self._store.write(self._regions[key], buffer).wait()
+        finally:
+            self._pool.give(buffer)
+
+    def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
+        """As ``Place.stream``: the next ones are read, and with ``write`` the last ones are written, meanwhile."""
+        regions = [self._regions[key] for key in keys]
+        with closing(stream(self._store, regions, self._pool, write, provisional)) as buffers:
+            yield from (buffer.memory for buffer in buffers)
+
+    def commit(self) -> None:
+        """As ``Place.commit``."""
+        self._store.commit()
+
+    def drop(self) -> None:
+        """As ``Place.drop``."""
+        self._store.drop()
+
+    def traffic(self) -> Traffic | None:
+        """As ``Place.traffic``."""
+        return self._store.traffic()
+
+    def close(self) -> None:
+        """As ``Place.close``."""
+        self._store.close()
