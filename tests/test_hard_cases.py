@@ -31,7 +31,7 @@ VARIANTS = {
 }
 """Name -> row, and slots of parameters and gradients."""
 
-RARER = ("row 0", "row 1", "row 3, 3 slots")
+RARER = ("row 0", "row 1", "row 3, 3 slots", "row 3, all slots")
 """In the full matrix only: what is particular about these, others have too."""
 
 Result = tuple[list[list[float]], dict[str, torch.Tensor]]

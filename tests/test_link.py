@@ -147,7 +147,7 @@ SOME = ["row 2", "row 3, parameters", "row 3, all, delayed"]
 USUAL = [name for name in [*ZERO, "row 3, all, some frozen"] if name not in SOME]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.full) for name in SOME)])
 def test_what_is_copied_late_trains_to_the_same_bits(name: str, ranks: int) -> None:
     zero = {**ZERO["row 3, all"], "frozen": True} if "frozen" in name else ZERO[name]

@@ -183,8 +183,13 @@ def check_policies(shared: dict[str, Any], policies: Sequence[str]) -> None:
     "precision", [*(pytest.param(p, marks=pytest.mark.full) for p in ("float64", "fp32", "bf16")), "fp16"]
 )
 def test_rows_and_slot_budgets_do_not_change_a_bit(precision: str) -> None:
-    mesh = {"float64": "2", "fp32": "3", "bf16": "2", "fp16": "2x2"}[precision]
+    mesh = {"float64": "2", "fp32": "3", "bf16": "2x2", "fp16": "2"}[precision]
     check_policies({"precision": precision, "mesh": mesh, "accumulation": 1, "clip": True}, SHARDED)
+
+
+def test_what_computes_something_else_computes_just_that() -> None:
+    shared = {"precision": "bf16", "mesh": "2", "accumulation": 3, "clip": True, "checkpointing": True}
+    check_policies(shared, [name for names in OTHERS.values() for name in names])
 
 
 MATRIX = {

@@ -94,10 +94,7 @@ class Rows:
 
         What is new is zeros if what the block holds is not ``known``.
         """
-        raw = self.raw(memory)
-        if not known and self.form.is_packed:
-            memory.zero_()
-        found = []
+        raw, found = self.raw(memory), []
         for number, row in enumerate(raw[: 1 + self.form.states]):
             if row.dtype is self._dtype:
                 found.append(row)

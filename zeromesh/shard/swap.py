@@ -138,6 +138,8 @@ class Swap:
             memory = self._place.take(flat, read)
             if self._rows[flat].form.split and read:
                 self._bring_home[flat]()
+            if write and not read:  # rows that nobody writes, as of states that do not exist yet, are read some time
+                memory.zero_()
             self._here = flat, memory, self._bind(flat, memory, read)
             self._known = read or write
         self._dirty = self._dirty or write
