@@ -86,16 +86,17 @@ def test_a_checkpoint_does_not_know_where_states_rested(saved: str, loaded: str,
     engine.destroy()
 
 
-def test_the_report_has_the_size_of_the_file_and_of_the_buffers(tmp_path: Path) -> None:
-    engine = start({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, depth=8)
+@pytest.mark.parametrize("depth", [2, 8])
+def test_the_report_has_the_size_of_the_file_and_of_the_buffers(depth: int, tmp_path: Path) -> None:
+    engine = start({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, depth=depth)
     update(engine)
     report, (file,) = engine.memory_report(), list(tmp_path.iterdir())
-    elements = sum(parameter.numel() for parameter in Net(8).parameters())
+    elements = sum(parameter.numel() for parameter in Net(depth).parameters())
     assert report["optimizer"]["nvme"] == file.stat().st_size
     assert report["optimizer"]["nvme"] / elements == pytest.approx(12, rel=0.01)
     assert report["optimizer"]["host"] < 1000  # the numbers of the steps
-    largest = 12 * max(sum(p.numel() for p in unit.members) for unit in engine.sharded.units)
-    assert report["slot"]["host"] == pytest.approx(4 * largest, rel=0.01)
+    sizes = sorted(12 * sum(p.numel() for p in unit.members) for unit in engine.sharded.units)
+    assert report["slot"]["host"] == pytest.approx(sum(sizes[-4:]), rel=0.01)
     assert file.stat().st_blocks * 512 >= file.stat().st_size  # the space is taken before the start
     for _, state in engine.optimizer.state.items():
         assert bool(state["exp_avg"].isnan().all())

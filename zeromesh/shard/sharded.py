@@ -403,6 +403,8 @@ class Sharded:
                     self._renew(unit)
             next(present, None)
         self.delayed.published()
+        if self.stored is not None:
+            self.stored.ahead(units)  # the next forward begins with these
         self._settle()  # the next forward waits for the last copies, the host does not
 
     def finish_update(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from zeromesh.dist.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
+from zeromesh.shard.slots import largest
 from zeromesh.shard.swap import Disk
 from zeromesh.shard.unit import Flat, Unit
 from zeromesh.tiers.buffers import Buffer, Buffers
@@ -221,9 +222,8 @@ class Stored:
 
 
 def buffer_bytes(flats: Sequence[Flat], disk: Disk) -> list[int]:
-    """Of each buffer in host memory."""
-    sizes = [aligned(flat.layout.shard_size * flat.layout.dtype.itemsize) for flat in flats]
-    return [max(sizes, default=0)] * min(disk.buffers, len(sizes))
+    """Of each buffer in host memory: the largest homes fit at once, whichever they are."""
+    return largest((aligned(flat.layout.shard_size * flat.layout.dtype.itemsize) for flat in flats), disk.buffers)
 
 
 def _bind(flat: Flat, home: torch.Tensor) -> None:

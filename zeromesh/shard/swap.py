@@ -25,6 +25,7 @@ from zeromesh.kernels.update import Packed
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.rows import Form, Rows
+from zeromesh.shard.slots import largest
 from zeromesh.shard.unit import Bring, Flat
 from zeromesh.tiers.memory import absent, empty_on, is_absent
 from zeromesh.tiers.nvme import Store
@@ -294,8 +295,8 @@ def _bind_state(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) 
 
 
 def buffer_bytes(rows: Sequence[Rows], disk: Disk) -> list[int]:
-    """Of each buffer in host memory, for what comes from a disk."""
-    return [max((aligned(of.nbytes) for of in rows), default=0)] * min(disk.buffers, len(rows))
+    """Of each buffer in host memory, for what comes from a disk: the largest ones fit at once, whichever they are."""
+    return largest((aligned(of.nbytes) for of in rows), disk.buffers)
 
 
 def unpacked_bytes(rows: Collection[Rows]) -> int:
