@@ -266,6 +266,9 @@ def with_full_disk(folder: str) -> str:
         try:
             update(engine, 3)
         except OSError as error:
+            for way in (engine.gathered_state_dict, engine.finish_update, lambda: update(engine, 4)):
+                with pytest.raises(OSError, match="No space left"):  # and nothing that was never computed is given away
+                    way()
             return str(error)
         finally:
             engine.destroy()
@@ -277,6 +280,65 @@ def with_full_disk(folder: str) -> str:
 def test_what_fails_beside_the_next_backward_is_said_at_its_step(tmp_path: Path) -> None:
     assert "No space left" in run_ranks(with_full_disk, 1, str(tmp_path))[0]
     assert not list(tmp_path.iterdir())
+
+
+def interrupted(folder: str) -> bool:
+    engine = begin("row 1", folder)
+    with Held():
+        for number in range(3):
+            update(engine, number)
+        thread = engine.sharded.delayed._thread
+        assert thread is not None
+        thread.join = lambda: (_ for _ in ()).throw(KeyboardInterrupt())  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            engine.finish_update()
+        del thread.join
+        values_of(engine)
+        alive = thread.is_alive()
+    engine.destroy()
+    return alive
+
+
+def test_who_interrupts_the_wait_and_goes_on_waits_again(tmp_path: Path) -> None:
+    assert run_ranks(interrupted, 1, str(tmp_path)) == [False]
+
+
+def widened(folder: str) -> list[set[torch.dtype]]:
+    """The dtypes of sums by update; from the third on several micro-batches are summed."""
+    engine = begin("row 1", folder)
+    found: list[set[torch.dtype]] = []
+    for number in range(8):
+        if number == 2:
+            engine.set_train_batch_size(2)
+        engine.backward(engine(torch.arange(8).view(1, 8)))
+        engine.step()
+        if number < 2 or number % 2:
+            spare = [home for home in engine.sharded.delayed._spare.values() if home is not None]
+            found.append({home.dtype for home in spare})
+    engine.destroy()
+    return found
+
+
+def test_sums_that_become_wider_stay_so(tmp_path: Path) -> None:
+    found = run_ranks(widened, 1, str(tmp_path))[0]
+    assert found[-2:] == [{torch.float32}] * 2, found
+
+
+def in_16_bits() -> bool:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1, "offload_optimizer": {**HOST, **LATE}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine = zeromesh.initialize(model=nn.Linear(4, 4).bfloat16(), config=config)[0]
+    found = bool(engine.sharded.delayed.flats)
+    engine.destroy()
+    return found
+
+
+def test_what_the_optimizer_updates_itself_is_never_late() -> None:
+    assert run_ranks(in_16_bits, 1) == [False]
 
 
 def left_running(folder: str) -> int:

@@ -14,6 +14,8 @@ from test_tiers import HOST, start, update
 from zeromesh import zero
 from zeromesh.kernels import eight, halves
 from zeromesh.optim.host import HostSteps
+from zeromesh.shard import rows
+from zeromesh.shard.rows import Form
 
 EIGHT, SPLIT = {"states_in_8_bits": True}, {"split_master": True}
 FORMS: dict[str, dict[str, Any]] = {"8 bits": EIGHT, "split": SPLIT, "both": {**EIGHT, **SPLIT}}
@@ -34,7 +36,10 @@ def life(folder: str, device: str, form: str, optimizer: str) -> list[Any]:
     engine = begin(
         folder, device, form, optimizer={"type": optimizer, "params": params}, gradient_clipping=0.5
     )  # fmt: skip
+    engine.save_checkpoint(f"{folder}/{device}", tag="first")
     found: list[Any] = [update(engine, number) for number in range(3)]
+    engine.load_checkpoint(f"{folder}/{device}", tag="first")  # which has no states
+    assert [update(engine, number) for number in range(3)] == found
     engine.save_checkpoint(f"{folder}/{device}")
     going_on = [update(engine, number) for number in range(3)]
     engine.load_checkpoint(f"{folder}/{device}")
@@ -174,34 +179,89 @@ def test_what_has_no_gradient_stays_as_it_is(tmp_path: Path) -> None:
     assert run_ranks(unused, 1, str(tmp_path)) == [True]
 
 
-def absent_between(folder: str) -> bool:
-    engine = begin(folder, "cpu", "both")
+def after_one_update(folder: str, form: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Whole masters and homes, from weights that bf16 can hold."""
+    engine = begin(folder, "cpu", form)
+    torch.manual_seed(5)
+    shapes = {name: value.shape for name, value in engine.state_dict().items()}
+    engine.load_state_dict({name: torch.randn(shape).mul(0.03).bfloat16().float() for name, shape in shapes.items()})
     update(engine)
     flats = engine.sharded.flats
-    home = flats[0].home.clone()
-    master = zero.safe_get_full_fp32_param(flats[0].parameters[0])
-    assert master is not None
-    upper = halves.split(master)[0]
-    parameter = flats[0].parameters[0]
-    with zero.GatheredParameters([parameter]):
-        same = torch.equal(parameter.detach(), upper.view_as(parameter))
-    states = [state["exp_avg"] for state in engine.optimizer.state.values()]
-    hidden = all(bool(state.isnan().all()) for state in states) and bool(flats[0].master.isnan().all())
-    assert torch.equal(home, flats[0].home)
+    homes = [flat.home.clone() for flat in flats]
+    if form == "split":
+        assert all(bool(flat.master.isnan().all()) for flat in flats)
+        assert all(bool(state["exp_avg"].isnan().all()) for state in engine.optimizer.state.values())
+    masters = []
+    for flat in flats:
+        flat.bring()
+        masters.append(flat.master.clone())
+    assert all(torch.equal(home, flat.home) for home, flat in zip(homes, flats, strict=True))
     engine.destroy()
-    return same and hidden
+    return masters, homes
 
 
-def test_between_updates_the_parameter_is_the_upper_half_and_the_rest_is_absent(tmp_path: Path) -> None:
-    assert run_ranks(absent_between, 1, str(tmp_path)) == [True]
+def test_a_split_master_is_the_whole_one_and_the_parameter_its_upper_half(tmp_path: Path) -> None:
+    (masters, _), (joined, homes) = (
+        run_ranks(after_one_update, 1, str(tmp_path), form)[0] for form in ("none", "split")
+    )
+    for master, other, home in zip(masters, joined, homes, strict=True):
+        assert torch.equal(master, other)
+        assert torch.equal(home, halves.split(master)[0])
 
 
-def test_codes_made_anew_are_those_that_a_checkpoint_leads_to() -> None:
+def ties(folder: str) -> float:
+    """A master that is halfway between two numbers in bf16, after a look that changes nothing."""
+    engine = begin(folder, "cpu", "split")
+    first = next(iter(engine.module.parameters()))
+    zero.safe_set_full_fp32_param(first, torch.full(first.shape, 1 + 2.0**-8))
+    with zero.GatheredParameters([first], modifier_rank=0):
+        assert bool((first == 1 + 2.0**-7).all())
+    master = zero.safe_get_full_fp32_param(first)
+    engine.destroy()
+    assert master is not None
+    return float(master.max())
+
+
+def test_a_look_does_not_change_a_tie(tmp_path: Path) -> None:
+    assert run_ranks(ties, 1, str(tmp_path)) == [1 + 2.0**-8]
+
+
+def test_what_other_ranks_have_beside_other_elements_is_not_coded() -> None:
+    engine = start({"stage": 1})
+    flat = engine.sharded.flats[0]
+    (_, local, _), *_ = flat.pieces
+    assert Form(1, eight=True).of(flat, torch.float32).eight
+    flat.gradient.shared = {2: [(local.start, local.stop, True)]}
+    assert Form(1, eight=True).of(flat, torch.float32).eight
+    flat.gradient.shared = {2: [(local.start, local.stop - 1, True)]}
+    assert not Form(1, eight=True).of(flat, torch.float32).eight
+    engine.destroy()
+
+
+def test_codes_are_made_in_runs_whatever_their_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for run in (rows.RUN, 1024):
+        monkeypatch.setattr(rows, "RUN", run)
+        found.append(after_some(str(tmp_path / str(run))))
+    assert found[0] == found[1]
+
+
+def after_some(folder: str) -> list[float]:
+    engine = begin(folder, "cpu", "both")
+    update(engine)
+    engine.save_checkpoint(folder)  # which codes anew
+    found = [update(engine, number) for number in range(3)]
+    engine.destroy()
+    return found
+
+
+def test_codes_are_the_same_in_runs_and_stand_for_what_they_are_made_of() -> None:
     state = torch.randn(1000) * torch.logspace(-6, 0, 1000)
     for root, values in ((False, state), (True, state.square())):
         seen = eight.decode(*eight.encode(values, root, 7), root)
-        one, other = eight.encode(seen, root, 1), eight.encode(seen.clone(), root, 1)
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        one = eight.encode(seen, root, 1)
+        runs = [eight.encode(seen[first : first + 512], root, 1, first) for first in (0, 512)]
+        assert all(torch.equal(a, torch.cat(b)) for a, b in zip(one, zip(*runs, strict=True), strict=True))
         torch.testing.assert_close(eight.decode(*one, root), seen, rtol=1 / 8, atol=float(values.abs().max()) / 100)
 
 

@@ -114,6 +114,7 @@ class Engine:
             self.sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
             if sharded.delayed.flats:
                 optimizer.register_state_dict_pre_hook(partial(_wait_for, sharded.delayed))
+                optimizer.register_load_state_dict_pre_hook(partial(_wait_for, sharded.delayed))
 
     def __getattr__(self, name: str) -> Any:
         """The model's own methods and attributes; its methods may use its parameters."""
@@ -313,6 +314,8 @@ class Engine:
             self._check_groups()
             factor *= self._clip(self._norm or 0.0)
             steps = HostSteps(optimizer, factor) if self.sharded.updates_on_host else None
+            with span("update_on_host"):
+                self.sharded.delayed.wait()  # the optimizer may look at any of its states in its own step
             with span("clip"):
                 self.sharded.set_gradients(factor, steps)
         except BaseException:
@@ -773,6 +776,7 @@ class Engine:
         self.sharded.rest()
         states = load_optimizer_states, load_lr_scheduler_states
         more = {"strict": load_module_strict, "data_position": load_data_position}
+        self.finish_update()
         loaded = load.load(self, Path(load_dir), tag, *states, **more)
         self.zero_grad()
         self._passes = None
@@ -851,7 +855,7 @@ class Engine:
         self.sharded.close()
 
 
-def _wait_for(delayed: Delayed, optimizer: Optimizer) -> None:
+def _wait_for(delayed: Delayed, optimizer: Optimizer, *state: Any) -> None:
     """Nobody sees states in the middle of an update."""
     delayed.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
     from zeromesh.config.zero import OffloadOptimizer, OffloadParam
 
+_log = logging.getLogger(__name__)
+
 USUAL_STATES = 2
 """Of an optimizer that the kernel does not know: as many as Adam has."""
 
@@ -43,6 +46,7 @@ class Offload:
         early: share of the states that is updated during the backward; None: all on an accelerator, where there is
             plenty of room.
         pinned: whether host memory for files is page-locked where there is a GPU.
+        delays: whether updates are to be delayed.
     """
 
     disk: Disk | None
@@ -51,6 +55,7 @@ class Offload:
     limit: int | None
     early: float | None
     pinned: bool = True
+    delays: bool = False
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
@@ -74,7 +79,8 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
         if disk is not None and failure is not None:
             raise failure
         return Offload(None, stored, Form(USUAL_STATES), limit, 0.0, pinned)
-    return Offload(disk, stored, replace(form, states=counted), limit, early, pinned)
+    delays = zero.delay_after is not None
+    return Offload(disk, stored, replace(form, states=counted), limit, early, pinned, delays)
 
 
 def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved) -> Disk | None:
@@ -106,6 +112,13 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
     def prepare(needs: Needs) -> Room:
         ahead = needs.ahead(1.0 if offload.early is None and mesh.device.type != "cpu" else offload.early or 0.0)
         states = offload.form.states
+        if mesh.rank == 0 and offload.form.is_packed and not any(rows.form.is_packed for rows in needs.rows(states)):
+            _log.warning(
+                "split_master and states_in_8_bits have no effect here: nothing that is offloaded has fp32 masters (of "
+                "bf16 parameters, for split_master) that one rank alone updates"
+            )
+        if mesh.rank == 0 and offload.delays and not needs.delayed:
+            _log.warning("inexact_delay_after has no effect here: nothing with masters in fp32 or fp64 is offloaded")
         buffers = 0 if offload.disk is None else sum(buffer_bytes(needs.rows(states), offload.disk))
         buffers += 0 if offload.stored is None else sum(stored_buffer_bytes(needs.stored, offload.stored))
         parts = needs.host(states, buffers, ahead)

@@ -216,6 +216,8 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
         raise ValueError(f"{segment.name} has shape {segment.held.whole}, the value given {tuple(value.shape)}")
     if not flat.layout.trainable:
         raise ValueError(f"{segment.name} is frozen; change it inside GatheredParameters with modifier_rank")
+    if not engine.sharded.reducer.begun:  # else it goes on, and this one is of what is updated
+        engine.finish_update()
     flat.bring(write=True)
     for position, local, piece in flat.pieces:
         if position == index:

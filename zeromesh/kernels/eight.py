@@ -47,13 +47,14 @@ def seed(number: int) -> int:
     return (number * 0x9E3779B97F4A7C15 >> 24) & _MASK
 
 
-def encode(state: torch.Tensor, root: bool, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(state: torch.Tensor, root: bool, number: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a state as the step of this number leaves it.
 
     Args:
         state: 1-D, fp32, on the CPU; for ``root`` not negative.
         root: see ``rooted``.
         number: of the step, of which the first is 1.
+        first: the place in the piece of the state's first element, where it is not the whole of it.
 
     Returns:
         uint8 of the shape of ``state``, and fp32 of ``scales_of`` its elements: the kernel's bits.
@@ -69,7 +70,7 @@ def encode(state: torch.Tensor, root: bool, number: int) -> tuple[torch.Tensor, 
     scale[~largest.isfinite()] = torch.nan
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     size = (values.abs() * inverse + 1).clamp(max=most + 1)
-    noise = _noise(number, values.numel()).view_as(values)
+    noise = _noise(number, first, values.numel()).view_as(values)
     noise = noise >> (32 - shift) if root else noise & ((1 << shift) - 1)
     codes = (size.view(torch.int32) - _ONE + noise) >> shift
     if root:
@@ -94,8 +95,8 @@ def _parameters(root: bool) -> tuple[int, float, float]:
     return (18, 251.0, 2.0**-58) if root else (19, 247.0, 2.0**-100)
 
 
-def _noise(number: int, elements: int) -> torch.Tensor:
+def _noise(number: int, first: int, elements: int) -> torch.Tensor:
     """32 bits for each element, in int64."""
-    noise = (torch.arange(elements) * 0x9E3779B1 + seed(number)) & _MASK
+    noise = (torch.arange(first, first + elements) * 0x9E3779B1 + seed(number)) & _MASK
     noise = ((noise ^ noise >> 15) * 0x85EBCA6B) & _MASK
     return noise ^ noise >> 13

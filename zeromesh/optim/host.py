@@ -127,6 +127,8 @@ class HostSteps:
             elements, place = parameter.numel(), (parameter.dtype, parameter.device)
             made = absent(parameter) if packed.states else zeros_on(Tier.HOST, elements, *place).view_as(parameter)
             state[name] = made
+        for codes in (*packed.states, *packed.scales) if first else ():
+            codes.zero_()  # of states that are no more, as those of a checkpoint from before the first update
         if rule in COUNTED:
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
         number = int(state["step"]) if rule in COUNTED else 1 if first else 2

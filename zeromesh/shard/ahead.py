@@ -319,11 +319,11 @@ class Ahead:
         self._begun, self._spoilt = False, False
 
     def _stop(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread is not None:
             self._stopping = True
             self._queue.put(None)
-            thread.join()
+            self._thread.join()
+            self._thread = None  # not before: who interrupts the wait, and goes on, waits again
 
 
 class _Brought:

@@ -14,7 +14,9 @@ Source: Ren et al., "ZeRO-Offload", 2021 (section 5.2, one-step delayed paramete
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 from functools import partial
@@ -26,6 +28,8 @@ from zeromesh.observe.spans import unseen
 from zeromesh.shard.unit import Bring, Flat
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import zeros_on
+
+_log = logging.getLogger(__name__)
 
 Compute = Callable[[Flat, torch.Tensor, Sequence[bool], torch.Tensor], None]
 """Updates a flat buffer whose master is in memory: from the home of its gradient, with which parameters have one, into
@@ -47,11 +51,13 @@ class Delayed:
     Attributes:
         flats: these.
         begun: whether an update was begun that has not been published.
+        busy_seconds: that such updates took so far.
     """
 
     def __init__(self, flats: Collection[Flat], device: torch.device, link: Link, pinned: bool) -> None:
         self.flats = frozenset(flats)
         self.begun = False
+        self.busy_seconds = 0.0
         self._link = link
         self._outputs: dict[Flat, torch.Tensor] = {}
         for flat in flats:
@@ -60,6 +66,7 @@ class Delayed:
         self._sent: dict[Flat, Copy] = {}
         self._spare: dict[Flat, torch.Tensor | None] = {}
         self._updated: set[Flat] = set()
+        self._warned = False
         self._changed: set[Flat] = set()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -82,10 +89,10 @@ class Delayed:
             if flat not in self.flats or gradient is None or not any(gradient.used):
                 continue
             assert gradient.home is not None
-            assert gradient.home is gradient.buffer
             taken[flat] = gradient.home, list(gradient.used)
-            gradient.buffer, self._spare[flat] = self._spare.get(flat), gradient.buffer
-        self._updated = set(taken)
+            spare = self._spare.get(flat)
+            same = spare is not None and spare.dtype is gradient.home.dtype  # not so where sums were found too narrow
+            gradient.buffer, self._spare[flat] = spare if same else None, gradient.home
 
         @torch.no_grad()
         def work() -> None:
@@ -93,7 +100,10 @@ class Delayed:
                 with unseen(), closing(present(list(taken))) as flats:
                     for flat in flats:
                         self._sent.get(flat, DONE).wait()
+                        began = time.perf_counter()
                         compute(flat, *taken[flat], self._outputs[flat])
+                        self.busy_seconds += time.perf_counter() - began
+                        self._updated.add(flat)
             except BaseException as error:  # it is raised where the update is asked for
                 self._error = error
 
@@ -104,18 +114,17 @@ class Delayed:
         """Until the update that was begun has ended.
 
         Raises:
-            OSError: the disk failed meanwhile.
+            OSError: the disk failed, now or earlier: what there is then is neither of before an update nor of after it.
         """
         self.stop()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
 
     def stop(self) -> None:
         """As ``wait``, whatever became of it."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def publish(self, flat: Flat) -> None:
         """Send one flat buffer's new parameters home, if there are any."""
@@ -135,6 +144,14 @@ class Delayed:
         """What somebody writes to a master counts, and not what was computed of it before."""
         self.wait()
         if write:
+            if self.begun and flat in self._updated and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "parameters of %s were written to while an update of them was under way, which is late "
+                    "(inexact_delay_after): what was written takes the place of the update, also where it is as "
+                    "before. Parameters that are changed in every step, as by max_norm or clamp_, hardly train so",
+                    flat.gradient.unit if flat.gradient else "a unit",
+                )
             self._changed.add(flat)
         self._bring[flat](write, read)
 

@@ -11,7 +11,7 @@ The kernel updates them so. Whoever else looks at them has them unpacked, in fp3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +21,9 @@ from zeromesh.kernels import eight, halves
 from zeromesh.kernels.update import Packed
 from zeromesh.shard.layout import round_up
 from zeromesh.shard.unit import Flat
+
+RUN = 1 << 20
+"""Elements that are coded at a time, which takes much memory for each: a whole number of blocks."""
 
 ALIGN = 64
 """Bytes at a multiple of which a row begins."""
@@ -46,12 +49,25 @@ class Form:
     def of(self, flat: Flat, dtype: torch.dtype) -> Form:
         """What of it a flat buffer with a master of this dtype has."""
         wide = dtype is torch.float32
-        return Form(self.states, self.eight and wide, self.split and wide and flat.layout.dtype is torch.bfloat16)
+        split = self.split and wide and flat.layout.dtype is torch.bfloat16
+        return Form(self.states, self.eight and wide and not _shares_blocks(flat), split)
 
     @property
     def is_packed(self) -> bool:
         """Whether anything takes fewer bytes."""
         return self.eight or self.split
+
+
+def _shares_blocks(flat: Flat) -> bool:
+    """Whether ranks along the tensor axis have the same elements beside others, which would have other scales there."""
+    own, shared = flat.own, {} if flat.gradient is None else flat.gradient.shared
+    pieces = {(start - own.start, stop - own.start) for _, start, stop in flat.layout.owned(own.start, own.stop)}
+    return any((start, stop) not in pieces for ranges in shared.values() for start, stop, _ in ranges)
+
+
+def _runs(start: int, stop: int) -> Iterator[slice]:
+    for first in range(start, stop, RUN):
+        yield slice(first, min(first + RUN, stop))
 
 
 class Rows:
@@ -100,10 +116,11 @@ class Rows:
                 found.append(row)
                 continue
             value = torch.zeros(self._elements, dtype=self._dtype)
-            if number == 0 and known:
-                value.copy_(halves.join(self._flat.home, row))
+            for part in _runs(0, self._elements) if number == 0 and known else ():
+                value[part] = halves.join(self._flat.home[part], row[part])
             for piece, (_, local, _) in enumerate(self._flat.pieces if number and known else ()):
-                value[local] = self._decoded(raw, piece, local, number, roots(piece))
+                for part in _runs(local.start, local.stop):
+                    value[part] = self._decoded(raw, piece, part, number, roots(piece))
             found.append(value)
         return found
 
@@ -113,29 +130,32 @@ class Rows:
         What was not changed keeps its codes, unless they are to be made ``anew``: the same of the same values.
         """
         raw = self.raw(memory)
-        if self.form.split:
-            upper, lower = halves.split(values[0])
-            self._flat.home.copy_(upper)
-            raw[0].copy_(lower)
+        for part in _runs(0, self._elements) if self.form.split else ():
+            self._flat.home[part], raw[0][part] = halves.split(values[0][part])
         for number in range(1, 1 + self.form.states) if self.form.eight else ():
             for piece, (_, local, _) in enumerate(self._flat.pieces):
                 kinds = roots(piece)
                 if number > len(kinds):
                     continue
-                value = values[number][local]
-                if anew or not torch.equal(value, self._decoded(raw, piece, local, number, kinds)):
-                    codes, scales = eight.encode(value, kinds[number - 1], 1)
-                    raw[number][local] = codes
-                    raw[self.form.states + number][self._scales[piece]] = scales
+                for part in _runs(local.start, local.stop):
+                    value = values[number][part]
+                    if anew or not torch.equal(value, self._decoded(raw, piece, part, number, kinds)):
+                        first, scales = part.start - local.start, self._scales_of(raw, piece, part, number)
+                        raw[number][part], scales[:] = eight.encode(value, kinds[number - 1], 1, first)
 
     def _decoded(
-        self, raw: Sequence[torch.Tensor], piece: int, local: slice, number: int, kinds: Sequence[bool]
+        self, raw: Sequence[torch.Tensor], piece: int, part: slice, number: int, kinds: Sequence[bool]
     ) -> torch.Tensor:  # fmt: skip
-        """A state of a piece; zeros where the optimizer has none."""
+        """A part of a piece's state, which begins with a block; zeros where the optimizer has none."""
         if number > len(kinds):
-            return torch.zeros(local.stop - local.start)
-        scales = raw[self.form.states + number][self._scales[piece]]
-        return eight.decode(raw[number][local], scales, kinds[number - 1])
+            return torch.zeros(part.stop - part.start)
+        return eight.decode(raw[number][part], self._scales_of(raw, piece, part, number), kinds[number - 1])
+
+    def _scales_of(self, raw: Sequence[torch.Tensor], piece: int, part: slice, number: int) -> torch.Tensor:
+        """Of a part of a piece's state, which begins with a block."""
+        of_piece = raw[self.form.states + number][self._scales[piece]]
+        first = eight.scales_of(part.start - self._flat.pieces[piece][1].start)
+        return of_piece[first : first + eight.scales_of(part.stop - part.start)]
 
     def packed(self, memory: torch.Tensor, piece: int, states: int) -> Packed:
         """What the kernel updates of the piece with this number, of which the optimizer has so many states."""

@@ -281,7 +281,6 @@ class Sharded:
 
         But for those on the host that are ``later`` updated from their homes: they have none here.
         """
-        self.delayed.wait()  # the optimizer may look at any of its states in its own step
         for flat in self.flats:
             gradient = flat.gradient
             if gradient is None or gradient.home is None:

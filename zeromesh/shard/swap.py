@@ -138,7 +138,11 @@ class Swap:
             self.flush()
             memory = self._place.take(flat, read)
             if self._rows[flat].form.split and read:
-                self._bring_home[flat]()
+                try:
+                    self._bring_home[flat]()
+                except BaseException:
+                    self._place.give(flat, False)
+                    raise
             if write and not read:  # rows that nobody writes, as of states that do not exist yet, are read some time
                 memory.zero_()
             self._here = flat, memory, self._bind(flat, memory, read)
@@ -152,11 +156,15 @@ class Swap:
         (flat, memory, values), self._here = self._here, None
         dirty, self._dirty = self._dirty, False
         self._unbind(flat, values)
-        if dirty and self._rows[flat].form.split:
-            self._bring_home[flat](write=True, read=False)
-        if dirty:
-            self._rows[flat].pack(memory, values, partial(self._roots, flat), self._anew)
-        self._place.give(flat, dirty)
+        packed = False
+        try:
+            if dirty and self._rows[flat].form.split:
+                self._bring_home[flat](write=True, read=False)
+            if dirty:
+                self._rows[flat].pack(memory, values, partial(self._roots, flat), self._anew)
+            packed = dirty
+        finally:
+            self._place.give(flat, packed)
 
     def recode(self) -> None:
         """Make all codes anew of the numbers that they stand for, as whoever reads these from a checkpoint will."""

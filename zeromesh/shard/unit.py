@@ -24,6 +24,7 @@ from torch import nn
 
 from zeromesh.dist.collectives import Pending
 from zeromesh.dist.mesh import Mesh
+from zeromesh.kernels import halves
 from zeromesh.kernels.update import Packed
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row, Tier
@@ -89,7 +90,7 @@ class Flat:
         self.own = self.shard if row.optimizer is Placement.SHARDED else slice(0, layout.size)
         self.parameter_tier = row.parameter_tier
         self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
-        self.delayed = row.delayed and layout.trainable and row.optimizer_tier is not Tier.DEVICE
+        self.delayed = False  # it may be updated beside the next forward and backward
         self.comes = False  # the master and states are in memory only after ``bring``
         self.split = False  # a half of the master is the home
         self.packed: Callable[[int], Packed] | None = None  # of each parameter, while it is updated
@@ -245,7 +246,7 @@ class Flat:
             _put(value, start, self.home if sharded else self.full, self.shard.start if sharded else 0)
         if self.master is not self.home:
             self.bring(write=True)
-            _put(value, start, self.master, self.own.start)
+            _put(value, start, self.master, self.own.start, self.split)
 
     def _read(self, segment: Segment, source: Source, kept: slice) -> None:
         """Read the part of a parameter that lies in a range of the layout."""
@@ -328,15 +329,19 @@ def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
-def _put(value: torch.Tensor, at: int, buffer: torch.Tensor, first: int) -> None:
-    """Copy what lies in ``buffer`` of a value; they begin with the layout's elements ``at`` and ``first``."""
+def _put(value: torch.Tensor, at: int, buffer: torch.Tensor, first: int, split: bool = False) -> None:
+    """Copy what lies in ``buffer`` of a value; they begin with the layout's elements ``at`` and ``first``.
+
+    ``split``: the buffer is the master of a parameter that is one half of it, and rounded so.
+    """
     start, stop = max(at, first), min(at + value.numel(), first + buffer.numel())
     if start < stop:
         target, part = buffer[start - first : stop - first], value[start - at : stop - at].to(buffer.device)
         if part.itemsize >= target.itemsize:
             target.copy_(part)
         else:  # what was not changed keeps the bits that the narrower dtype lacks
-            target.copy_(torch.where(target.to(part.dtype) == part, target, part.to(target.dtype)))
+            narrow = halves.split(target)[0] if split and part.dtype is torch.bfloat16 else target.to(part.dtype)
+            target.copy_(torch.where(narrow == part, target, part.to(target.dtype)))
 
 
 class Unit:
