@@ -152,7 +152,10 @@ def at_once_and_held(place: str, folder: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("place", [p if p in USUAL else pytest.param(p, marks=pytest.mark.full) for p in PLACES])
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": False}}], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param({}, id="bf16"), pytest.param({"bf16": {"enabled": False}}, id="fp32", marks=pytest.mark.full)],
+)
 def test_the_result_does_not_depend_on_when_an_update_ends(
     place: str, precision: dict[str, Any], tmp_path: Path
 ) -> None:

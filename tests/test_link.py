@@ -143,7 +143,7 @@ def both(zero: dict[str, Any]) -> list[tuple[Outcome, Outcome]]:
     ]
 
 
-SOME = ["row 2", "row 3, parameters", "row 3, all, delayed"]
+SOME = ["row 2", "row 3", "row 3, parameters", "row 3, early", "row 3, all, delayed", "row 1, delayed"]
 USUAL = [name for name in [*ZERO, "row 3, all, some frozen"] if name not in SOME]
 
 

@@ -35,6 +35,9 @@ FACTORS: dict[str, Sequence[Any]] = {
     "accumulate": ["default", "fp32", "bf16"],
     "wire": ["default", "fp32", "bf16", "fp16"],
 }
+USUAL = {**FACTORS, "policy": [name for name in FACTORS["policy"] if "slots" not in name or "all" in name]}
+"""Budgets of slots, but for one, are compared bit for bit below."""
+
 FULL_PRECISION = ("float64", "fp32")
 SHARDED = [name for name, (row, _) in numerics.POLICIES.items() if row > 0]
 """The policies whose optimizer is sharded, which differ only in when and where things are in memory."""
@@ -133,7 +136,7 @@ def test_the_chosen_combinations_hold_every_pair() -> None:
         assert pairs == set(product(FACTORS[one], FACTORS[other]))
 
 
-@pytest.mark.parametrize("case", [Case(**values) for values in pairwise(FACTORS, seed=2)], ids=str)
+@pytest.mark.parametrize("case", [Case(**values) for values in pairwise(USUAL, seed=2)], ids=str)
 def test_every_pair_of_settings_trains_as_one_process_does(case: Case) -> None:
     check(case, run([case])[0])
 

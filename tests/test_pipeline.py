@@ -291,7 +291,7 @@ def test_blocks_pass_on_any_container(kind: str) -> None:
     ("kind", "mesh", "schedule", "row"),
     [
         ("gpt2", "2 stages", "zb-h1", 0),
-        ("tied", "2 stages, data 2", "zb-v", 3),
+        pytest.param("tied", "2 stages, data 2", "zb-v", 3, marks=pytest.mark.full),
         pytest.param("t5", "4 stages", "interleaved-1f1b", 1, marks=pytest.mark.full),
         pytest.param("llama", "2 stages, tensor 2", "1f1b", 2, marks=pytest.mark.full),
     ],

@@ -57,7 +57,9 @@ def test_gradients_of_the_weights_of_all_linear_layers_come_later(tensor: int, f
         assert len({name for name in found[-1][1] if "proj" in name}) >= 4 * 7, rank
 
 
-@pytest.mark.parametrize(("kind", "further"), [("llama", "float64"), ("gpt2", "checkpointing")])
+@pytest.mark.parametrize(
+    ("kind", "further"), [("llama", "float64"), pytest.param("gpt2", "checkpointing", marks=pytest.mark.full)]
+)
 def test_split_layers_whose_weights_come_later_train_to_the_numbers_of_one_process(kind: str, further: str) -> None:
     compare(kind, further, **MESHES["2 stages, tensor 2"], row=0, schedule="zb-h1", microbatches=4)
 

@@ -94,7 +94,11 @@ def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("name", CASES)
+RARER = ("1f1b", "interleaved and tensor")
+"""In the full matrix only; schedules and axes alone are compared in other tests."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] if n in RARER else []) for n in CASES])
 def test_a_run_in_stages_is_the_run_of_one_process(name: str, corpus: Path, alone: Path, tmp_path: Path) -> None:
     ranks, changes = CASES[name]
     run_ranks(train, ranks, config(corpus, tmp_path, **changes), [], resume=False, timeout=LIMIT)
@@ -137,7 +141,13 @@ def test_the_memory_that_is_logged_is_that_of_the_rank_that_has_used_most(corpus
 ADAPTERS = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # which is the embedding, too
 
 
-@pytest.mark.parametrize(("lora", "schedule"), [(None, "zb-h1"), (ADAPTERS, "1f1b")], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    ("lora", "schedule"),
+    [
+        pytest.param(None, "zb-h1", id="all weights", marks=pytest.mark.full),
+        pytest.param(ADAPTERS, "1f1b", id="adapters"),
+    ],
+)
 def test_a_model_of_transformers_is_trained_in_stages(
     lora: dict[str, Any] | None, schedule: str, tiny: Path, tmp_path: Path
 ) -> None:

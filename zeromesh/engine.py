@@ -314,8 +314,9 @@ class Engine:
             self._check_groups()
             factor *= self._clip(self._norm or 0.0)
             steps = HostSteps(optimizer, factor) if self.sharded.updates_on_host else None
-            with span("update_on_host"):
-                self.sharded.delayed.wait()  # the optimizer may look at any of its states in its own step
+            if self.sharded.delayed.begun:
+                with span("update_on_host"):
+                    self.sharded.delayed.wait()  # the optimizer may look at any of its states in its own step
             with span("clip"):
                 self.sharded.set_gradients(factor, steps)
         except BaseException:
