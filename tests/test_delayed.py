@@ -13,6 +13,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from test_ahead import change_state
 from test_tiers import HOST, in_stages, start, update
 from zeromesh import zero
 from zeromesh.shard.delayed import Delayed
@@ -84,13 +85,6 @@ def change_parameter(engine: Any) -> None:
 def change_master(engine: Any) -> None:
     last = list(engine.module.parameters())[-1]
     zero.safe_set_full_fp32_param(last, torch.full(last.shape, 0.25))
-
-
-def change_state(engine: Any) -> None:
-    first = next(iter(engine.module.parameters()))
-    state = zero.safe_get_full_optimizer_state(first, "exp_avg")
-    assert state is not None
-    zero.safe_set_full_optimizer_state(first, state * 2, "exp_avg")
 
 
 def write_in_place(engine: Any) -> None:
@@ -375,5 +369,4 @@ def test_what_cannot_be_is_refused(offload: dict[str, Any], optimizer: str, text
 def test_without_offloading_nothing_is_late() -> None:
     engine = start({"stage": 1, "offload_optimizer": {"device": "none", **LATE}})
     assert not engine.sharded.delayed.flats
-    assert isinstance(engine.module, nn.Module)
     engine.destroy()

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from harness import run_ranks
-from test_swap import STATE
+from test_swap import STATE, last_of_life
 from test_tiers import HOST, start, update
 from zeromesh import zero
 from zeromesh.kernels import eight, halves
-from zeromesh.optim.host import HostSteps
 from zeromesh.shard import rows
 from zeromesh.shard.rows import Form
 
@@ -57,19 +56,16 @@ def life(folder: str, device: str, form: str, optimizer: str) -> list[Any]:
     zero.safe_set_full_optimizer_state(first, state * 0.5, STATE[optimizer])
     halved = zero.safe_get_full_optimizer_state(first, STATE[optimizer])
     assert halved is not None
-    step = 1e-5 if "states_in_8_bits" not in FORMS[form] else 1 / 8
-    torch.testing.assert_close(halved, state * 0.5, rtol=step, atol=float(state.abs().max()) / 100)
+    if "states_in_8_bits" in FORMS[form]:  # codes are a 16th apart, those of the least numbers a 16th of the scale
+        torch.testing.assert_close(halved, state * 0.5, rtol=1 / 15, atol=float(state.abs().max()) / 16 / 247)
+    else:
+        assert torch.equal(halved, state * 0.5)
     with zero.GatheredParameters([last], modifier_rank=0), torch.no_grad():
         last.fill_(0.3)
     whole = zero.safe_get_full_fp32_param(last)
     assert whole is not None
     assert torch.equal(whole, torch.full_like(whole, 0.3).bfloat16().float())
-    found += [*going_on, master, state, halved, update(engine, 5), update(engine, 6)]
-    values = engine.gathered_state_dict()
-    engine.load_state_dict({name: value * 0.9 for name, value in engine.state_dict().items()})
-    found += [update(engine, 7), *values.values()]
-    engine.destroy()
-    return found
+    return [*found, *going_on, master, state, halved, *last_of_life(engine)]
 
 
 def both_lives(folder: str, *case: Any) -> tuple[list[Any], list[Any]]:
@@ -132,8 +128,8 @@ def test_losses_are_nearly_those_of_whole_states(tmp_path: Path) -> None:
     whole, coded, split = (run_ranks(losses, 1, str(tmp_path), form, 24)[0] for form in ("whole", "8 bits", "split"))
     assert whole[-1] < 0.5 * whole[0]
     assert coded != whole
-    assert coded == pytest.approx(whole, rel=0.05)
-    assert split == pytest.approx(whole, rel=0.01)
+    assert coded == pytest.approx(whole, rel=0.006)
+    assert split == pytest.approx(whole, rel=0.004)
 
 
 def kernel_calls(folder: str, form: str) -> list[tuple[set[str], set[str]]]:
@@ -272,7 +268,8 @@ def test_codes_are_the_same_in_runs_and_stand_for_what_they_are_made_of() -> Non
         one = eight.encode(seen, root, 1)
         runs = [eight.encode(seen[first : first + 512], root, 1, first) for first in (0, 512)]
         assert all(torch.equal(a, torch.cat(b)) for a, b in zip(one, zip(*runs, strict=True), strict=True))
-        torch.testing.assert_close(eight.decode(*one, root), seen, rtol=1 / 8, atol=float(values.abs().max()) / 100)
+        step = float(values.abs().max()) / 16 / 247
+        torch.testing.assert_close(eight.decode(*one, root), seen, rtol=1 / 15, atol=step)
 
 
 @pytest.mark.parametrize(
@@ -308,5 +305,4 @@ def test_what_takes_no_fewer_bytes_is_as_ever() -> None:
     engine.step()
     assert engine.sharded.swap is None
     assert all(state["exp_avg"].dtype is torch.float64 for state in engine.optimizer.state.values())
-    assert isinstance(HostSteps(engine.optimizer, 1.0).factor, float)
     engine.destroy()

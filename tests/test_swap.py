@@ -43,7 +43,12 @@ def life(folder: str, device: str, stage: int, optimizer: str, precision: str) -
     found += [master, state]
     zero.safe_set_full_fp32_param(first, master * 1.5)
     zero.safe_set_full_optimizer_state(first, state * 0.5, STATE[optimizer])
-    found += [update(engine, 5), update(engine, 6)]
+    return [*found, *last_of_life(engine)]
+
+
+def last_of_life(engine: Any) -> list[Any]:
+    """Losses after what was changed, and what is left when all is changed once more."""
+    found: list[Any] = [update(engine, 5), update(engine, 6)]
     values = engine.gathered_state_dict()
     engine.load_state_dict({name: value * 0.9 for name, value in engine.state_dict().items()})
     found += [update(engine, 7), *values.values()]

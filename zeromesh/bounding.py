@@ -48,7 +48,8 @@ def find_bounds(
     if operations is not None:
         amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, dtype))
     if sharded.updated_bytes:
-        busy = sharded.delayed.busy_seconds / updates if sharded.delayed.busy_seconds else None
+        sharded.delayed.wait()
+        busy = sharded.updated_seconds / updates
         amounts[HOST] = Amount(sharded.updated_bytes / updates, memory_bandwidth(), busy)
     if sharded.link.moved:
         amounts[LINK] = Amount(sharded.link.moved / updates, link_bandwidth(mesh.device, sharded.row.pinned))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 from functools import partial
@@ -51,13 +50,11 @@ class Delayed:
     Attributes:
         flats: these.
         begun: whether an update was begun that has not been published.
-        busy_seconds: that such updates took so far.
     """
 
     def __init__(self, flats: Collection[Flat], device: torch.device, link: Link, pinned: bool) -> None:
         self.flats = frozenset(flats)
         self.begun = False
-        self.busy_seconds = 0.0
         self._link = link
         self._outputs: dict[Flat, torch.Tensor] = {}
         for flat in flats:
@@ -100,9 +97,7 @@ class Delayed:
                 with unseen(), closing(present(list(taken))) as flats:
                     for flat in flats:
                         self._sent.get(flat, DONE).wait()
-                        began = time.perf_counter()
                         compute(flat, *taken[flat], self._outputs[flat])
-                        self.busy_seconds += time.perf_counter() - began
                         self._updated.add(flat)
             except BaseException as error:  # it is raised where the update is asked for
                 self._error = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -116,7 +117,7 @@ class Sharded:
         room = Room() if prepare is None else prepare(needs)
         self.swap, self.stored = room.swap, room.stored
         self._states = room.states
-        self.updated_bytes = 0
+        self.updated_bytes, self.updated_seconds = 0, 0.0
         assert self.swap is not None or not (needs.files or needs.packed), "states without a place for them"
         assert self.stored is not None or not needs.stored, "a tier of files without a place for them"
         place_units(laid_out, mesh, mixed, materialise, self.link)
@@ -349,8 +350,10 @@ class Sharded:
             for index, local, piece in flat.pieces
             if used[index] and steps.takes(piece.parameter, home)
         }
+        began = time.perf_counter()
         with span("update_on_host", flat.gradient.unit if flat.gradient else ""):
             steps.step(list(given.values()))
+        self.updated_seconds += time.perf_counter() - began
         self.updated_bytes += sum(map(self._moved, given.values()))
         if out is None:
             return
