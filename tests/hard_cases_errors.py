@@ -12,12 +12,6 @@ from hard_case import Block, Broken, Stack, Table, Trainer, loss_of, once
 CASES = Table()
 
 
-def backward_without_the_engine(t: Trainer) -> None:
-    x = t.batch()
-    t.refused("call engine.backward\\(loss\\) instead of loss.backward\\(\\)", lambda: t.model(x).sum().backward())
-    once(t)
-
-
 def reading_a_parameter_that_is_away(t: Trainer) -> None:
     weight, name = t.module.blocks[1].up.weight, "parameter blocks.1.up.weight is sharded"
     t.refused(name, weight.sum, only_if_sharded=True)
@@ -54,7 +48,6 @@ def saved_activation_changed_in_place(t: Trainer) -> None:
     once(t)
 
 
-CASES.add("backward_without_the_engine", backward_without_the_engine)(Stack)
 CASES.add("reading_a_parameter_that_is_away", reading_a_parameter_that_is_away)(Stack)
 CASES.add("update_between_forward_and_backward", update_between_forward_and_backward)(Stack)
 

@@ -28,10 +28,15 @@ VARIANTS = {
     "row 3, 2 slots": (3, 2),
     "row 3, 3 slots": (3, 3),
     "row 3, all slots": (3, 99),
+    "row 0, loss.backward()": (0, None),
+    "row 2, loss.backward()": (2, None),
+    "row 3, 2 slots, loss.backward()": (3, 2),
 }
-"""Name -> row, and slots of parameters and gradients."""
+"""Name -> row, and slots of parameters and gradients. Some call ``loss.backward()`` and ``optimizer.step()``."""
 
-RARER = ("row 0", "row 1", "row 3, 3 slots", "row 3, all slots")
+IN_TORCHS_WORDS = tuple(name for name in VARIANTS if name.endswith("backward()"))
+
+RARER = ("row 0", "row 1", "row 3, 3 slots", "row 3, all slots", *IN_TORCHS_WORDS)
 """In the full matrix only: what is particular about these, others have too."""
 
 Result = tuple[list[list[float]], dict[str, torch.Tensor]]
@@ -75,12 +80,22 @@ class Plain(Worker):
 
 
 class WithEngine(Worker):
-    """The engine."""
+    """The engine; ``plainly``: by the lines that plain torch would have."""
+
+    def __init__(self, model: Any, module: nn.Module, rank: int, ranks: int, plainly: bool) -> None:
+        super().__init__(model, module, rank, ranks)
+        self.plainly = plainly
 
     def backward(self, loss: torch.Tensor, update: bool = True, **options: Any) -> None:
         self.losses.append(loss.item())
-        self.model.backward(loss, **options)
-        if update:
+        if not self.plainly:
+            self.model.backward(loss, **options)
+        else:
+            loss.backward(**options)
+        if update and self.plainly and self.model.gradient_accumulation_steps() == 1:
+            self.model.optimizer.step()
+            self.model.optimizer.zero_grad()
+        elif update:
             self.model.step()
 
     def refused(self, message: str, action: Callable[[], object], only_if_sharded: bool = False) -> None:
@@ -189,7 +204,7 @@ def start(case: Case, variant: str) -> WithEngine:
     model = make(case.model)
     engine = zeromesh.initialize(model=model, config=config)[0]
     case.prepare(engine)
-    return WithEngine(engine, model, engine.data_rank, engine.data_size)
+    return WithEngine(engine, model, engine.data_rank, engine.data_size, variant in IN_TORCHS_WORDS)
 
 
 def state(engine: Any) -> dict[str, torch.Tensor]:
@@ -253,3 +268,8 @@ def test_every_hard_case_trains_as_plain_torch_does(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_rarer_variants_of_every_hard_case_train_so_too(name: str) -> None:
     check(name, 2, list(RARER))
+
+
+@pytest.mark.parametrize("name", ("towers_interleaved", "checkpoint_over_several_units", "accumulation"))
+def test_hard_cases_train_so_in_torchs_own_words(name: str) -> None:
+    check(name, 2, ["row 3, 2 slots, loss.backward()"])

@@ -37,9 +37,11 @@ from zeromesh.observing import make_observer, open_monitors
 from zeromesh.offload import Offload, preparation, where_offloaded
 from zeromesh.optim.host import states_of
 from zeromesh.pipe import PipelineModule, settings_of
+from zeromesh.precision.scaler import LossScaler
 from zeromesh.pretrained import describe_sources
 from zeromesh.saving.random_state import share_random_state
 from zeromesh.shard import guard, hooks
+from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.find import check_compiled, check_parameters, find_units
@@ -316,6 +318,7 @@ def shard(
     cut: Pipelined | None = None, prepare: Prepare | None = None,
 ) -> Sharded:  # fmt: skip
     """Place the model's states over the mesh as the configuration says; ``split`` as ``Sharded`` takes it."""
+    scaler = LossScaler(settings.precision.loss_scale) if settings.precision.loss_scale else None
     return Sharded(
         model,
         mesh,
@@ -323,7 +326,7 @@ def shard(
         settings.precision,
         Slots(settings.slots.parameter, settings.slots.gradient),
         targets=settings.units,
-        accumulates=settings.gradient_accumulation_steps > 1,
+        accumulation=Accumulation(settings.gradient_accumulation_steps, scaler),
         predivide=settings.gradient_predivide,
         materialise=materialise,
         split=split,

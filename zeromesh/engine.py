@@ -23,6 +23,7 @@ from zeromesh.model.linear import Kept, keeping
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
+from zeromesh.optim.bound import bind
 from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
@@ -83,8 +84,10 @@ class Engine:
         self.device = sharded.mesh.device
         self.config = config
         self.optimizer = optimizer
+        scaler = sharded.accumulation.scaler
+        assert scaler is None or isinstance(scaler, LossScaler)
+        self.loss_scaler = scaler
         self.lr_scheduler = lr_scheduler
-        self.loss_scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale else None
         self.observer = observer or Observer(self.module, self.device)
         self.training_dataloader = training_dataloader
         self.data_position: Position | None = None if training_dataloader is None else training_dataloader.position
@@ -97,14 +100,9 @@ class Engine:
         self.pipelined: Pipelined | None = None
         self._loss_fn = loss_fn
         self._passes: Iterator[Any] | None = None
-        self._accumulation = config.gradient_accumulation_steps
-        self._boundary: bool | None = None
-        self._since_update = 0
-        self._unsynced = 0
-        self._synced = False
-        self._syncs = True
-        self._losses: list[torch.Tensor] = []
-        self._inputs: list[torch.Tensor] = []
+        self._accumulation = sharded.accumulation
+        self._updating = False
+        self._unbind: Callable[[], None] | None = None
         self._sharing = [axis for axis in ("tensor", "context") if self.mesh.sizes[axis] > 1]
         self._has_compared = False
         self._norm: float | None = None
@@ -112,6 +110,7 @@ class Engine:
         self._skipped_in_a_row = 0
         if optimizer is not None:  # without knowing the engine, which would live as long as its model
             self.sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
+            self._unbind = bind(optimizer, self)
             if sharded.delayed.flats:
                 optimizer.register_state_dict_pre_hook(partial(_wait_for, sharded.delayed))
                 optimizer.register_load_state_dict_pre_hook(partial(_wait_for, sharded.delayed))
@@ -159,11 +158,11 @@ class Engine:
         Losses do not tell: where ranks sum what they compute, other samples give a loss that is wrong, but one loss.
         The first inputs are compared at once, as those of other shapes cannot even be summed.
         """
-        self._inputs.append(batches.checksum(inputs, self.device))
+        self._accumulation.inputs.append(batches.checksum(inputs, self.device))
         if not self._has_compared:
             self._has_compared = True
             for axis in self._sharing:
-                found = self.mesh.group(axis).exchange(self._inputs[-1].reshape(1)).flatten().tolist()
+                found = self.mesh.group(axis).exchange(self._accumulation.inputs[-1].reshape(1)).flatten().tolist()
                 ranks = next(line for line in self.mesh.lines(axis) if self.mesh.rank in line)
                 _require_same_inputs(ranks, found)
 
@@ -198,25 +197,29 @@ class Engine:
         batches.check_loss(loss)
         # As what its mean over the micro-batches is made of: who divides it alone has divided it by their number.
         own = loss.detach().reshape(()).to(torch.float64, copy=True)
-        self._losses.append(own if scale_wrt_gas else own * self._accumulation)
-        if scale_wrt_gas and self._accumulation > 1:
-            loss = loss / self._accumulation
+        self._accumulation.losses.append(own if scale_wrt_gas else own * self._accumulation.steps)
+        if scale_wrt_gas and self._accumulation.steps > 1:
+            loss = loss / self._accumulation.steps
         try:
-            last = self._syncs and self.is_gradient_accumulation_boundary()
-            self._differentiate([self._scaled(loss)], [None], last, retain_graph)
+            with self._accumulation.differentiating(scale_wrt_gas):
+                scaled = self._accumulation.scaled(loss)
+                self._differentiate([scaled], [None], self._accumulation.reduces, retain_graph)
         except BaseException:
             self.zero_grad()
             raise
-        if self._syncs:
-            self._synced = True
-        else:
-            self._unsynced += 1
+        self._accumulation.note()
         return loss
 
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        if self.loss_scaler is None:
-            return loss
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scaler.scale
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the loss scale, for ``engine.scale(loss).backward()``; without one, the loss itself.
+
+        Gradients are divided by the accumulation steps as in ``backward``. The mean loss of the update, and the check
+        that it is finite, do not know of a loss whose backward is not the engine's.
+
+        Raises:
+            ValueError: the loss is not a scalar tensor with a graph.
+        """
+        return self._accumulation.scaled_by_user(batches.check_loss(loss))
 
     def _differentiate(
         self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], last: bool,
@@ -234,22 +237,15 @@ class Engine:
             set_to_none: accepted for torch's sake; gradients are always dropped.
         """
         self.sharded.forget_gradients()
-        self._begin_update()
-
-    def _begin_update(self) -> None:
-        self._losses.clear()
-        self._inputs.clear()
-        self._since_update, self._unsynced, self._synced = 0, 0, False
+        self._accumulation.restart()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update."""
-        if self._boundary is not None:
-            return self._boundary
-        return self._since_update + self._unsynced + 1 >= self._accumulation
+        return self._accumulation.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the current micro-batch is the last one before an update; holds until said otherwise."""
-        self._boundary = is_boundary
+        self._accumulation.boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,11 +253,11 @@ class Engine:
 
         Replicated gradients stay on their rank until a backward outside of it, or ``step``.
         """
-        before, self._syncs = self._syncs, False
+        before, self._accumulation.syncs = self._accumulation.syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self._accumulation.syncs = before
 
     # Update.
 
@@ -272,26 +268,47 @@ class Engine:
             RuntimeError: no backward came before.
             FloatingPointError: a loss was not finite on some rank, or gradients were not for many updates in a row.
         """
-        if not self._syncs:
+        if not self._accumulation.syncs:
             raise RuntimeError("step() inside no_sync(): leave the context first, the update needs the gradients' sum")
-        if not (self._unsynced or self._synced):
-            raise RuntimeError("step() without backward(): call engine.backward(loss) for each micro-batch first")
+        if not self._accumulation.waits:
+            raise RuntimeError(
+                "step() without backward(): call engine.backward(loss) for each micro-batch first; after an update by "
+                "optimizer.step() there is nothing to do"
+            )
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: name one in the configuration, or pass optimizer=")
-        # What was computed since the last step is one micro-batch, and each backward in no_sync() is one of its own.
-        done = self._unsynced + self._synced
-        self._since_update += done
-        self.micro_steps += done
-        self._unsynced, self._synced = 0, False
-        if not (self._since_update >= self._accumulation if self._boundary is None else self._boundary):
-            return
+        self.micro_steps += self._accumulation.count()
+        if self._accumulation.complete:
+            self._step(self.optimizer, self.lr_scheduler)
+
+    def update(self) -> None:
+        """Update the parameters now, with the gradients that there are: ``step()`` of the engine's optimizer.
+
+        Nothing happens without gradients. The learning-rate schedule is left to the caller, as in torch.
+
+        Raises:
+            RuntimeError, FloatingPointError: as ``step``.
+        """
+        self.sharded.events.give_up_other()
+        if self.optimizer is not None and self._accumulation.begun:
+            if not self._accumulation.syncs:
+                raise RuntimeError("optimizer.step() inside no_sync(): leave the context first")
+            self.micro_steps += self._accumulation.count()
+            self._step(self.optimizer, None)
+
+    @property
+    def updating(self) -> bool:
+        """Whether the optimizer's own step runs as a part of an update."""
+        return self._updating
+
+    def _step(self, optimizer: Optimizer, schedule: Any) -> None:
         with self.observer.phase("step"):
-            self._step(self.optimizer)
+            self._agree_and_update(optimizer, schedule)
         self.observer.after_update(self.global_steps)
 
-    def _step(self, optimizer: Optimizer) -> None:
+    def _agree_and_update(self, optimizer: Optimizer, schedule: Any) -> None:
         agreement = self.sharded.complete(self._notes())
-        self._begin_update()
+        self._accumulation.restart()
         self._require_same_losses(agreement)
         factor, rates, scale = self.gradient_factor, self.get_lr(), self.loss_scale if self.loss_scaler else None
         self._norm = agreement.norm * factor
@@ -301,8 +318,12 @@ class Engine:
             self.data_position = self.training_dataloader.position
         if not self._must_skip(agreement):
             self._update(optimizer, factor)
+            if schedule is not None:
+                schedule.step()
+            self._print()
         with span("monitor"):
-            self._mean_loss = float(agreement.notes[:, 1].sum() / agreement.notes[:, 2].sum())
+            total, count = agreement.notes[:, 1:3].sum(0).tolist()
+            self._mean_loss = total / count if count else None  # of a user's own loss.backward() nothing is known
             values = learning_values(self._mean_loss, rates, self._norm, scale)
             self.observer.values(values, self.global_samples, self.train_batch_size())
 
@@ -322,6 +343,7 @@ class Engine:
         except BaseException:
             self.sharded.forget_gradients()
             raise
+        self._updating = True
         try:
             with span("update"):
                 optimizer.step()
@@ -332,10 +354,8 @@ class Engine:
             with span("publish"):
                 self.sharded.updated(steps, self._delays)
         finally:
+            self._updating = False
             expire()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self._print()
 
     @property
     def _delays(self) -> bool:
@@ -366,9 +386,10 @@ class Engine:
 
         ``bad`` is 1 + the number of the first micro-batch whose loss is not finite; 0 if all are.
         """
-        losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
+        noted = self._accumulation
+        losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
         finite = [isfinite(loss) for loss in losses]
-        inputs = float(torch.stack(self._inputs).sum()) if self._inputs else 0.0
+        inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
         return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses)), inputs]
 
     def _require_same_losses(self, agreement: Agreement) -> None:
@@ -460,10 +481,12 @@ class Engine:
         data_iter = self._own_batches() if data_iter is None else data_iter
         self.train()
         if self.pipelined is not None:
-            return self._train_stages(self.pipelined, [next(data_iter) for _ in range(self._accumulation)])
-        whole, updates = self._since_update + self._unsynced == 0, self.global_steps
+            return self._train_stages(self.pipelined, [next(data_iter) for _ in range(self._accumulation.steps)])
+        whole, updates = self._accumulation.counted + self._accumulation.unsynced == 0, self.global_steps
         losses = []
-        for batch in [next(data_iter) for _ in range(self._accumulation)]:  # all, or an update would be left half done
+        for batch in [
+            next(data_iter) for _ in range(self._accumulation.steps)
+        ]:  # all, or an update would be left half done
             loss = self._loss(batch)
             self.backward(loss)
             losses.append(loss.detach())
@@ -481,12 +504,12 @@ class Engine:
 
     def _train_stages(self, pipelined: Pipelined, given: Sequence[Any]) -> torch.Tensor:
         try:
-            self._losses = [loss.double().reshape(()) for loss in pipelined.train(self, given)]
+            self._accumulation.losses = [loss.double().reshape(()) for loss in pipelined.train(self, given)]
         except BaseException:
             self.zero_grad()
             raise
-        self._since_update, self._synced = self._accumulation - 1, True
-        self.micro_steps += self._accumulation - 1
+        self._accumulation.counted, self._accumulation.synced = self._accumulation.steps - 1, True
+        self.micro_steps += self._accumulation.steps - 1
         self.step()
         return torch.tensor(self._mean_loss, dtype=self._loss_dtype, device=self.device)
 
@@ -539,7 +562,7 @@ class Engine:
         """
         if gradients is None:
             losses = [batches.check_loss(root) for root in roots]
-            roots, gradients = [self._scaled(loss / self._accumulation) for loss in losses], [None]
+            roots, gradients = [self._accumulation.scaled(loss / self._accumulation.steps) for loss in losses], [None]
         with self._computing_stage(stage, kept, last):
             self._differentiate(roots, gradients, last, reduces=kept is None)
 
@@ -557,7 +580,7 @@ class Engine:
             data_iter: as for ``train_batch``.
             num_micro_batches: how many to take, the same number on all ranks; None: as many as ``train_batch`` takes.
         """
-        count = self._accumulation if num_micro_batches is None else num_micro_batches
+        count = self._accumulation.steps if num_micro_batches is None else num_micro_batches
         if count < 1:
             raise ValueError(f"num_micro_batches is {count}; it must be at least 1")
         modes = [(module, module.training) for module in self.module.modules()]
@@ -614,7 +637,7 @@ class Engine:
     @property
     def gradient_factor(self) -> float:
         """What the gradients' sum, as it is kept, is multiplied by to give the mean over the ranks."""
-        return self.sharded.reducer.predivide / (self.mesh.gradients * self.loss_scale)
+        return self.sharded.reducer.factor / self.loss_scale
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -625,12 +648,15 @@ class Engine:
         return self._norm
 
     def get_mean_loss(self) -> float | None:
-        """Mean loss of the last update over ranks and micro-batches; None before the first. No rank asks another."""
+        """Mean loss of the last update over ranks and micro-batches; no rank asks another.
+
+        None before the first update, and where the user called ``loss.backward()`` instead of ``engine.backward``.
+        """
         return self._mean_loss
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
-        return self._accumulation
+        return self._accumulation.steps
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-batch."""
@@ -638,7 +664,7 @@ class Engine:
 
     def train_batch_size(self) -> int:
         """Samples per update over all ranks."""
-        return self.config.train_micro_batch_size_per_gpu * self._accumulation * self.data_size
+        return self.config.train_micro_batch_size_per_gpu * self._accumulation.steps * self.data_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch by changing how many micro-batches are accumulated.
@@ -653,8 +679,8 @@ class Engine:
                 f"train_batch_size {train_batch_size} is not a multiple of micro-batch {each // self.data_size} x "
                 f"{self.data_size} ranks = {each}; the nearest is {nearest}"
             )
-        self._accumulation = train_batch_size // each
-        sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": self._accumulation}
+        self._accumulation.steps = train_batch_size // each
+        sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": self._accumulation.steps}
         self.config = self.config.model_copy(update=sizes)
 
     def memory_report(self) -> dict[str, Any]:
@@ -739,7 +765,7 @@ class Engine:
             ValueError: the tag is one of the names that the folder itself needs.
             RuntimeError: there are gradients that wait for their update, which a checkpoint does not hold.
         """
-        if self._since_update or self._unsynced or self._synced:
+        if self._accumulation.begun:
             raise RuntimeError(
                 "save_checkpoint() between a backward and its update: call it after the step that updates"
             )
@@ -853,6 +879,8 @@ class Engine:
     def destroy(self) -> None:
         """Drain what is under way and release the hooks."""
         self.observer.close()
+        if self._unbind is not None:
+            self._unbind()
         self.sharded.close()
 
 

@@ -256,7 +256,7 @@ def _require_number(name: Any, value: Any) -> None:
 
 
 def learning_values(
-    loss: float, rates: Sequence[float], norm: float | None, loss_scale: float | None
+    loss: float | None, rates: Sequence[float], norm: float | None, loss_scale: float | None
 ) -> dict[str, float]:
     """What is known of an update, under DeepSpeed's names where it has them."""
     known = {"train_loss": loss, "lr": rates[0] if rates else None, "loss_scale": loss_scale, "grad_norm": norm}

@@ -165,8 +165,7 @@ class Ahead:
             self._update = None if self._left else self.steps()
             self._left = max(0, self._left - 1)
         if flat in self._arrived:  # more was added after all
-            self.drop()
-            self._spoilt = True
+            self.spoil()
         self._arrived.append(flat)
         if not all(gradient.used[index] for index, *_ in flat.pieces):
             if self._swap is not None and flat in self._order:
@@ -312,6 +311,11 @@ class Ahead:
             self._swap.drop()
         self._tasks.clear()
 
+    def spoil(self) -> None:
+        """Forget what was computed, as gradients change, and begin nothing more before the next update."""
+        self.drop()
+        self._spoilt = True
+
     def begin(self) -> None:
         """An update is over, or was given up: the next gradients are another one's."""
         self.drop()
@@ -334,8 +338,7 @@ class _Brought:
 
     def __call__(self, write: bool = False, read: bool = True) -> None:
         if self._ahead._tasks:
-            self._ahead.drop()
-            self._ahead._spoilt = True
+            self._ahead.spoil()
         self._bring(write, read)
 
 

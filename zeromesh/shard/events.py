@@ -13,7 +13,10 @@ from weakref import WeakSet
 
 import torch
 
+from zeromesh.dist.mesh import Mesh
+from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.gradient import Gradient, Reducer
+from zeromesh.shard.grads import PLAIN_GRAD
 from zeromesh.shard.hooks import Call, SavedTensors, check_version, passes_of
 from zeromesh.shard.order import Order, Pass, Walk
 from zeromesh.shard.residency import Residency
@@ -29,8 +32,9 @@ class Events:
     """
 
     def __init__(
-        self, units: Sequence[Unit], order: Order, residency: Residency, reducer: Reducer, shards: int
-    ) -> None:
+        self, units: Sequence[Unit], order: Order, residency: Residency, reducer: Reducer, mesh: Mesh,
+        accumulation: Accumulation,
+    ) -> None:  # fmt: skip
         self.calls: dict[Unit, WeakSet[Call]] = {unit: WeakSet() for unit in units}
         self.order = order
         self._units = units
@@ -38,7 +42,8 @@ class Events:
         self._root = units[0]
         self._residency = residency
         self._reducer = reducer
-        self._shards = shards
+        self._mesh = mesh
+        self._accumulation = accumulation
         self._saved = SavedTensors(residency.unit_of, self._unpack)
         self._entered: list[Unit] = []
         self._depth = 0
@@ -52,6 +57,7 @@ class Events:
         self._last = False
         self._reduces = True
         self._other_task = -1
+        self._gathers_other = False
 
     # Forward.
 
@@ -107,6 +113,7 @@ class Events:
             return
         if self._computing_backward():
             return  # a checkpoint computes again
+        self.give_up_other()
         has_graphs = torch.is_grad_enabled()
         recorded = has_graphs and not self.order.evaluates
         if not (recorded and self.order.forward):
@@ -189,7 +196,7 @@ class Events:
             return
         if not (self.inside or self._residency.active or self._computing_backward()):
             raise RuntimeError(
-                f"parameter {name} is sharded over {self._shards} ranks and not in memory outside the model's "
+                f"parameter {name} is sharded over {self._mesh.shard.size} ranks and not in memory outside the model's "
                 "forward and backward; read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all "
                 "ranks, and call the model's methods through the engine"
             )
@@ -199,6 +206,8 @@ class Events:
 
     def _unpack(self, unit: Unit) -> None:
         """Autograd wants a saved view of the unit's parameters. One node may want views of several units at once."""
+        if not self._in_backward and self._computing_backward():
+            self._listen_to_other()
         if self._in_backward and unit not in self._begun and unit.index not in self._latest.outside:
             self._reach(unit, self._latest)  # of what is inside of it a gradient arrived, and none of its outputs
         node = torch._C._current_autograd_node()
@@ -212,13 +221,8 @@ class Events:
 
         Units are reduced as they are done with, unless weight gradients come later, in ``weights``.
         """
-        while self._entered:  # of a forward that was called on the model itself and interrupted
-            self.forward_ends(self._entered[-1], None)
-        self._in_backward, self._last, self._reduces = True, last, reduces
-        self._begin_walks(roots)
-        self._begun = []
-        self._reduced = set()
-        self._reducer.begin(last)
+        self.give_up_other()
+        self._begin_backward(roots, last, reduces)
         try:
             with self.unwinding():
                 yield
@@ -227,12 +231,28 @@ class Events:
             self._reducer.reset()
             raise
         finally:
-            self._in_backward = self._last = False
-            self.order.end_backward()
-            for calls in self.calls.values():
-                for call in [call for call in calls if call.forward in self._reached]:
-                    calls.discard(call)
-            self._residency.leave_backward()
+            self._leave_backward()
+
+    def _begin_backward(
+        self, roots: Sequence[torch.Tensor], last: bool, reduces: bool = True, factor: float = 1.0
+    ) -> None:
+        while self._entered:  # of a forward that was called on the model itself and interrupted
+            self.forward_ends(self._entered[-1], None)
+        self._in_backward, self._last, self._reduces = True, last, reduces
+        self._accumulation.begin()
+        self._begin_walks(roots)
+        self._begun = []
+        self._reduced = set()
+        self._reducer.begin(last, factor)
+
+    def _leave_backward(self) -> None:
+        self._in_backward = self._last = False
+        self._accumulation.end()
+        self.order.end_backward()
+        for calls in self.calls.values():
+            for call in [call for call in calls if call.forward in self._reached]:
+                calls.discard(call)
+        self._residency.leave_backward()
 
     @contextmanager
     def weights(self, last: bool) -> Iterator[None]:
@@ -344,27 +364,73 @@ class Events:
                 self._reduce(unit)
 
     def _listen_to_other(self) -> None:
-        """A backward that is not the engine's, such as ``torch.autograd.grad``: no reduction, only fetching."""
+        """A backward begins that the engine did not start.
+
+        One that accumulates gradients, as ``loss.backward()`` does, is a micro-batch like any other. For
+        ``torch.autograd.grad`` parameters are fetched, and nothing is reduced.
+        """
         task = torch._C._current_graph_task_id()
-        if task != self._other_task:
-            self._other_task = task
+        if task == self._other_task:
+            return
+        self.give_up_other()
+        accumulates = self._accumulates()
+        factor = self._accumulation.missing_factor() if accumulates else 1.0
+        self._other_task = task
+        if accumulates:
+            self._gathers_other = True
+            # Passes are added as they are reached. Which graphs are alive may differ over the ranks.
+            self._begin_backward([], self._accumulation.reduces, factor=factor)
+        else:
             self._begin_walks()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
+
+    def _accumulates(self) -> bool:
+        """Whether the current backward leaves a gradient in some parameter."""
+        for flat in (flat for unit in self._units for flat in unit.flats if flat.gradient is not None):
+            for parameter in flat.parameters:
+                with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+                    if not parameter.requires_grad:
+                        continue
+                    view = parameter.view_as(parameter)
+                if view.grad_fn is None:
+                    return False  # inside torch.func, which returns gradients
+                try:
+                    if torch._C._will_engine_execute_node(view.grad_fn.next_functions[0][0]):
+                        return True
+                except RuntimeError:  # torch refuses to say so of a leaf whose gradient autograd.grad returns
+                    return False
+        return False
 
     def _end_other(self) -> None:
-        self._finish_walks()
-        self._residency.leave_backward()
+        if not self._gathers_other:
+            self._finish_walks()
+            self._residency.leave_backward()
+            return
+        try:
+            self._end_backward()
+        except BaseException:
+            self._reducer.reset()
+            self._accumulation.restart()
+            raise
+        finally:
+            self._gathers_other = False
+            self._leave_backward()
+        self._accumulation.note()
 
-    def gradient_arrived(self, gradient: Gradient, index: int, name: str, parameter: torch.Tensor) -> None:
+    def give_up_other(self) -> None:
+        """Drop the gradients of a backward that the engine did not start, if it raised: autograd does not say so."""
+        if self._gathers_other and not self._computing_backward():
+            self._gathers_other = False
+            self._leave_backward()
+            self._reducer.reset()
+            self._accumulation.restart()
+
+    def gradient_arrived(self, gradient: Gradient, index: int, parameter: torch.Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
+        value = PLAIN_GRAD.__get__(parameter)
+        if value is None:
+            return  # another hook has taken it
+        PLAIN_GRAD.__set__(parameter, None)
         if not self._in_backward:
-            parameter.grad = None
-            raise RuntimeError(
-                f"the gradient of {name} arrived outside of the engine's backward; "
-                "call engine.backward(loss) instead of loss.backward(), and freeze a model through which another "
-                "engine's loss goes meanwhile (requires_grad_(False))"
-            )
-        assert parameter.grad is not None
-        value = parameter.grad.detach()
-        parameter.grad = None
-        self._reducer.arrive(gradient, index, value)
+            self._listen_to_other()
+        self._reducer.arrive(gradient, index, value.detach())

@@ -147,6 +147,12 @@ class Gradient:
             first = segment.start - self.own.start
             yield from ((first + low, first + high) for low, high in box.runs if box.owned)
 
+    def part(self, index: int) -> slice:
+        """Return the range of ``home`` that parameter ``index`` has; empty where other ranks have all of it."""
+        segment = self.layout.segments[index]
+        start, stop = (min(max(at, self.own.start), self.own.stop) for at in (segment.start, segment.stop))
+        return slice(start - self.own.start, stop - self.own.start)
+
     def _shared(self) -> dict[int, list[tuple[int, int, bool]]]:
         """By the number of ranks along the tensor axis that have shares of them, ranges of ``home``.
 
@@ -269,6 +275,8 @@ class Reducer:
         self.begun = False
         self._completed = False
         self._waiting = False
+        self._incoming = 1.0 / self.predivide  # factor of gradients that arrive
+        self._averaged = 1.0  # factor that sums were multiplied by to be means
         count = policy.slots or (2 if policy.sharded else len(self.gradients))
         self._limit = max(1, min(2, count - 1))
         sizes = [g.layout.size * g.slot_dtype.itemsize for g in self.gradients if not g.in_place]
@@ -339,11 +347,23 @@ class Reducer:
         exact = torch.promote_types(gradient.slot_dtype, home) is home  # a home that is no wider rounds
         return gradient.slot_dtype if gradient.tier is not Tier.DEVICE and alone and exact else home
 
+    @property
+    def factor(self) -> float:
+        """The factor that makes the mean over the ranks of what is kept, but for the loss scale."""
+        return self.predivide / (self._mesh.gradients * self._averaged)
+
+    @property
+    def waits(self) -> bool:
+        """Whether some gradient is not summed over the ranks, though its backward has ended."""
+        return self._waiting or any(gradient.full is not None for gradient in self.gradients)
+
     # The way of a gradient.
 
-    def begin(self, last: bool) -> None:
-        """A backward begins; ``last`` if an update follows it."""
+    def begin(self, last: bool, factor: float = 1.0) -> None:
+        """A backward begins; ``last`` if an update follows it; its gradients are multiplied by ``factor``."""
         self.begun = True
+        self._incoming = factor / self.predivide
+        self.average(1.0 / self._averaged)
         self._waiting = self._waiting and not last  # at its end all are reduced
         if self._completed:
             self._count_sums_once()
@@ -355,12 +375,12 @@ class Reducer:
             value = value.to_dense()
         with span("accumulate", gradient.unit):
             if gradient.full is None:
-                if gradient.adopt(value, 1.0 / self.predivide):
+                if gradient.adopt(value, self._incoming):
                     return
                 self._open(gradient)
             elif self._accumulates is False and gradient.arrived[index] and not self.policy.sharded:
                 self._widen()
-            gradient.fill(index, value, 1.0 / self.predivide)
+            gradient.fill(index, value, self._incoming)
 
     def _widen(self) -> None:
         """Micro-batches turn out to be summed: from here on in the dtype that sums are kept in."""
@@ -609,6 +629,9 @@ class Reducer:
         self._waiting = False
         self.finish()
         self._land_all()
+        for gradient in self.gradients:
+            if gradient.home is None:
+                self._make_home(gradient)
         if self._mesh.replicate.size > 1:
             self._sum_replicas()
         self._sum_shares()
@@ -686,6 +709,52 @@ class Reducer:
             if wire is not gradient.home:
                 gradient.home.copy_(wire)
 
+    # Changes by the user.
+
+    def average(self, factor: float) -> None:
+        """Multiply all sums by ``factor``, which makes means of them; undone when the next backward begins."""
+        if factor != 1.0:
+            for gradient in self.gradients:
+                if gradient.home is not None:
+                    gradient.home.mul_(factor)
+            self._averaged *= factor
+
+    def put(self, gradient: Gradient, index: int, value: torch.Tensor, factor: float) -> None:
+        """Let ``value`` be the mean gradient of a parameter, from which ``factor`` has made the mean; no messages."""
+        self._settle_home(gradient)
+        if gradient.home is None:
+            self._make_home(gradient)
+        assert gradient.home is not None
+        segment, part = gradient.layout.segments[index], gradient.part(index)
+        first = max(0, gradient.own.start - segment.start)
+        gradient.home[part] = segment.held.cut(value).reshape(-1)[first : first + part.stop - part.start] / factor
+        gradient.used[index] = self.begun = True
+
+    def drop(self, gradient: Gradient, index: int) -> None:
+        """Forget what has come for a parameter since the last update; no messages."""
+        self._settle_home(gradient)
+        gradient.arrived[index] = gradient.used[index] = False
+        if gradient.home is not None:
+            gradient.home[gradient.part(index)] = 0
+        if not any(gradient.used) and not (gradient.home is not None and bool(gradient.home.any())):
+            _give(self.slots, gradient.slot)
+            _give(self.slots, gradient.held)
+            gradient.full = gradient.slot = gradient.home = gradient.held = None
+
+    def _settle_home(self, gradient: Gradient) -> None:
+        self.finish()
+        self._land(gradient)
+
+    def _make_home(self, gradient: Gradient) -> None:
+        """Give a gradient of which nothing is left, on this rank at least, a home of zeros."""
+        if gradient.home_in_full:
+            self._open(gradient)
+            assert gradient.full is not None
+            gradient.home, gradient.held = gradient.full[gradient.own].zero_(), gradient.slot
+            gradient.full = gradient.slot = None
+        else:
+            gradient.home = self._buffer(gradient).zero_()
+
     def reset(self) -> None:
         """Forget all gradients: after an update, or after a backward that failed."""
         self.finish()
@@ -699,6 +768,7 @@ class Reducer:
             gradient.arrived = [False] * len(gradient.arrived)
             gradient.used = [False] * len(gradient.used)
         self.begun = self._completed = self._waiting = False
+        self._averaged = 1.0
 
 
 @dataclass(frozen=True)

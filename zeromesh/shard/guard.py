@@ -42,10 +42,13 @@ def _harmless() -> frozenset[Any]:
 HARMLESS = _harmless()
 
 
-def away_class(unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]) -> type[nn.Parameter]:
+def away_class(
+    base: type[nn.Parameter], unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]
+) -> type[nn.Parameter]:
     """The class that the unit's parameters have while they are away.
 
     Args:
+        base: answers for their ``grad``.
         unit: whose parameters they are.
         names: fully qualified names by the parameters' ``id``.
         touch: a method, called with the unit and the name before an operation; brings the unit back or raises.
@@ -53,7 +56,7 @@ def away_class(unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str]
     # Weakly, as a graph refers to its leaves, and they to their class; see ``hooks``.
     label, there, told = str(unit), ref(unit), WeakMethod(touch)
 
-    class Away(nn.Parameter):
+    class Away(base):  # type: ignore[valid-type,misc]
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -84,10 +87,12 @@ def away_class(unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str]
 class Guard:
     """Switches the class of a unit's parameters as they come and go; at first they are here."""
 
-    def __init__(self, unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]) -> None:
+    def __init__(
+        self, base: type[nn.Parameter], unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]
+    ) -> None:
         self._parameters = [parameter for flat in unit.flats for parameter in flat.parameters]
         self._own = [type(parameter) for parameter in self._parameters]
-        self._away = away_class(unit, names, touch)
+        self._away = away_class(base, unit, names, touch)
         self._here = True
 
     def switch(self, here: bool) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 
+from zeromesh.shard.grads import own_class
 from zeromesh.shard.order import Pass
 from zeromesh.shard.unit import Unit
 
@@ -261,7 +262,7 @@ class SavedTensors:
         if storage is None:
             return _Other(-1, tensor.detach())
         unit = self._unit_of.get(storage)
-        if unit is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg():
+        if unit is None or not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             return _Other(tensor._version, tensor.detach())  # a view that is kept as it is keeps its memory
         offset = int(tensor.storage_offset())
         member = unit.member_at(offset * tensor.itemsize)
@@ -275,6 +276,11 @@ class SavedTensors:
         self._need(unit)
         empty = torch.empty(0, dtype=view.dtype, device=unit.storage.device)
         return empty.set_(unit.storage, view.offset, view.shape, view.stride)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a view of the same memory is all there is to the tensor."""
+    return own_class(type(tensor)) in (torch.Tensor, nn.Parameter)
 
 
 def _check_in_place(saved: int, tensor: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
@@ -22,12 +21,14 @@ from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.observe.spans import span
+from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.ahead import Ahead, HostUpdate, can_begin_early
 from zeromesh.shard.buffers import Buffers
 from zeromesh.shard.delayed import Delayed
 from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
-from zeromesh.shard.gradient import Gradient, GradientPolicy, Reducer
+from zeromesh.shard.gradient import GradientPolicy, Reducer
+from zeromesh.shard.grads import Arrival, Grads
 from zeromesh.shard.guard import Guard
 from zeromesh.shard.hooks import listen
 from zeromesh.shard.needs import Needs, Prepare, Room
@@ -79,7 +80,7 @@ class Sharded:
         precision: dtypes.
         slots: budgets.
         targets: what becomes a unit, see ``find_units``.
-        accumulates: whether several micro-batches will be summed before an update.
+        accumulation: of the micro-batches of an update; one by default.
         predivide: gradients are divided by it before they are summed over the ranks; see ``GradientPolicy``.
         materialise: called with each parameter's name and the parameter, before its value is used.
         split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
@@ -91,7 +92,7 @@ class Sharded:
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, row: Row, precision: Precision | None = None, slots: Slots | None = None,
-        targets: Sequence[str] = (), accumulates: bool = False, predivide: float | None = None,
+        targets: Sequence[str] = (), accumulation: Accumulation | None = None, predivide: float | None = None,
         materialise: Materialise | None = None, split: Mapping[str, Held] | None = None,
         tied: Mapping[str, Sequence[int]] | None = None, idle: Collection[str] = (), prepare: Prepare | None = None,
     ) -> None:  # fmt: skip
@@ -111,7 +112,8 @@ class Sharded:
         )
         self.link = Link(mesh.device)
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
-        self.reducer = Reducer(gradients, policy, mesh, accumulates, self.link)
+        self.accumulation = accumulation or Accumulation(1)
+        self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link)
         early = [flat for flat in self.flats if can_begin_early(flat, mesh) and not flat.delayed]
         needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST], early)
         room = Room() if prepare is None else prepare(needs)
@@ -131,8 +133,12 @@ class Sharded:
         self._guards: dict[Unit, Guard] = {}
         ahead = None if self.stored is None else self.stored.ahead
         self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, ahead)
-        self.events = Events(self.units, self._order, self.residency, self.reducer, mesh.shard.size)
-        self._guards = {unit: Guard(unit, self.names, self.events.touch) for unit in self.units}
+        self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
+        settle = self.events.give_up_other
+        self.grads = Grads(self.flats, self.names, self.reducer, self.accumulation, mesh, settle, self.ahead)
+        self.grads.install()
+        base = self.grads.class_of(nn.Parameter)
+        self._guards = {unit: Guard(base, unit, self.names, self.events.touch) for unit in self.units}
         self._name_tags()
         self._handles = self._listen()
         self.buffers = Buffers(model, mesh)
@@ -164,7 +170,7 @@ class Sharded:
                 if flat.gradient is None:
                     continue
                 for index, parameter in enumerate(flat.parameters):
-                    hook = partial(_tell, weakref.ref(self.events), flat.gradient, index, self.names[id(parameter)])
+                    hook = Arrival(self.events.gradient_arrived, flat.gradient, index)
                     handles.append(parameter.register_post_accumulate_grad_hook(hook))
         return handles
 
@@ -552,6 +558,7 @@ class Sharded:
         self.link.synchronize()
         for handle in self._handles:
             handle.remove()
+        self.grads.remove()
         Room(self.swap, self.stored).close()
 
     def _finish_fetches(self) -> None:
@@ -566,12 +573,6 @@ class Sharded:
         """What rests on the host is not read by a copy any more, and what rests on the device has arrived there."""
         for flat in self.flats:
             flat.settle()
-
-
-def _tell(events: weakref.ref[Events], gradient: Gradient, index: int, name: str, parameter: torch.Tensor) -> None:
-    """Weakly, because the garbage collector does not see what a parameter's hook refers to: all would stay for ever."""
-    if (alive := events()) is not None:
-        alive.gradient_arrived(gradient, index, name, parameter)
 
 
 def _is_whole(index: int) -> Packed | None:

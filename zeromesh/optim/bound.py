@@ -1,0 +1,61 @@
+"""An optimizer whose own ``step()`` and ``zero_grad()`` act on the engine that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+from weakref import ref
+
+from torch.optim import Optimizer
+
+
+class Updates(Protocol):
+    """The part of an engine that its optimizer calls."""
+
+    @property
+    def updating(self) -> bool:
+        """Whether the engine runs the optimizer's step itself."""
+
+    def update(self) -> None:
+        """Update the parameters now."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+
+
+def bind(optimizer: Optimizer, engine: Updates) -> Callable[[], None]:
+    """Let ``optimizer.step()`` be an update of the engine, and ``optimizer.zero_grad()`` drop the engine's gradients.
+
+    The optimizer itself holds pieces of parameters, whose gradients exist only during an update.
+
+    Returns:
+        A function that undoes it.
+    """
+    alive = ref(engine)  # the optimizer may outlive the engine
+    handle = optimizer.register_step_pre_hook(partial(_update_first, alive))
+    optimizer.zero_grad = partial(_zero_grad, alive)  # type: ignore[method-assign]
+
+    def unbind() -> None:
+        handle.remove()
+        vars(optimizer).pop("zero_grad", None)
+
+    return unbind
+
+
+def _update_first(engine: ref[Updates], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook before the optimizer's step. A step of the user's finds no gradients afterwards, and does nothing."""
+    alive = engine()
+    if alive is None or alive.updating:
+        return
+    if any(value is not None for value in (*args[1:], *kwargs.values())):
+        raise RuntimeError(
+            "optimizer.step() with a closure would evaluate the model in the middle of an update; compute the loss, "
+            "call engine.backward(loss), and then engine.step()"
+        )
+    alive.update()
+
+
+def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
+    if (alive := engine()) is not None:
+        alive.zero_grad(set_to_none)

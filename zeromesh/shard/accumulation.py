@@ -1,0 +1,193 @@
+"""The micro-batches of an update, wherever their backward was called from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+
+class Scaler(Protocol):
+    """The part of a loss scaler that a backward needs."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the loss."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The factors that a loss already carries when its backward begins.
+
+    Attributes:
+        scale: loss scale that it was multiplied by.
+        steps: accumulation steps that it was divided by.
+    """
+
+    scale: float = 1.0
+    steps: int = 1
+
+
+class _Record:
+    """The factors of the backward that runs now. Process-wide, because one loss may go through several engines."""
+
+    def __init__(self) -> None:
+        self._engine: Applied | None = None
+        self._task, self._noted = -1, Applied()
+
+    @contextmanager
+    def during(self, applied: Applied) -> Iterator[None]:
+        """Around the backward of an engine."""
+        before, self._engine = self._engine, applied
+        try:
+            yield
+        finally:
+            self._engine = before
+
+    def note(self, applied: Applied, gradient: torch.Tensor) -> None:
+        """Hook of a scaled loss, which runs before any other hook of its graph."""
+        self._task, self._noted = torch._C._current_graph_task_id(), applied
+
+    def find(self) -> Applied | None:
+        """Return the factors of the current backward; None if neither an engine nor ``scale`` was involved."""
+        if self._engine is not None:
+            return self._engine
+        return self._noted if self._task == torch._C._current_graph_task_id() else None
+
+
+_record = _Record()
+
+
+class Accumulation:
+    """Counts micro-batches, and knows which of them is the last one before an update.
+
+    Args:
+        steps: micro-batches per update.
+        scaler: of the loss in fp16; None where the loss is not scaled.
+
+    Attributes:
+        boundary: whether the current micro-batch is the last one, if the user said so; None: it is counted.
+        syncs: False inside ``no_sync``.
+        counted: micro-batches since the last update for which ``step`` was called.
+        unsynced: backwards in ``no_sync`` since then; each is a micro-batch of its own.
+        synced: whether there was any other backward; all of them until ``step`` are one micro-batch.
+        running: whether a backward is running.
+        losses: of the micro-batches since the last update, detached; float64, 0-dim.
+        inputs: checksums of the inputs since then.
+    """
+
+    def __init__(self, steps: int, scaler: Scaler | None = None) -> None:
+        self.steps = steps
+        self.scaler = scaler
+        self.boundary: bool | None = None
+        self.syncs = True
+        self.counted, self.unsynced, self.synced = 0, 0, False
+        self.running = False
+        self.losses: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether there was a backward since the last call of ``step``."""
+        return bool(self.unsynced or self.synced)
+
+    @property
+    def begun(self) -> bool:
+        """Whether an update is under way."""
+        return self.waits or self.counted > 0
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before an update."""
+        if self.boundary is not None:
+            return self.boundary
+        return self.counted + self.unsynced + 1 >= self.steps
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the backward that begins now is followed by an update."""
+        return self.syncs and self.at_boundary
+
+    @property
+    def complete(self) -> bool:
+        """Whether the micro-batches that were counted make an update."""
+        return self.counted >= self.steps if self.boundary is None else self.boundary
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.running = True
+
+    def end(self) -> None:
+        """No backward is running any more."""
+        self.running = False
+
+    def note(self) -> None:
+        """A backward has left its gradients."""
+        if self.syncs:
+            self.synced = True
+        else:
+            self.unsynced += 1
+
+    def count(self) -> int:
+        """Count the micro-batches whose backward has ended, and return how many they are."""
+        done = self.unsynced + self.synced
+        self.counted += done
+        self.unsynced, self.synced = 0, False
+        return done
+
+    def restart(self) -> None:
+        """Begin with the first micro-batch of an update."""
+        self.counted, self.unsynced, self.synced = 0, 0, False
+        self.forget_losses()
+
+    def forget_losses(self) -> None:
+        """Forget the losses of micro-batches whose gradients were dropped."""
+        self.losses.clear()
+        self.inputs.clear()
+
+    # Factors.
+
+    @property
+    def scale(self) -> float:
+        """The loss scale; 1 where the loss is not scaled."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the loss scale, in at least fp32."""
+        if self.scaler is None:
+            return loss
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scaler.scale
+
+    def scaled_by_user(self, loss: torch.Tensor) -> torch.Tensor:
+        """As ``scaled``, for a loss whose ``backward()`` the user calls."""
+        scaled = self.scaled(loss)
+        if self.scaler is not None:
+            scaled.register_hook(partial(_record.note, Applied(self.scaler.scale)))
+        return scaled
+
+    @contextmanager
+    def differentiating(self, divided: bool) -> Iterator[None]:
+        """Around a backward of this engine, whose loss was ``scaled`` and perhaps ``divided`` by the steps."""
+        with _record.during(Applied(self.scale, self.steps if divided else 1)):
+            yield
+
+    def missing_factor(self) -> float:
+        """Return the factor that gradients of a backward lack which this engine did not start.
+
+        DeepSpeed divides by the accumulation steps there, too.
+
+        Raises:
+            RuntimeError: the loss was to be scaled, and was not.
+        """
+        applied = _record.find()
+        if self.scaler is not None and applied is None:
+            raise RuntimeError(
+                f"loss.backward() in fp16 without the loss scale {self.scaler.scale:g}: small gradients would become "
+                "zero; call engine.scale(loss).backward(), or engine.backward(loss)"
+            )
+        applied = applied or Applied()
+        return self.scale / applied.scale * applied.steps / self.steps

@@ -1,0 +1,304 @@
+"""The ``.grad`` of trainable parameters, whose gradients lie in flat buffers: read, written and dropped as in torch.
+
+Autograd's own ``.grad`` is empty between backwards, since each gradient is moved into its flat buffer as it arrives.
+The class of the parameters is therefore one whose ``grad`` is a property:
+
+- Read where the mean over the ranks is whole on this rank: a view of the flat buffer, so that in-place changes count.
+- Read where it is not: a stand-in without memory, which is not None and raises in any operation.
+- Written: the value becomes the gradient that the update uses; each rank keeps its part. None drops the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+from weakref import WeakMethod, ref
+
+import torch
+from torch import nn
+
+from zeromesh.dist.mesh import Mesh
+from zeromesh.shard.accumulation import Accumulation
+from zeromesh.shard.gradient import Gradient, Reducer
+from zeromesh.shard.guard import HARMLESS
+from zeromesh.shard.unit import Flat
+
+PLAIN_GRAD: Any = torch._C.TensorBase.grad
+"""Autograd's own ``.grad``."""
+
+_OWN = "_own_class"
+"""Attribute of a class made here: the class that it replaces."""
+
+SPREAD_AXES = ("replicate", "tensor", "pipeline")
+"""Mesh axes along which a gradient is not final before the update, or is a part of the model's."""
+
+
+class Early(Protocol):
+    """Updates that were computed before they were asked for."""
+
+    def spoil(self) -> None:
+        """Forget them, and begin no others before the next update."""
+
+
+class Arrival:
+    """The engine's hook on a parameter, which takes each gradient. It refers to the engine weakly.
+
+    The garbage collector does not see what a parameter's hook refers to: all would stay for ever.
+    """
+
+    def __init__(self, arrived: Callable[[Gradient, int, torch.Tensor], None], gradient: Gradient, index: int) -> None:
+        self._arrived = WeakMethod(arrived)
+        self._gradient, self._index = gradient, index
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """As torch calls hooks."""
+        if (arrived := self._arrived()) is not None:
+            arrived(self._gradient, self._index, parameter)
+
+
+class AbsentGradient(torch.Tensor):
+    """Stands for a gradient that is not whole on this rank. Any operation on it raises RuntimeError with a remedy."""
+
+    reason: str
+    zero: Callable[[], None]
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, reason: str, zero: Callable[[], None]) -> AbsentGradient:
+        """Make the stand-in of a parameter's gradient; ``zero`` sets the gradient to zero, on all ranks together."""
+        base = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        made: AbsentGradient = torch.Tensor._make_subclass(cls, base)
+        made.reason, made.zero = reason, zero
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        stand_ins = [one for one in _flat(args) if isinstance(one, AbsentGradient)]
+        first = stand_ins[0] if stand_ins else None
+        if func is torch.Tensor.detach_:
+            return first
+        if func in (torch.Tensor.zero_, torch._foreach_zero_):
+            for one in stand_ins:
+                one.zero()
+            return first
+        reason = "the gradient is not whole on this rank" if first is None else first.reason
+        if func is torch.Tensor.__repr__:
+            return f"<{reason}>"
+        raise RuntimeError(reason)
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    return [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
+
+
+class Grads:
+    """Answers for the ``.grad`` of the trainable parameters of one model.
+
+    Args:
+        flats: all flat buffers of the model.
+        names: fully qualified names by the parameters' ``id``.
+        reducer: has their gradients.
+        accumulation: of the micro-batches.
+        mesh: the ranks.
+        settle: drops what a backward has left that the user called and that raised.
+        early: updates that may have begun already.
+    """
+
+    def __init__(
+        self, flats: Sequence[Flat], names: Mapping[int, str], reducer: Reducer, accumulation: Accumulation, mesh: Mesh,
+        settle: Callable[[], None], early: Early,
+    ) -> None:  # fmt: skip
+        self._places = {
+            id(parameter): (flat.gradient, index)
+            for flat in flats
+            if flat.gradient is not None
+            for index, parameter in enumerate(flat.parameters)
+        }
+        self._parameters = [p for flat in flats if flat.gradient is not None for p in flat.parameters]
+        self._names = names
+        self._reducer = reducer
+        self._accumulation = accumulation
+        self._mesh = mesh
+        self._settle = settle
+        self._early = early
+        self._classes: dict[type, type[nn.Parameter]] = {}
+
+    # Classes.
+
+    def install(self) -> None:
+        """Give every trainable parameter a class whose ``grad`` is answered here."""
+        for parameter in self._parameters:
+            parameter.__class__ = self.class_of(type(parameter))
+
+    def remove(self) -> None:
+        """Give the parameters their own classes back."""
+        for parameter in self._parameters:
+            parameter.__class__ = own_class(type(parameter))
+
+    def class_of(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
+        """Return the subclass of a parameter's own class whose ``grad`` is answered here."""
+        if own not in self._classes:
+            self._classes[own] = _with_grad(own, ref(self))
+        return self._classes[own]
+
+    # What torch's attribute does.
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient, averaged over the ranks; or its stand-in; or None if there is none."""
+        plain: torch.Tensor | None = PLAIN_GRAD.__get__(parameter)
+        if plain is not None or id(parameter) not in self._places:
+            return plain
+        self._settle()
+        gradient, index = self._places[id(parameter)]
+        if not self._reducer.begun or not self._exists(gradient, index):
+            return None
+        if (reason := self._missing(gradient)) is not None:
+            text = f"the gradient of {self._names[id(parameter)]} {reason}"
+            return AbsentGradient.of(parameter, text, lambda: self._zero(gradient, index))
+        self._reducer.average(self._factor)
+        assert gradient.home is not None
+        # Through a view of it the gradient may change unseen.
+        self._early.spoil()
+        return gradient.home[gradient.part(index)].view(parameter.shape)
+
+    def write(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Let the update use this gradient, the same on all ranks, in place of what there is; None drops that.
+
+        Raises:
+            RuntimeError: the value is not like the parameter, or cannot replace the gradient now.
+        """
+        if id(parameter) not in self._places or PLAIN_GRAD.__get__(parameter) is not None:
+            PLAIN_GRAD.__set__(parameter, value)
+            return
+        self._settle()
+        gradient, index = self._places[id(parameter)]
+        if isinstance(value, AbsentGradient):
+            return  # it was read from here
+        if value is None:
+            self._drop(gradient, index)
+            return
+        name = self._names[id(parameter)]
+        if value.shape != parameter.shape:
+            raise RuntimeError(
+                f"assigned grad has data of a different size: {tuple(value.shape)}, but {name} has "
+                f"{tuple(parameter.shape)}"
+            )
+        if (reason := self._fixed(gradient)) is not None:
+            raise RuntimeError(f"the gradient of {name} {reason}")
+        self._early.spoil()
+        self._reducer.put(gradient, index, value.detach(), self._factor)
+        if not self._accumulation.begun:
+            self._accumulation.note()
+
+    def _drop(self, gradient: Gradient, index: int) -> None:
+        if self._reducer.begun and self._exists(gradient, index):
+            self._early.spoil()
+            self._reducer.drop(gradient, index)
+            if not any(any(one.used) for one in self._reducer.gradients):
+                self._accumulation.forget_losses()
+
+    def _zero(self, gradient: Gradient, index: int) -> None:
+        used = gradient.used[index]
+        self._early.spoil()
+        self._reducer.drop(gradient, index)
+        gradient.used[index] = used
+
+    @property
+    def _factor(self) -> float:
+        return self._reducer.factor / self._accumulation.scale
+
+    def _exists(self, gradient: Gradient, index: int) -> bool:
+        if gradient.used[index] or gradient.home is None or self._accumulation.running:
+            return gradient.used[index]
+        return bool(gradient.home[gradient.part(index)].any())  # another rank's
+
+    def _missing(self, gradient: Gradient) -> str | None:
+        """Return why the mean is not whole on this rank, as the end of a sentence; None if it is."""
+        mesh, reducer = self._mesh, self._reducer
+        remedy = (
+            "read it on all ranks with zeromesh.zero.safe_get_full_grad(parameter), change it with safe_set_full_grad, "
+            "clip with zeromesh.clip_grad_norm_ or `gradient_clipping` in the configuration, and update with "
+            "engine.step()"
+        )
+        if self._accumulation.running:
+            return "is not complete before the backward has ended"
+        if mesh.world_size > 1:
+            spread = [axis for axis in SPREAD_AXES if mesh.sizes[axis] > 1]
+            if spread:
+                return f"is not whole on one rank, as the model is spread along {', '.join(spread)}: {remedy}"
+            if reducer.policy.owned:
+                return f"is sharded over {mesh.shard.size} ranks: {remedy}"
+            if reducer.waits:
+                return f"is not summed over the ranks before the last micro-batch of the update: {remedy}"
+        reducer.complete()  # without a message
+        if gradient.home is None or gradient.home.device != mesh.device:
+            return f"rests on the {gradient.tier.value}: {remedy}"
+        if self._factor != 1.0 and gradient.home.dtype is torch.float16:
+            return f"is kept in float16, times the loss scale: {remedy}"
+        return None
+
+    def _fixed(self, gradient: Gradient) -> str | None:
+        """Return why the gradient cannot be replaced on this rank alone, as the end of a sentence; None if it can."""
+        remedy = "use zeromesh.zero.safe_set_full_grad(parameter, value) on all ranks after the last backward"
+        if self._accumulation.running:
+            return f"cannot be replaced before the backward has ended: {remedy}"
+        spread = [axis for axis in SPREAD_AXES if self._mesh.sizes[axis] > 1]
+        if spread:
+            return f"cannot be replaced in this way where the model is spread along {', '.join(spread)}: {remedy}"
+        if self._mesh.world_size > 1 and self._reducer.begun and self._reducer.waits:
+            return f"cannot be replaced before it is summed over the ranks: {remedy}"
+        return None
+
+
+def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]:
+    def read(self: nn.Parameter) -> torch.Tensor | None:
+        alive = grads()
+        value: torch.Tensor | None = PLAIN_GRAD.__get__(self) if alive is None else alive.read(self)
+        return value
+
+    def write(self: nn.Parameter, value: torch.Tensor | None) -> None:
+        alive = grads()
+        if alive is None:
+            PLAIN_GRAD.__set__(self, value)
+        else:
+            alive.write(self, value)
+
+    def drop(self: nn.Parameter) -> None:
+        write(self, None)
+
+    def register(self: nn.Parameter, hook: Any) -> Any:
+        """Let the user's hook see the gradient before the engine takes it."""
+        register_plainly: Any = torch.Tensor.register_post_accumulate_grad_hook
+        handle = register_plainly(self, hook)
+        hooks: Any = self._post_accumulate_grad_hooks
+        for key in [key for key, known in hooks.items() if isinstance(known, Arrival)]:
+            hooks.move_to_end(key)
+        return handle
+
+    def copy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
+        """Copies are parameters of no engine."""
+        made = own.__deepcopy__(self, memo)
+        if type(made) is not own:
+            made.__class__ = own
+        return made
+
+    members = {
+        "grad": property(read, write, drop),
+        "register_post_accumulate_grad_hook": register,
+        "__deepcopy__": copy,
+        "__module__": own.__module__,
+        _OWN: own,
+    }
+    metaclass: Any = type(own)
+    made: type[nn.Parameter] = metaclass(own.__name__, (own,), members)
+    return made
+
+
+def own_class(found: type) -> type:
+    """Return the class that a parameter of class ``found`` had before ``Grads.install``; of any other, ``found``."""
+    own: type = found.__dict__.get(_OWN, found)
+    return own
