@@ -270,6 +270,6 @@ def test_the_rarer_variants_of_every_hard_case_train_so_too(name: str) -> None:
     check(name, 2, list(RARER))
 
 
-@pytest.mark.parametrize("name", ("towers_interleaved", "checkpoint_over_several_units", "accumulation"))
+@pytest.mark.parametrize("name", ["interleaved_towers", "loss_from_a_stashed_activation_on_one_rank"])
 def test_hard_cases_train_so_in_torchs_own_words(name: str) -> None:
     check(name, 2, ["row 3, 2 slots, loss.backward()"])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zeromesh.engine import Engine
     from zeromesh.optim.groups import no_decay_groups
     from zeromesh.pretrained import from_pretrained, load_pretrained
+    from zeromesh.zero import clip_grad_norm_
 
 __version__ = "0.1.0.dev0"
 
@@ -34,14 +35,16 @@ _HOMES = {
     "from_pretrained": "zeromesh.pretrained",
     "load_pretrained": "zeromesh.pretrained",
     "no_decay_groups": "zeromesh.optim.groups",
+    "clip_grad_norm_": "zeromesh.zero",
     "zero": "",
     "pipe": "",
     "checkpointing": "",
 }
 
 __all__ = [
-    "Engine", "Environment", "Mesh", "Settings", "checkpointing", "from_pretrained", "init_distributed",
-    "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups", "pipe", "shard", "zero",
+    "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "from_pretrained",
+    "init_distributed", "initialize", "launch", "load_pretrained", "make_mesh", "no_decay_groups", "pipe", "shard",
+    "zero",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -187,6 +188,42 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if home is None:
         return None
     return _whole(param, lambda flat, local, piece: home[local].to(flat.master.dtype) * factor)
+
+
+def clip_grad_norm_(
+    parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """As ``torch.nn.utils.clip_grad_norm_``, for gradients that are spread over ranks. All ranks call it.
+
+    To be called between the last backward of an update and its ``step``. ``gradient_clipping`` in the configuration
+    clips as well.
+
+    Args:
+        parameters: of one model that was given to ``initialize``.
+        max_norm: the largest norm that is left as it is.
+        norm_type: order of the norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: whether to raise if the norm is not finite.
+
+    Returns:
+        The norm of the mean gradients before clipping: 0-dim, the same on all ranks.
+
+    Raises:
+        ValueError: a parameter belongs to no engine, or the parameters belong to several.
+        RuntimeError: there is no gradient to clip, or the norm is not finite.
+    """
+    members: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    members = [parameter for parameter in members if not _is_elsewhere(parameter) and parameter.requires_grad]
+    engines = {_owner(parameter) for parameter in members}
+    if len(engines) != 1:
+        raise ValueError(f"the parameters belong to {len(engines)} engines; pass those of one model")
+    engine = engines.pop()
+    if not engine.sharded.reducer.begun:
+        raise RuntimeError("there is no gradient to clip; call this between backward and step")
+    norm = engine.sharded.grads.clip(members, float(max_norm), float(norm_type))
+    if error_if_nonfinite and not isfinite(norm):
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm}, so it cannot be clipped")
+    return torch.tensor(norm, dtype=torch.float64 if members[0].dtype is torch.float64 else torch.float32)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

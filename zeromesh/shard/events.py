@@ -394,8 +394,9 @@ class Events:
                     view = parameter.view_as(parameter)
                 if view.grad_fn is None:
                     return False  # inside torch.func, which returns gradients
+                node = view.grad_fn.next_functions[0][0]
                 try:
-                    if torch._C._will_engine_execute_node(view.grad_fn.next_functions[0][0]):
+                    if node is not None and torch._C._will_engine_execute_node(node):
                         return True
                 except RuntimeError:  # torch refuses to say so of a leaf whose gradient autograd.grad returns
                     return False

@@ -21,6 +21,7 @@ from zeromesh.dist.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.gradient import Gradient, Reducer
 from zeromesh.shard.guard import HARMLESS
+from zeromesh.shard.norm import norm_of
 from zeromesh.shard.unit import Flat
 
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
@@ -52,6 +53,13 @@ class Arrival:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """As torch calls hooks."""
+        if self._gradient.used[self._index] and len(parameter._post_accumulate_grad_hooks) > 1:  # type: ignore[arg-type]
+            name = self._gradient.layout.segments[self._index].name
+            raise RuntimeError(
+                f"a hook on the accumulated gradient of {name} would see the gradient of one micro-batch, and not the "
+                "sum of those since the last update; use one micro-batch per update, or parameter.register_hook, which "
+                "sees the gradient of each"
+            )
         if (arrived := self._arrived()) is not None:
             arrived(self._gradient, self._index, parameter)
 
@@ -194,6 +202,23 @@ class Grads:
         if not self._accumulation.begun:
             self._accumulation.note()
 
+    def clip(self, parameters: Sequence[torch.Tensor], limit: float, order: float) -> float:
+        """Scale the gradients of some parameters so that their norm is at most ``limit``. All ranks call it.
+
+        Returns:
+            The norm before.
+        """
+        self._settle()
+        self._early.spoil()
+        self._reducer.complete()
+        places = [self._places[id(parameter)] for parameter in parameters if id(parameter) in self._places]
+        norm = norm_of(places, order, self._reducer, self._mesh) * self._factor
+        if (coefficient := limit / (norm + 1e-6)) < 1.0 or norm != norm:  # torch's constant
+            for gradient, index in places:
+                assert gradient.home is not None
+                gradient.home[gradient.part(index)] *= coefficient
+        return norm
+
     def _drop(self, gradient: Gradient, index: int) -> None:
         if self._reducer.begun and self._exists(gradient, index):
             self._early.spoil()
@@ -276,7 +301,7 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
         handle = register_plainly(self, hook)
         hooks: Any = self._post_accumulate_grad_hooks
         for key in [key for key, known in hooks.items() if isinstance(known, Arrival)]:
-            hooks.move_to_end(key)
+            hooks[key] = hooks.pop(key)  # not move_to_end: autograd does not see the order of an OrderedDict
         return handle
 
     def copy(self: nn.Parameter, memo: dict[int, Any]) -> Any:

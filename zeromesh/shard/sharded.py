@@ -32,6 +32,7 @@ from zeromesh.shard.grads import Arrival, Grads
 from zeromesh.shard.guard import Guard
 from zeromesh.shard.hooks import listen
 from zeromesh.shard.needs import Needs, Prepare, Room
+from zeromesh.shard.norm import squared_norm
 from zeromesh.shard.order import Order
 from zeromesh.shard.place import lay_out, make_units, place_units
 from zeromesh.shard.residency import Residency
@@ -43,10 +44,6 @@ from zeromesh.tiers.traffic import Traffic
 
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
 """Of a flat buffer, where in this rank's part of it a piece lies, and the piece: a tensor of the piece's size."""
-
-
-NORM_ROW = 1024
-"""Elements whose squares are summed in the gradient's own precision; their sums are added up in float64."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +242,7 @@ class Sharded:
         flags = self._flags()
         vector = torch.tensor([*notes, *flags, *[0.0] * (self._most_flags - len(flags))], dtype=torch.float64)
         with span("norm"):
-            squared = self._squared_norm().cpu()
+            squared = squared_norm(self.reducer, self.mesh).cpu()
         with span("agree"):
             rows = self.mesh.group("world").exchange(torch.cat([squared, vector]))
         squares, all_notes, all_flags = rows.split([1, len(notes), self._most_flags], dim=1)
@@ -261,16 +258,6 @@ class Sharded:
         used = [float(flag) for gradient in self.reducer.gradients for flag in gradient.used]
         changed = [float(flag) for flag in self.buffers.changed()]
         return [*used, *changed, *self._order.report()]
-
-    def _squared_norm(self) -> torch.Tensor:
-        """Sum of squares of this rank's share of the gradient, float64, shape (1,); each element counts once."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.replicate.rank == 0:
-            for gradient in self.reducer.gradients:
-                assert gradient.home is not None
-                for start, stop in gradient.counted if self.reducer.counts(gradient) else ():
-                    total += _sum_of_squares(gradient.home[start:stop])
-        return total
 
     def first_not_finite(self) -> str:
         """Which parameter has a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
@@ -578,15 +565,3 @@ class Sharded:
 def _is_whole(index: int) -> Packed | None:
     """For flat buffers of which nothing is packed."""
     return None
-
-
-def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """Of a 1-D tensor: float64, 0-dim."""
-    # Row by row, because an fp32 sum over ten million elements is wrong in the fourth digit on a CPU, and in at least
-    # fp32, because a norm may be beyond the range of 16 bits when no element is.
-    wide = torch.promote_types(values.dtype, torch.float32)
-    whole = values.numel() // NORM_ROW * NORM_ROW
-    norms = torch.linalg.vector_norm(values[:whole].view(-1, NORM_ROW), dim=1, dtype=wide)
-    rest = torch.linalg.vector_norm(values[whole:], dtype=wide)
-    total: torch.Tensor = norms.double().square().sum() + rest.double().square()
-    return total
