@@ -208,23 +208,23 @@ PROGRAMS: dict[str, Callable[[Torch], None]] = {
 }
 
 
-def run(row: int, accumulation: int = 1) -> dict[str, list[torch.Tensor]]:
+def run(row: int, config: dict[str, Any] | None = None) -> dict[str, list[torch.Tensor]]:
     found = {}
     kinds: list[type[Mesh]] = [Mesh, Plainly]
     for kind in kinds:
         for name, program in PROGRAMS.items():
             try:
-                mesh = kind(row)
+                mesh = kind(row, config=config)
                 program(mesh)
                 found[f"{kind.__name__}, {name}"] = mesh.parameters()
             except BaseException as error:
                 error.add_note(f"{kind.__name__}, {name}, row {row}")
                 raise
         norms: list[float] = []
-        mesh = kind(row)
+        mesh = kind(row, config=config)
         clips(mesh, norms)
         found[f"{kind.__name__}, clips"] = [*mesh.parameters(), torch.tensor(norms, dtype=torch.float64)]
-    mesh = Plainly(row, accumulation=2)
+    mesh = Plainly(row, accumulation=2, config=config)
     accumulates(mesh)
     found["Plainly, accumulates"] = mesh.parameters()
     return found
@@ -245,9 +245,9 @@ def wanted(ranks: int) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def check(ranks: int, row: int) -> None:
+def check(ranks: int, row: int, config: dict[str, Any] | None = None) -> None:
     expected = wanted(ranks)
-    for rank, results in enumerate(run_ranks(run, ranks, row, timeout=120)):
+    for rank, results in enumerate(run_ranks(run, ranks, row, config, timeout=120)):
         for name, values in results.items():
             for got, want in zip(values, expected[name.partition(", ")[2]], strict=True):
                 torch.testing.assert_close(got, want, rtol=BITS, atol=BITS, msg=f"{name}, rank {rank}")
@@ -262,6 +262,13 @@ def test_torchs_lines_between_backward_and_step_count(row: int) -> None:
 @pytest.mark.parametrize(("ranks", "row"), [(2, 1), (2, 2), *((ranks, row) for ranks in (1, 3) for row in range(4))])
 def test_torchs_lines_count_on_other_numbers_of_ranks(ranks: int, row: int) -> None:
     check(ranks, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchs_lines_count_where_updates_begin_during_the_backward(ranks: int) -> None:
+    offload = {"device": "cpu", "update_during_backward": 1}
+    check(ranks, 2, {"zero_optimization": {"stage": 2, "offload_optimizer": offload}})
 
 
 # Hooks, second optimizers, losses through several engines, fp16.

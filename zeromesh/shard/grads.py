@@ -53,7 +53,7 @@ class Arrival:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """As torch calls hooks."""
-        if self._gradient.used[self._index] and len(parameter._post_accumulate_grad_hooks) > 1:  # type: ignore[arg-type]
+        if self._gradient.used[self._index] and len(parameter._post_accumulate_grad_hooks) > 1:
             name = self._gradient.layout.segments[self._index].name
             raise RuntimeError(
                 f"a hook on the accumulated gradient of {name} would see the gradient of one micro-batch, and not the "
@@ -254,7 +254,8 @@ class Grads:
         if mesh.world_size > 1:
             spread = [axis for axis in SPREAD_AXES if mesh.sizes[axis] > 1]
             if spread:
-                return f"is not whole on one rank, as the model is spread along {', '.join(spread)}: {remedy}"
+                axes = ", ".join(spread)
+                return f"is not whole on one rank before the update, where there are several along {axes}: {remedy}"
             if reducer.policy.owned:
                 return f"is sharded over {mesh.shard.size} ranks: {remedy}"
             if reducer.waits:
@@ -273,7 +274,7 @@ class Grads:
             return f"cannot be replaced before the backward has ended: {remedy}"
         spread = [axis for axis in SPREAD_AXES if self._mesh.sizes[axis] > 1]
         if spread:
-            return f"cannot be replaced in this way where the model is spread along {', '.join(spread)}: {remedy}"
+            return f"cannot be replaced in this way where there are several ranks along {', '.join(spread)}: {remedy}"
         if self._mesh.world_size > 1 and self._reducer.begun and self._reducer.waits:
             return f"cannot be replaced before it is summed over the ranks: {remedy}"
         return None
