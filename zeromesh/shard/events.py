@@ -428,10 +428,12 @@ class Events:
 
     def gradient_arrived(self, gradient: Gradient, index: int, parameter: torch.Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
-        value = PLAIN_GRAD.__get__(parameter)
-        if value is None:
+        found = PLAIN_GRAD.__get__(parameter)
+        if found is None:
             return  # another hook has taken it
+        value = found.detach()
+        del found  # the memory of the gradient becomes the flat buffer's if nobody else refers to it
         PLAIN_GRAD.__set__(parameter, None)
         if not self._in_backward:
             self._listen_to_other()
-        self._reducer.arrive(gradient, index, value.detach())
+        self._reducer.arrive(gradient, index, value)

@@ -19,7 +19,7 @@ from zeromesh.shard.unit import Unit
 _ATTRIBUTES = (
     "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names", "itemsize",
     "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu",
-    "output_nr", "_version", "_backward_hooks", "_base", "retains_grad", "is_sparse_csr", "grad_dtype",
+    "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "retains_grad", "is_sparse_csr", "grad_dtype",
 )  # fmt: skip
 _METHODS = (
     "size", "dim", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size", "ndimension",
