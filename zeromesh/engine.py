@@ -753,7 +753,8 @@ class Engine:
         Args:
             save_dir: a folder of checkpoints that all ranks see.
             tag: its name; None is ``global_step`` and the number of updates.
-            client_state: what else to keep: numbers, strings, lists, tuples and dicts of them.
+            client_state: what else to keep: numbers, strings, bytes, dates, paths, tensors, arrays, and lists, tuples,
+                sets, namespaces and dicts of them. The first rank's is kept.
             save_latest: whether ``load_checkpoint`` without a tag is to find this one.
 
         Returns:
@@ -761,10 +762,12 @@ class Engine:
 
         Raises:
             OSError: it could not be written, or there is too little space.
-            TypeError: JSON cannot hold the client state.
-            ValueError: the tag is one of the names that the folder itself needs.
+            TypeError: a value of the client state cannot be kept; the message says which.
+            ValueError: there is no folder, or the tag is one of the names that the folder itself needs.
             RuntimeError: there are gradients that wait for their update, which a checkpoint does not hold.
         """
+        if save_dir is None or str(save_dir) == "":
+            raise ValueError(f"save_dir is {save_dir!r}; pass the folder that checkpoints are to be in")
         if self._accumulation.begun:
             raise RuntimeError(
                 "save_checkpoint() between a backward and its update: call it after the step that updates"

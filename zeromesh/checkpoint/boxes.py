@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeromesh.checkpoint.folder import another_offered
-from zeromesh.checkpoint.manifest import listed, read_manifest, require_files
+from zeromesh.checkpoint.manifest import listed, read_manifest, require_files, require_sound
 
 BUFFER = 1024**2
 """Bytes that are read at a time; few enough for a processor's cache."""
@@ -81,6 +81,7 @@ class Reader:
         self.folder = folder
         with another_offered(folder):
             self.manifest = read_manifest(folder)
+            require_sound(folder, self.manifest)
         self._stored: dict[str, list[_Stored]] = {}
         for shard in self.manifest["shards"]:
             for entry in shard["boxes"]:

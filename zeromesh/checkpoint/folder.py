@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 LATEST = "latest"
 DRAFT = ".draft"
 OLD = ".old"
+GONE = f".gone{DRAFT}"
+"""Ends of names of what is no checkpoint: one that is written, one that is replaced, one that is deleted."""
 
 
 # What is whole, and what to do where something is not.
@@ -143,18 +145,19 @@ def require_free(final: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    named = path.name.startswith("rank_") and path.suffix in (".safetensors", ".json")
-    return path.is_file() and (named or path.name.startswith(MANIFEST))
+    whole = Path(path.name.removesuffix(DRAFT))  # a process may end before it has given a file its name
+    named = whole.name.startswith("rank_") and whole.suffix in (".safetensors", ".json")
+    return path.is_file() and (named or whole.name.startswith(MANIFEST))
 
 
 def _is_swept(path: Path, series: str) -> bool:
-    """Whether it is a draft, an old or a half deleted checkpoint of a series, and holds nothing else."""
-    tag = path.name.removesuffix(DRAFT).removesuffix(OLD)
+    """Whether it is a draft, an old or a half deleted checkpoint of a series, perhaps empty, and holds nothing else."""
+    tag = path.name.removesuffix(GONE).removesuffix(DRAFT).removesuffix(OLD)
     in_series = tag.rstrip("0123456789") == series != tag
     if not (in_series and path.is_dir() and (is_left(path) or not (path / MANIFEST).is_file())):
         return False
     files = [*path.iterdir()]
-    return bool(files) and all(map(_is_ours, files))
+    return (bool(files) or is_left(path)) and all(map(_is_ours, files))
 
 
 def remove(folder: Path) -> None:
@@ -162,6 +165,10 @@ def remove(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
+        if not folder.name.endswith((DRAFT, OLD)):  # so that no kill leaves an empty folder with a checkpoint's name
+            gone = folder.with_name(folder.name + GONE)
+            remove(gone)
+            folder = folder.rename(gone)
         (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half deleted is no checkpoint
         shutil.rmtree(folder)
 

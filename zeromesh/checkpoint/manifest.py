@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zeromesh.checkpoint.shards import CODES, dtype_name
 
@@ -51,6 +54,47 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def require_sound(folder: Path, manifest: dict[str, Any]) -> None:
+    """Look at what the manifest says of files and boxes, before any of it is used; a hash does not say who wrote it.
+
+    Raises:
+        ValueError: a file lies elsewhere, a box is there twice, or its numbers contradict each other.
+    """
+    files, places = set[str](), set[tuple[str, str]]()
+    for shard in manifest["shards"]:
+        try:
+            file, boxes = shard["file"], [(box, _place(box)) for box in shard["boxes"]]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{folder / MANIFEST} describes a box that cannot be: {error}") from None
+        if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file or "\0" in file:
+            raise ValueError(
+                f"{folder / MANIFEST} names the file {file!r}, which is not in the checkpoint's own folder"
+            )
+        if file in files:
+            raise ValueError(f"{folder / MANIFEST} names the file {file!r} twice")
+        files.add(file)
+        for box, place in boxes:
+            if place in places:
+                raise ValueError(f"{folder / MANIFEST} has {box['name']}, {place[1]}, twice")
+            places.add(place)
+
+
+def _place(box: dict[str, Any]) -> tuple[str, str]:
+    """Return which part of which tensor a box is. Raises what shows that there can be no such box."""
+    shape, dtype = box["shape"], getattr(torch, box["dtype"])
+    offsets, sizes = box.get("offsets", [0] * len(shape)), box.get("sizes", shape)
+    begin, end = box["bytes"]
+    numbers = [*shape, *offsets, *sizes, box["start"], box["stop"], begin, end]
+    inside = all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True))
+    if not all(type(number) is int and number >= 0 for number in numbers) or not inside:
+        raise ValueError(f"{box['name']} lies outside of its tensor")
+    if not box["start"] <= box["stop"] <= prod(sizes):
+        raise ValueError(f"{box['name']} has elements {box['start']} to {box['stop']} of {prod(sizes)}")
+    if not isinstance(dtype, torch.dtype) or end - begin != (box["stop"] - box["start"]) * dtype.itemsize:
+        raise ValueError(f"{box['name']} has {end - begin} bytes for its elements of {box['dtype']}")
+    return str(box["name"]), f"elements {box['start']} to {box['stop']} of the box {sizes} at {offsets}"
 
 
 def require_files(folder: Path, manifest: dict[str, Any]) -> None:

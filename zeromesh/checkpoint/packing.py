@@ -1,56 +1,129 @@
-"""Values of Python as JSON, and back: what of a checkpoint is neither a tensor nor plain JSON."""
+"""Values of Python as JSON, and back, without pickle: what of a checkpoint is neither a model's tensor nor plain JSON.
+
+Values that JSON does not have are marked: ``{"__tuple__": [...]}``. Tensors and arrays of more than one element are
+kept apart, for a file of their own.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
+import base64
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, time, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 
-MARKS = {"__items__", "__tuple__", "__tensor__"}
+
+class _Kind(NamedTuple):
+    """How values of one type are written, and read; ``to`` gives what ``pack`` takes."""
+
+    mark: str
+    type: type
+    to: Callable[[Any], Any]
+    back: Callable[[Any], Any]
+
+
+KINDS = (
+    _Kind("__tuple__", tuple, list, tuple),
+    _Kind("__set__", set, list, set),
+    _Kind("__frozenset__", frozenset, list, frozenset),
+    _Kind("__bytes__", bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    _Kind("__bytearray__", bytearray, bytes, bytearray),
+    _Kind("__complex__", complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    _Kind("__datetime__", datetime, datetime.isoformat, datetime.fromisoformat),
+    _Kind("__date__", date, date.isoformat, date.fromisoformat),
+    _Kind("__time__", time, time.isoformat, time.fromisoformat),
+    _Kind(
+        "__timedelta__", timedelta, lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: timedelta(*parts),
+    ),
+    _Kind("__namespace__", Namespace, vars, lambda fields: Namespace(**fields)),
+    _Kind("__simplenamespace__", SimpleNamespace, vars, lambda fields: SimpleNamespace(**fields)),
+    _Kind("__path__", Path, str, Path),
+    _Kind(
+        "__numpy__", numpy.generic, lambda value: [value.dtype.str, value.item()],
+        lambda parts: numpy.dtype(parts[0]).type(parts[1]),
+    ),
+)  # fmt: skip
+"""The first that fits counts."""
+
+MARKS = frozenset({"__items__", "__tensor__", "__stored__", *(kind.mark for kind in KINDS)})
 """Keys of what stands for something that JSON does not have."""
 
 
-def pack(value: Any) -> Any:
-    """What JSON holds of ``value``.
+def pack(value: Any, path: str = "the value", apart: dict[str, torch.Tensor] | None = None) -> Any:
+    """Return what JSON holds of ``value``.
 
-    Tuples, dicts with keys that are not strings or are marks, and tensors of one element are marked as such.
+    Args:
+        value: of the types of ``KINDS``, of JSON, and tensors and arrays.
+        path: what the value is called in errors.
+        apart: takes tensors of more than one element, by the names under which ``unpack`` asks for them.
+
+    Raises:
+        TypeError: a value cannot be kept; the message says where it is and what it is.
     """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) and key not in MARKS for key in value):
-            return {key: pack(item) for key, item in value.items()}
-        return {"__items__": [[pack(key), pack(item)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {"__tuple__": [pack(item) for item in value]}
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return {"__tensor__": [value.tolist(), str(value.dtype).removeprefix("torch.")]}
-    return [pack(item) for item in value] if isinstance(value, list) else value
-
-
-def unpack(value: Any) -> Any:
-    """What ``pack`` was given."""
+        if all(type(key) is str and key not in MARKS for key in value):
+            return {key: pack(item, f"{path}[{key!r}]", apart) for key, item in value.items()}
+        items = [(pack(key, f"{path}, the key {key!r}", apart), key, item) for key, item in value.items()]
+        return {"__items__": [[packed, pack(item, f"{path}[{key!r}]", apart)] for packed, key, item in items]}
     if isinstance(value, list):
-        return [unpack(item) for item in value]
+        return [pack(item, f"{path}[{number}]", apart) for number, item in enumerate(value)]
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        return _pack_tensor(value, path, apart)
+    kind = next((kind for kind in KINDS if isinstance(value, kind.type)), None)
+    if kind is not None:
+        return {kind.mark: pack(kind.to(value), path, apart)}
+    if isinstance(value, bool | int | float | str):  # an enumeration, or another subclass
+        return value
+    raise TypeError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; convert it to numbers, strings, tensors, "
+        "and lists, tuples, sets and dicts of them"
+    )
+
+
+def _pack_tensor(
+    value: torch.Tensor | numpy.ndarray[Any, Any], path: str, apart: dict[str, torch.Tensor] | None
+) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return {"__tensor__": [value.tolist(), str(value.dtype).removeprefix("torch.")]}
+    library = "torch" if isinstance(value, torch.Tensor) else "numpy"
+    try:
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(numpy.ascontiguousarray(value))
+    except TypeError:
+        tensor = None
+    if tensor is None or apart is None or tensor.layout is not torch.strided or tensor.dtype is torch.complex128:
+        raise TypeError(
+            f"{path} is a {type(value).__name__} of {value.dtype}, which a checkpoint cannot hold there; convert it to "
+            "numbers"
+        )
+    name = f"client_state/{len(apart)}"
+    apart[name] = tensor.contiguous()
+    return {"__stored__": [name, library, list(value.shape), str(tensor.dtype).removeprefix("torch.")]}
+
+
+def unpack(value: Any, apart: Callable[[str], torch.Tensor] | None = None) -> Any:
+    """Return what ``pack`` was given; ``apart`` returns a tensor by its name."""
+    if isinstance(value, list):
+        return [unpack(item, apart) for item in value]
     if not isinstance(value, dict):
         return value
     if "__items__" in value:
-        return {unpack(key): unpack(item) for key, item in value["__items__"]}
-    if "__tuple__" in value:
-        return tuple(unpack(item) for item in value["__tuple__"])
+        return {unpack(key, apart): unpack(item, apart) for key, item in value["__items__"]}
     if "__tensor__" in value:
         number, dtype = value["__tensor__"]
         return torch.tensor(number, dtype=getattr(torch, dtype))
-    return {key: unpack(item) for key, item in value.items()}
-
-
-def require_json(what: str, value: Mapping[str, Any]) -> None:
-    """Raise TypeError naming the key of ``value`` that JSON cannot hold."""
-    for key, item in value.items():
-        try:
-            json.dumps(pack(item))
-        except TypeError as error:
-            raise TypeError(
-                f"{what}[{key!r}] is a {type(item).__name__}, which a checkpoint's JSON cannot hold; "
-                "convert it to numbers, strings, lists and dicts"
-            ) from error
+    if "__stored__" in value and apart is not None:
+        name, library, shape, dtype = value["__stored__"]
+        stored = apart(name).view(shape) if 0 not in shape else torch.empty(shape, dtype=getattr(torch, dtype))
+        return stored if library == "torch" else stored.numpy()
+    for kind in KINDS:
+        if kind.mark in value:
+            return kind.back(unpack(value[kind.mark], apart))
+    return {key: unpack(item, apart) for key, item in value.items()}

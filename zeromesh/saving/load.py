@@ -96,7 +96,7 @@ def load(
         engine.data_position = loader.go_to(reader.manifest.get("data"))
         if mesh.rank == 0:
             _log.info("training_data goes on in pass %d, after %d of its samples", *engine.data_position)
-    return str(reader.folder), unpack(reader.manifest["client_state"])
+    return str(reader.folder), unpack(reader.manifest["client_state"], reader.tensor)
 
 
 def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:

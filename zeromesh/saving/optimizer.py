@@ -71,11 +71,32 @@ def require_same_optimizer(sharded: Sharded, optimizer: Optimizer, reader: Reade
     keys = _state_keys(reader)
     for flat, piece in pieces(sharded):
         for name in (f"optimizer/{key}/{piece.name}" for key in keys):
+            if name in reader.names and _is_elementwise(optimizer):
+                _require_like(piece, name, reader)
             if not updates_whole(flat) and name in reader.names and reader.shape(name) != piece.shape:
                 raise ValueError(
                     f"{name} in {reader.folder} has shape {reader.shape(name)} and cannot be cut as its parameter of "
                     f"shape {piece.shape}; load it with ZeRO-0, or pass load_optimizer_states=False"
                 )
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether all states of the optimizer that are no single numbers have the shape of their parameter."""
+    known = type(optimizer).__module__.split(".")[0] == "zeromesh" or type(optimizer).__module__.startswith(
+        "torch.optim"
+    )
+    return known and type(optimizer).__name__ != "Adafactor"
+
+
+def _require_like(piece: Piece, name: str, reader: Reader) -> None:
+    """Raise ValueError for a state that kernels, which trust its size and dtype, would misread."""
+    shape, dtype = reader.shape(name), reader.dtype(name)
+    if shape != piece.shape or dtype.is_floating_point != piece.parameter.is_floating_point():
+        raise ValueError(
+            f"{name} in {reader.folder} is {dtype} of shape {shape}, but its parameter is {piece.parameter.dtype} of "
+            f"shape {piece.shape}: it is not what was written; choose another checkpoint, or pass "
+            "load_optimizer_states=False"
+        )
 
 
 def _state_keys(reader: Reader) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from zeromesh.checkpoint.folder import (
     write_latest,
     write_manifest,
 )
-from zeromesh.checkpoint.packing import pack, require_json
+from zeromesh.checkpoint.packing import pack
 from zeromesh.checkpoint.shards import Box, write_shard
 from zeromesh.saving.contents import Run, boxes, model_fields, parameters, tied
 from zeromesh.saving.optimizer import options, scalars
@@ -41,7 +42,7 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
     Raises:
         OSError: a rank could not write, or there is too little space; every rank raises, and what was there before is
             untouched.
-        TypeError: the client state holds something that JSON cannot.
+        TypeError: the client state holds something that a checkpoint cannot.
         ValueError: a checkpoint cannot have that tag, the ranks have different ones, or an optimizer's state cannot be
             cut.
     """
@@ -49,19 +50,26 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
     draft, final = folder / f"{tag}{DRAFT}", folder / tag
     rank, world = engine.mesh.rank, engine.mesh.group("world")
     mine: list[Box] = []
+    kept: dict[str, Any] = {}
+    of_client: list[Box] = []
     require_agreement(world, "the tag of save_checkpoint", tag)
 
     def collect() -> None:
         require_tag(tag)
         if rank == 0:
             require_free(final)
-        _require_json(engine, client_state)
-        mine.extend(boxes(engine, read=False))
+        apart: dict[str, torch.Tensor] = {}
+        kept.update(pack(dict(client_state), "client_state", apart))
+        _scheduler_state(engine)
+        if rank == 0:
+            filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
+            of_client.extend(Box(name, tuple(one.shape), 0, one.numel(), one.flatten()) for name, one in filled)
+        mine.extend((*boxes(engine, read=False), *of_client))
 
     def write() -> None:
         if not draft.is_dir():
             raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
-        entry = write_shard(draft, rank, mine, boxes(engine))
+        entry = write_shard(draft, rank, mine, chain(boxes(engine), of_client))
         numbers = {"shard": entry, "scalars": scalars(engine)}
         if engine.mesh.group("stage").rank == 0:
             numbers |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}
@@ -69,7 +77,7 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
 
     def finish() -> None:
         if rank == 0:
-            write_manifest(draft, _state(engine, client_state) | _joined(draft, world.size))
+            write_manifest(draft, _state(engine, kept) | _joined(draft, world.size))
             commit(draft, final)
             if save_latest:
                 write_latest(folder, tag)
@@ -104,14 +112,12 @@ def _joined(draft: Path, ranks: int) -> dict[str, Any]:
     return {"shards": shards, **joined}
 
 
-def _require_json(engine: Run, client_state: dict[str, Any]) -> None:
-    require_json("client_state", client_state)
-    if engine.lr_scheduler is not None:
-        require_json("the scheduler's state", engine.lr_scheduler.state_dict())
+def _scheduler_state(engine: Run) -> Any:
+    scheduler = engine.lr_scheduler
+    return None if scheduler is None else pack(scheduler.state_dict(), "the scheduler's state")
 
 
 def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
-    scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
     groups = engine.optimizer.param_groups if engine.optimizer else []
     sharded, loader = engine.sharded, engine.training_dataloader
     return {
@@ -127,10 +133,10 @@ def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
         "skipped_steps": engine.skipped_steps,
         "data": None if loader is None or engine.data_position is None else loader.state(engine.data_position),
         "loss_scaler": engine.loss_scaler.state_dict() if engine.loss_scaler else None,
-        "scheduler": pack(scheduler),
+        "scheduler": _scheduler_state(engine),
         "scheduler_type": scheduler_name(engine.lr_scheduler),
         "optimizer": type(engine.optimizer).__name__,
         "groups": [pack(options(group)) for group in groups],
-        "client_state": pack(client_state),
+        "client_state": client_state,
         "model": model_fields(engine),
     }

@@ -29,6 +29,7 @@ class Events:
     Attributes:
         calls: by unit, its forwards whose backward has not begun.
         order: in which units are used.
+        saved: how graphs keep views of parameters.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Events:
         self._reducer = reducer
         self._mesh = mesh
         self._accumulation = accumulation
-        self._saved = SavedTensors(residency.unit_of, self._unpack)
+        self.saved = SavedTensors(residency.unit_of, self._unpack)
         self._entered: list[Unit] = []
         self._depth = 0
         self._gathering = 0
@@ -120,15 +121,15 @@ class Events:
             self._residency.plan(self.order.expected(backward=recorded))
         self.order.begin_pass(recorded)
         if has_graphs and self._root.sharded and not self._gathering:  # torch.func takes no graphs with hooks
-            self._saved.enter()
+            self.saved.enter()
 
     def end(self, forward: bool = True) -> None:
         """The model has computed, or raised; ``forward`` unless it did so through another method."""
         self._depth -= 1
         if self._depth > 0:
             return
-        if self._saved.entered:
-            self._saved.leave()
+        if self.saved.entered:
+            self.saved.leave()
         if not self._computing_backward():
             self._join(self.order.end_pass(forward))
 
@@ -184,6 +185,11 @@ class Events:
                     self._residency.release(unit)  # so that a later write, which would be lost, is noticed
             if not self.inside:
                 self._residency.shrink()
+
+    @property
+    def gathering(self) -> bool:
+        """Whether a context that gathers parameters is active."""
+        return self._gathering > 0
 
     @staticmethod
     def _computing_backward() -> bool:

@@ -20,15 +20,12 @@ from torch import nn
 from zeromesh.dist.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.gradient import Gradient, Reducer
-from zeromesh.shard.guard import HARMLESS
+from zeromesh.shard.guard import HARMLESS, OWN_CLASS
 from zeromesh.shard.norm import norm_of
 from zeromesh.shard.unit import Flat
 
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
 """Autograd's own ``.grad``."""
-
-_OWN = "_own_class"
-"""Attribute of a class made here: the class that it replaces."""
 
 SPREAD_AXES = ("replicate", "tensor", "pipeline")
 """Mesh axes along which a gradient is not final before the update, or is a part of the model's."""
@@ -317,7 +314,7 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
         "register_post_accumulate_grad_hook": register,
         "__deepcopy__": copy,
         "__module__": own.__module__,
-        _OWN: own,
+        OWN_CLASS: own,
     }
     metaclass: Any = type(own)
     made: type[nn.Parameter] = metaclass(own.__name__, (own,), members)
@@ -326,5 +323,5 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
 
 def own_class(found: type) -> type:
     """Return the class that a parameter of class ``found`` had before ``Grads.install``; of any other, ``found``."""
-    own: type = found.__dict__.get(_OWN, found)
+    own: type = found.__dict__.get(OWN_CLASS, found)
     return own

@@ -8,6 +8,8 @@ Asking costs nothing in the unit's own forward, because there they have their ow
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -19,13 +21,31 @@ from zeromesh.shard.unit import Unit
 _ATTRIBUTES = (
     "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names", "itemsize",
     "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu",
-    "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "retains_grad", "is_sparse_csr", "grad_dtype",
+    "output_nr", "_version", "_backward_hooks", "_base", "retains_grad", "is_sparse_csr", "grad_dtype",
+    "_post_accumulate_grad_hooks",
 )  # fmt: skip
 _METHODS = (
     "size", "dim", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size", "ndimension",
     "is_floating_point", "is_complex", "is_signed", "requires_grad_", "register_hook", "get_device", "__len__",
     "register_post_accumulate_grad_hook", "is_same_size", "__hash__", "is_inference", "_is_view", "dim_order",
 )  # fmt: skip
+
+
+OWN_CLASS = "_own_class"
+"""Attribute of a class that replaces a parameter's own: that class."""
+
+Saving = Callable[[], AbstractContextManager[None]]
+
+
+class Presence(Enum):
+    """Where a unit's parameters are, for those who use them."""
+
+    AWAY = "away"
+    """Not in memory, or perhaps not for long."""
+    HERE = "here"
+    """In memory, as long as what computes with them now."""
+    GATHERED = "gathered"
+    """In memory as long as a context of the user's is active."""
 
 
 def _harmless() -> frozenset[Any]:
@@ -84,21 +104,60 @@ def away_class(
     return Away
 
 
+def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Parameter]:
+    """The class that parameters have while a context has gathered them.
+
+    A graph that is made there may be needed when they are away again. Autograd keeps a leaf as it is, so that nobody
+    could see that its memory is still needed; with hooks for saved tensors around each operation it is fetched again.
+
+    Args:
+        base: answers for their ``grad``.
+        saving: a method that gives the context of these hooks.
+    """
+    told = WeakMethod(saving)
+
+    class Gathered(base):  # type: ignore[valid-type,misc]
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if any(one is not Gathered for one in types):
+                return NotImplemented  # another library's tensors know best
+            saves = told()
+            with torch._C.DisableTorchFunctionSubclass():
+                if saves is None or func in HARMLESS or not torch.is_grad_enabled():
+                    return func(*args, **(kwargs or {}))
+                with saves():
+                    return func(*args, **(kwargs or {}))
+
+    setattr(Gathered, OWN_CLASS, nn.Parameter)
+    return Gathered
+
+
 class Guard:
-    """Switches the class of a unit's parameters as they come and go; at first they are here."""
+    """Switches the class of a unit's parameters as they come and go; at first they are here.
 
-    def __init__(
-        self, base: type[nn.Parameter], unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]
-    ) -> None:
+    Args:
+        unit: whose parameters they are.
+        away: their class while they are away.
+        gathered: their class while a context has gathered them.
+    """
+
+    def __init__(self, unit: Unit, away: type[nn.Parameter], gathered: type[nn.Parameter]) -> None:
         self._parameters = [parameter for flat in unit.flats for parameter in flat.parameters]
-        self._own = [type(parameter) for parameter in self._parameters]
-        self._away = away_class(base, unit, names, touch)
-        self._here = True
+        own = [type(parameter) for parameter in self._parameters]
+        plain = [getattr(one, OWN_CLASS, one) is nn.Parameter for one in own]
+        self._classes = {
+            Presence.AWAY: [away] * len(own),
+            Presence.HERE: own,
+            Presence.GATHERED: [gathered if one else kept for one, kept in zip(plain, own, strict=True)],
+        }
+        self._now = Presence.HERE
 
-    def switch(self, here: bool) -> None:
-        """``here``: whether the parameters may be used from now on: they are in memory, and stay."""
-        if here == self._here:
+    def switch(self, to: Presence) -> None:
+        """Say where the parameters are from now on."""
+        if to is self._now:
             return
-        self._here = here
-        for parameter, own in zip(self._parameters, self._own, strict=True):
-            parameter.__class__ = own if here else self._away
+        self._now = to
+        for parameter, chosen in zip(self._parameters, self._classes[to], strict=True):
+            parameter.__class__ = chosen

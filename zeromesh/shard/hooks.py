@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet, ref
@@ -256,6 +257,19 @@ class SavedTensors:
         """No longer."""
         self._context.__exit__(None, None, None)
         self._context = None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """In this context tensors are saved this way, as far as ``enter`` can."""
+        if self.entered:
+            yield
+            return
+        self.enter()
+        try:
+            yield
+        finally:
+            if self.entered:
+                self.leave()
 
     def _pack(self, tensor: torch.Tensor) -> _View | _Other:
         storage = storage_of(tensor)

@@ -29,7 +29,7 @@ from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
 from zeromesh.shard.gradient import GradientPolicy, Reducer
 from zeromesh.shard.grads import Arrival, Grads
-from zeromesh.shard.guard import Guard
+from zeromesh.shard.guard import Guard, Presence, away_class, gathered_class
 from zeromesh.shard.hooks import listen
 from zeromesh.shard.needs import Needs, Prepare, Room
 from zeromesh.shard.norm import squared_norm
@@ -135,7 +135,9 @@ class Sharded:
         self.grads = Grads(self.flats, self.names, self.reducer, self.accumulation, mesh, settle, self.ahead)
         self.grads.install()
         base = self.grads.class_of(nn.Parameter)
-        self._guards = {unit: Guard(base, unit, self.names, self.events.touch) for unit in self.units}
+        gathered = gathered_class(base, self.events.saved.saving)
+        away = {unit: away_class(base, unit, self.names, self.events.touch) for unit in self.units}
+        self._guards = {unit: Guard(unit, away[unit], gathered) for unit in self.units}
         self._name_tags()
         self._handles = self._listen()
         self.buffers = Buffers(model, mesh)
@@ -157,7 +159,8 @@ class Sharded:
                     self.mesh.shard.purposes[flat.tag + offset] = f"{purpose} of {unit}"
 
     def _switch(self, unit: Unit, here: bool) -> None:
-        self._guards[unit].switch(here)
+        gathered = unit.sharded and self.events.gathering
+        self._guards[unit].switch(Presence.AWAY if not here else Presence.GATHERED if gathered else Presence.HERE)
 
     def _listen(self) -> list[Any]:
         handles = []

@@ -1,0 +1,67 @@
+"""Graphs that are made inside ``GatheredParameters`` and needed outside of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from zeromesh.zero import GatheredParameters
+
+STEPS = 3
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)).double()
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(2, 6, dtype=torch.float64, generator=generator)
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    squares = sum((p.pow(2).sum() for p in model.parameters()), torch.zeros((), dtype=torch.float64))
+    return squares + (model[0].weight @ model[2].weight.t()).square().mean()  # type: ignore[index]
+
+
+def train(row: int, inside: bool) -> list[torch.Tensor]:
+    model = make()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": row},
+        "slots": {"parameter": 2, "gradient": 2},
+    }
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    for step in range(STEPS):
+        x = batch(step, engine.data_rank)
+        loss = None if inside else engine(x).square().mean()
+        with GatheredParameters(list(model.parameters())):
+            loss = engine(x).square().mean() if loss is None else loss
+            loss = loss + penalty(model)
+            copied = copy.deepcopy(model)
+        assert type(copied[0].weight) is nn.Parameter
+        engine.backward(loss)
+        engine.step()
+    with GatheredParameters(list(model.parameters())):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_they_are_differentiated_outside_as_in_plain_torch(inside: bool) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for rank in range(2):
+            ((model(batch(step, rank)).square().mean() + penalty(model)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(train, 2, 3, inside):
+        for got, want in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)

@@ -1,0 +1,79 @@
+"""A save that is killed at any of its file operations leaves a checkpoint that loads, and a folder that saves on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import run_ranks
+from runs import assert_same, config, seed_everything, start, train
+from zeromesh.checkpoint import folder as folders
+
+OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+"""Audit events of what changes a folder, or reads it."""
+
+
+class Killed(BaseException):
+    """Ends a save as SIGKILL would; no handler of exceptions sees it."""
+
+
+class Killer:
+    """Raises before operation number ``at`` below a folder. Audit hooks stay for ever, so there is one a process."""
+
+    def __init__(self) -> None:
+        self.root, self.at, self.seen = "", 0, 0
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.root and event in OPERATIONS and any(str(one).startswith(self.root) for one in arguments[:2]):
+            self.seen += 1
+            if self.seen == self.at:
+                self.root = ""
+                raise Killed
+
+    def kills(self, root: Path, at: int, engine: Any, tag: str) -> bool:
+        self.root, self.at, self.seen = str(root), at, 0
+        try:
+            engine.save_checkpoint(root, tag=tag)
+        except Killed:
+            return True
+        finally:
+            self.root = ""
+        return False
+
+
+def killed_at_every_operation(folder: str, tag: str) -> int:
+    killer, at = Killer(), 0
+    settings = {**config(0, mesh="1"), "checkpoint": {"keep_last": 1}}
+    engine = start(1, settings)
+    again = start(2, settings)
+    seed_everything(0)
+    train(engine, 1)
+    killed = True
+    while killed:
+        at += 1
+        root = Path(folder) / str(at)
+        engine.save_checkpoint(root, tag="step1")
+        before = engine.gathered_state_dict()
+        train(engine, 1)
+        killed = killer.kills(root, at, engine, tag)
+        path, _ = again.load_checkpoint(root)
+        assert path is not None, at
+        after = engine.gathered_state_dict()
+        found = again.gathered_state_dict()
+        assert_same(found, before if torch.equal(found["scale"], before["scale"]) else after)
+        engine.save_checkpoint(root, tag=tag)
+        assert sorted(one.name for one in root.iterdir()) == ["latest", tag], at
+        assert folders.latest(root) == tag
+        again.load_checkpoint(root)
+        assert_same(again.gathered_state_dict(), after)
+    return at
+
+
+@pytest.mark.parametrize("tag", ["step1", "step2"])
+def test_every_kill_leaves_a_checkpoint_and_a_folder_that_saves_on(tag: str, tmp_path: Path) -> None:
+    assert run_ranks(killed_at_every_operation, 1, str(tmp_path), tag)[0] > 15

@@ -1,0 +1,159 @@
+"""Client states of many types come back equal; manifests that were altered, and hashed anew, are refused."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from harness import run_ranks
+from runs import assert_same, config, start, train
+from zeromesh.checkpoint.manifest import MANIFEST, signed
+
+STATE: dict[str, Any] = {
+    "tensor": torch.arange(6.0).view(2, 3),
+    "bf16": torch.ones(3, dtype=torch.bfloat16),
+    "one": torch.tensor([2.5], dtype=torch.float64),
+    "empty": torch.empty(0, 4),
+    "array": numpy.arange(4, dtype=numpy.int64).reshape(2, 2),
+    "column": numpy.arange(9.0).reshape(3, 3)[:, 1],
+    "number": numpy.float32(0.1),
+    "set": {1, 2},
+    "frozen": frozenset({("a", 1)}),
+    "bytes": b"\x00\xff",
+    "when": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.UTC),
+    "day": datetime.date(2026, 1, 2),
+    "took": datetime.timedelta(days=1, microseconds=3),
+    "arguments": argparse.Namespace(lr=0.1, betas=(0.9, 0.99), device=None),
+    "simple": SimpleNamespace(a=1),
+    "path": Path("somewhere") / "else",
+    "complex": 1 + 2j,
+    "by number": {1: "x", (2, 3): [None, True]},
+    "inf": [float("inf"), -float("inf")],
+    "nested": {"deep": [{"t": torch.arange(3)}]},
+    "__tuple__": "a mark",
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return (
+            type(one) is type(other) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, numpy.ndarray):
+        return bool(one.dtype == other.dtype and (one == other).all())
+    return bool(type(one) is type(other) and one == other)
+
+
+def keeps(folder: str) -> None:
+    engine = start(1, config(3))
+    engine.save_checkpoint(folder, client_state=STATE)
+    _, found = engine.load_checkpoint(folder)
+    for key, value in STATE.items():
+        assert same(found[key], value), (key, found[key])
+    with pytest.raises(
+        TypeError, match=r"client_state\['a'\]\[1\]\['b'\] is a function, which a checkpoint cannot hold"
+    ):
+        engine.save_checkpoint(folder, client_state={"a": [1, {"b": keeps}]})
+    with pytest.raises(TypeError, match=r"client_state\['words'\] is a ndarray of <U1"):
+        engine.save_checkpoint(folder, client_state={"words": numpy.array(["a"])})
+    for none in ("", None):
+        with pytest.raises(ValueError, match="save_dir is .*; pass the folder"):
+            engine.save_checkpoint(none)  # type: ignore[arg-type]
+
+
+def test_client_states_come_back_as_they_were(tmp_path: Path) -> None:
+    run_ranks(keeps, 2, str(tmp_path))
+
+
+# Manifests.
+
+
+def boxes(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    return [box for shard in manifest["shards"] for box in shard["boxes"]]
+
+
+def swap_states(manifest: dict[str, Any]) -> None:
+    one, other = (next(box for box in boxes(manifest) if box["name"] == f"optimizer/exp_avg/blocks.0.{name}")
+                  for name in ("weight", "bias"))  # fmt: skip
+    one["name"], other["name"] = other["name"], one["name"]
+
+
+def climb(manifest: dict[str, Any]) -> None:
+    manifest["shards"][0]["file"] = "../" + manifest["shards"][0]["file"]
+
+
+def absolute(manifest: dict[str, Any]) -> None:
+    manifest["shards"][0]["file"] = os.path.abspath(manifest["shards"][0]["file"])
+
+
+def repeat(manifest: dict[str, Any]) -> None:
+    manifest["shards"][0]["boxes"].append(dict(manifest["shards"][0]["boxes"][0]))
+
+
+def lengthen(manifest: dict[str, Any]) -> None:
+    boxes(manifest)[0]["stop"] += 7
+
+
+def move(manifest: dict[str, Any]) -> None:
+    boxes(manifest)[0]["start"] = -3
+
+
+def retype(manifest: dict[str, Any]) -> None:
+    box = next(box for box in boxes(manifest) if box["name"] == "optimizer/exp_avg_sq/blocks.0.weight")
+    box["dtype"] = "int64"
+
+
+def untype(manifest: dict[str, Any]) -> None:
+    boxes(manifest)[0]["dtype"] = "load"
+
+
+CHANGES: dict[Callable[[dict[str, Any]], None], str] = {
+    swap_states: r"optimizer/exp_avg/blocks.0.(bias|weight) in .* of shape .* but its parameter",
+    climb: r"names the file '../rank_00000.safetensors', which is not in the checkpoint's own folder",
+    absolute: r"which is not in the checkpoint's own folder",
+    repeat: r"twice",
+    lengthen: r"describes a box that cannot be",
+    move: r"describes a box that cannot be.*lies outside",
+    retype: r"exp_avg_sq/blocks.0.weight in .* is torch.int64 of shape",
+    untype: r"describes a box that cannot be",
+}
+
+
+def refuses(folder: str) -> None:
+    root = Path(folder)
+    engine = start(1, config(0, mesh="1"))
+    train(engine, 1)
+    engine.save_checkpoint(root, tag="tag")
+    path = root / "tag" / MANIFEST
+    written = path.read_text()
+    train(engine, 1)
+    before = engine.gathered_state_dict()
+    for change, message in CHANGES.items():
+        manifest = json.loads(written)
+        del manifest["sha256"], manifest["format"]
+        change(manifest)
+        path.write_text(json.dumps(signed(manifest)))
+        with pytest.raises(ValueError, match=message):
+            engine.load_checkpoint(root, "tag")
+        assert_same(engine.gathered_state_dict(), before)
+    path.write_text(written)
+    engine.load_checkpoint(root, "tag")
+    train(engine, 1)
+
+
+def test_altered_manifests_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    run_ranks(refuses, 1, str(tmp_path))
