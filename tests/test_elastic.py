@@ -28,6 +28,11 @@ TESTS = Path(__file__).parent
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
 
 
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROMESH_SECRET", "of all nodes of these tests")
+
+
 def losses_of(folder: Path) -> list[list[float]]:
     return [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
 

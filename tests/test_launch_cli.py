@@ -32,6 +32,12 @@ from zeromesh.dist.output import Relay
 
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
 
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROMESH_SECRET", "of all nodes of these tests")
+
+
 SCRIPT = """
 import os, signal, sys, time
 rank, mode = int(os.environ["RANK"]), sys.argv[1]

@@ -69,6 +69,7 @@ class Layout:
         master: ``HOST:PORT``.
         restarts: of all ranks; None chooses.
         timeout: seconds until all nodes must have met.
+        secret_file: with a secret of all nodes.
     """
 
     ranks: int | None
@@ -77,6 +78,7 @@ class Layout:
     master: str | None = None
     restarts: int | None = None
     timeout: float = 300.0
+    secret_file: Path | None = None
 
     @property
     def node_counts(self) -> tuple[int, int]:
@@ -104,6 +106,19 @@ class Layout:
                 f"--nnodes {self.nodes} lets nodes go, and each costs a restart; set --max-restarts to at least 1"
             )
         return made
+
+    @property
+    def secret(self) -> bytes:
+        """The secret that the nodes share; empty for one node."""
+        from zeromesh.dist.rendezvous import HOW, read_secret
+
+        secret = read_secret(self.secret_file)
+        if self.endpoint and not secret:
+            raise ValueError(
+                f"--nnodes {self.nodes} needs --secret-file FILE, as strangers could run commands on the nodes without "
+                f"a secret; {HOW}"
+            )
+        return secret if self.endpoint else b""
 
     @property
     def endpoint(self) -> str:
@@ -138,12 +153,12 @@ def launch(program: Program, layout: Layout) -> None:
     endpoint, restarts = layout.endpoint, layout.restarts_made
     if layout.node_rank is not None and not 0 <= layout.node_rank < most:
         raise ValueError(f"--node-rank is {layout.node_rank}, but must be from 0 to {most - 1}")
-    ranks = ranks_per_node(layout)
+    ranks, secret = ranks_per_node(layout), layout.secret
     from zeromesh.dist.agent import Plan, run
 
     variables = threads(ranks)
     tell(announcement(layout, ranks, variables))
-    plan = Plan(ranks, least, most, endpoint, layout.node_rank, restarts, layout.timeout, variables)
+    plan = Plan(ranks, least, most, endpoint, layout.node_rank, restarts, layout.timeout, secret, variables)
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder:
         run(program.rank_command, plan, Path(folder), tell)
 
@@ -244,6 +259,7 @@ def slurm_script(program: Program, layout: Layout, options: SlurmOptions) -> str
     lines += [
         'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "port=$((20000 + SLURM_JOB_ID % 10000))",
+        "export ZEROMESH_SECRET=$(head -c 32 /dev/urandom | base64)  # srun hands it to the nodes",
         f"srun --kill-on-bad-exit={int(least == most)} zeromesh launch --nproc {ranks} --nnodes {layout.nodes} "
         f'--master "$master:$port" --max-restarts {restarts} {_target(program)}',
     ]

@@ -129,6 +129,9 @@ def launch(
         typer.Option(min=0, metavar="K", help="Start all ranks again so often when one fails. [default: 0; 3 for A:B]"),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that nodes have to find each other.")] = 300.0,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="File with a secret that all nodes share; needed for several.")
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python's.")] = False,
     mpi: Annotated[bool, typer.Option("--mpi", help="Start the ranks through mpiexec.")] = False,
@@ -151,7 +154,7 @@ def launch(
         from zeromesh.dist.failure import RankFailure
 
         what = starting.Program(program, tuple(arguments or ()), module, no_python)
-        where = starting.Layout(nproc, nnodes, node_rank, master, max_restarts, timeout)
+        where = starting.Layout(nproc, nnodes, node_rank, master, max_restarts, timeout, secret_file)
         if mpi and slurm:
             raise ValueError("--mpi and --slurm exclude each other; leave one of them out")
         try:

@@ -20,15 +20,17 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousHandler,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousTimeoutError,
-    registry,
 )
 
 from zeromesh.dist.failure import GRACE, HASTE, RankFailure, first_failure
 from zeromesh.dist.meeting import in_background, reach
 from zeromesh.dist.output import Relay, Streams
 from zeromesh.dist.rank import FAILURES
+from zeromesh.dist.rendezvous import RUN, LoopbackRendezvous, signed_rendezvous
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Those that are passed on to the ranks, and end the run."""
@@ -46,6 +48,7 @@ class Plan:
         node_rank: 0 on the node that is the master; None to find out by its host name.
         restarts: how often all ranks may be started again after one failed.
         timeout: seconds that nodes have to find each other.
+        secret: of all nodes; empty for one node.
         variables: environment variables of the ranks beside those of this process and torchrun's.
     """
 
@@ -56,6 +59,7 @@ class Plan:
     node_rank: int | None = None
     restarts: int = 0
     timeout: float = 300.0
+    secret: bytes = field(default=b"", repr=False)
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -107,6 +111,11 @@ def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], 
             raise SystemExit(128 + error.sigval) from None
         except RendezvousTimeoutError:
             raise TimeoutError(_too_few(plan)) from None
+        except RendezvousStateError:
+            raise ConnectionError(
+                f"what nodes tell each other at {plan.master} is not signed with this node's secret: nodes have "
+                "different secrets, or a stranger writes there; pass the same --secret-file on every node"
+            ) from None
         except RendezvousClosedError:
             raise ConnectionError(f"the run at {plan.master} has ended already; start it anew on all nodes") from None
         except RendezvousConnectionError:
@@ -123,26 +132,7 @@ def _agent(
     command: Sequence[str], plan: Plan, folder: Path, relay: Relay, tell: Callable[[str], None]
 ) -> _Agent:  # fmt: skip
     local = "127.0.0.1" if plan.one_node else _address_towards(plan)
-    options: dict[str, Any] = {"join_timeout": int(plan.timeout), "read_timeout": max(1, int(plan.timeout))}
-    if plan.one_node:
-        options["is_host"] = True
-    else:
-        if plan.node_rank is not None:
-            options["is_host"] = plan.node_rank == 0
-        # A node that is gone is missed after six seconds, and after five more the others go on without it.
-        options |= {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
-    rendezvous = _rendezvous(
-        plan,
-        RendezvousParameters(
-            backend="c10d",
-            endpoint=plan.master or "127.0.0.1:0",
-            run_id="zeromesh",
-            min_nodes=plan.least_nodes,
-            max_nodes=plan.most_nodes,
-            local_addr=local,
-            **options,
-        ),
-    )
+    rendezvous = LoopbackRendezvous(plan.timeout) if plan.one_node else _rendezvous(plan, local)
     spec = WorkerSpec(
         role="rank",
         local_world_size=plan.ranks,
@@ -156,17 +146,35 @@ def _agent(
     return _Agent(spec, Streams(folder, relay, {**plan.variables, FAILURES: str(folder)}), folder, tell)
 
 
-def _rendezvous(plan: Plan, parameters: RendezvousParameters) -> Any:
+def _rendezvous(plan: Plan, local: str) -> RendezvousHandler:
     """Where the nodes meet. Torch waits for ever on a program that is no store, and does not heed Ctrl-C meanwhile."""
+    if not plan.secret:
+        raise ValueError("several nodes need a secret that they share")
+    # A node that is gone is missed after six seconds, and after five more the others go on without it.
+    options: dict[str, Any] = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
+    if plan.node_rank is not None:
+        options["is_host"] = plan.node_rank == 0
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=plan.master,
+        run_id=RUN,
+        min_nodes=plan.least_nodes,
+        max_nodes=plan.most_nodes,
+        local_addr=local,
+        join_timeout=int(plan.timeout),
+        read_timeout=max(1, int(plan.timeout)),
+        **options,
+    )
     end, failure = time.monotonic() + plan.timeout, ""
     if plan.node_rank:
         host, _, port = plan.master.rpartition(":")
         failure = reach(host.strip("[]"), int(port), end)[1]
     made: list[Any] = []
     if not failure:
-        in_background(lambda: registry.get_rendezvous_handler(parameters), made)(max(1.0, end - time.monotonic()))
+        in_background(lambda: signed_rendezvous(parameters, plan.secret), made)(max(1.0, end - time.monotonic()))
         if made and not isinstance(made[0], Exception):
-            return made[0]
+            handler: RendezvousHandler = made[0]
+            return handler
         if made and not isinstance(made[0], RendezvousConnectionError):
             raise made[0]
         failure = str(made[0].__cause__ or made[0]) if made else "what listens there is no zeromesh launch"

@@ -1,0 +1,138 @@
+"""How the launchers of the nodes meet: on loopback where there is one node, else over a store whose content is signed.
+
+torch's elastic rendezvous keeps its state pickled in a store that takes connections from everybody. One node needs no
+such state. Several nodes sign it with a secret that they share, and nothing is unpickled whose signature is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import stat
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+RUN = "zeromesh"
+LEAST_SECRET = 16
+"""Bytes."""
+
+VARIABLE = "ZEROMESH_SECRET"
+
+HOW = (
+    "make one with: python3 -c 'import secrets; print(secrets.token_hex())' > secret; chmod 600 secret; copy it to "
+    "every node, and pass --secret-file secret there"
+)
+
+
+def read_secret(file: Path | None) -> bytes:
+    """Return the secret that the nodes share, of a file or of the variable ZEROMESH_SECRET; empty where there is none.
+
+    Raises:
+        ValueError: the file cannot be read, others may read it, or the secret is too short.
+    """
+    if file is None:
+        secret, name = os.environ.get(VARIABLE, "").strip().encode(), VARIABLE
+    else:
+        try:
+            secret, mode, name = file.read_bytes().strip(), file.stat().st_mode, f"--secret-file {file}"
+        except OSError as error:
+            raise ValueError(f"--secret-file {file} cannot be read ({error.strerror}); {HOW}") from None
+        if stat.S_IMODE(mode) & 0o077:
+            raise ValueError(
+                f"--secret-file {file} has the mode {stat.S_IMODE(mode):o}, so that other users may read it, or write "
+                f"to it: chmod 600 {file}"
+            )
+    if (secret or file is not None) and len(secret) < LEAST_SECRET:
+        raise ValueError(f"{name} has {len(secret)} bytes, but must have at least {LEAST_SECRET}; {HOW}")
+    return secret
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """The rendezvous of one node with itself. Its ranks get a store on the loopback interface, a new one each time."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self._server: Any = None
+        self._closed = False
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return "loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether ranks use the store of this process."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Make the store of the ranks that are about to start."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        port = int(listener.getsockname()[1])
+        store: Any = dist.TCPStore  # type: ignore[attr-defined]
+        self._server = store(
+            "127.0.0.1", port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        own: Any = dist.HashStore()  # type: ignore[attr-defined]
+        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+    def is_closed(self) -> bool:
+        """Return whether the run has ended."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """End the run."""
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes want to join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the name of the run."""
+        return RUN
+
+    def shutdown(self) -> bool:
+        """End the run and close the store."""
+        self._closed, self._server = True, None
+        return True
+
+
+class SignedBackend(C10dRendezvousBackend):
+    """torch's backend for the state of a rendezvous, which is signed: HMAC-SHA256 with a secret of the nodes."""
+
+    def __init__(self, store: Any, secret: bytes) -> None:
+        self._secret = secret
+        super().__init__(store, RUN)
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Write a state, and return the present one, its token, and whether it is the one that was written."""
+        found = super().set_state(self._sign(state) + state, token)
+        return None if found is None else (found[0], found[1], found[0] == state)
+
+    def _sign(self, state: bytes) -> bytes:
+        return hmac.new(self._secret, RUN.encode() + state, hashlib.sha256).digest()
+
+    def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
+        found = super()._decode_state(base64_state)
+        if found is None:
+            return None
+        size = hashlib.sha256().digest_size
+        signature, state = found[0][:size], found[0][size:]
+        if not hmac.compare_digest(signature, self._sign(state)):
+            raise RendezvousStateError("the state of the rendezvous is not signed with this node's secret")
+        return state, found[1]
+
+
+def signed_rendezvous(parameters: RendezvousParameters, secret: bytes) -> RendezvousHandler:
+    """Make the rendezvous of several nodes."""
+    _, store = create_backend(parameters)
+    return create_handler(store, SignedBackend(store, secret), parameters)
