@@ -131,6 +131,25 @@ class InPlace(Block):
         return h
 
 
+@CASES.add("writes_through_data")
+@CASES.add("writes_through_data_recomputed", config=RECOMPUTE)
+@CASES.add("writes_through_data_accumulation", accumulation, micro_batches=3)
+class WritesThroughData(Stack):
+    """Changes weights before they are used, as torch does not count."""
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.up.weight.data.clamp_(-0.05, 0.05)
+            h = block(h)
+        return h
+
+    class block(Block):  # noqa: N801
+        def forward(self, x: torch.Tensor) -> Any:
+            self.down.bias.data[0] = 0.25
+            self.down.weight.data.copy_(self.down.weight.data.clamp(-0.1, 0.1))
+            return super().forward(x)
+
+
 @CASES.add("in_place_inside_and_after")
 @CASES.add("in_place_inside_and_after_recomputed", config=RECOMPUTE)
 class InPlaceAfter(Stack):

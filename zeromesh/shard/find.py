@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -224,6 +224,26 @@ def _compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
+def _check_aliases(model: nn.Module, ranges: Mapping[int, Sequence[tuple[int, int, str]]]) -> None:
+    """Refuse buffers in the memory of a trainable parameter, which they would no longer follow.
+
+    Args:
+        model: whose buffers.
+        ranges: by storage, first byte, last byte + 1 and name of each parameter in it.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided or buffer.is_meta or not buffer.numel():
+            continue
+        start = int(buffer.storage_offset()) * buffer.itemsize
+        for first, stop, parameter in ranges.get(buffer.untyped_storage()._cdata, ()):
+            if parameter in trained and start < stop and first < start + buffer.nbytes:
+                raise ValueError(
+                    f"buffer {name} lies in the memory of parameter {parameter}, which moves, so that the buffer would "
+                    "no longer follow it; take the parameter itself in each forward, or register a copy (.clone())"
+                )
+
+
 def _check_memory(model: nn.Module) -> None:
     """In a layout of their own, two parameters in the same memory would no longer change together."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
@@ -233,6 +253,7 @@ def _check_memory(model: nn.Module) -> None:
             start = int(parameter.storage_offset()) * parameter.itemsize
             place = (start, start + parameter.nbytes, name)
             ranges.setdefault(parameter.untyped_storage()._cdata, []).append(place)
+    _check_aliases(model, ranges)
     for places in ranges.values():
         for (_, stop, first), (start, _, second) in pairwise(sorted(places)):
             if start < stop:

@@ -1,4 +1,4 @@
-"""The ``.grad`` of trainable parameters, whose gradients lie in flat buffers: read, written and dropped as in torch.
+"""The ``.grad`` and ``.data`` of parameters, which lie in flat buffers: read, written and dropped as in torch.
 
 Autograd's own ``.grad`` is empty between backwards, since each gradient is moved into its flat buffer as it arrives.
 The class of the parameters is therefore one whose ``grad`` is a property:
@@ -6,6 +6,9 @@ The class of the parameters is therefore one whose ``grad`` is a property:
 - Read where the mean over the ranks is whole on this rank: a view of the flat buffer, so that in-place changes count.
 - Read where it is not: a stand-in without memory, which is not None and raises in any operation.
 - Written: the value becomes the gradient that the update uses; each rank keeps its part. None drops the gradient.
+
+Torch does not count what is written to ``parameter.data`` in place. Who reads ``data`` may write to it, so that the
+value is taken when the parameter leaves the memory, or at the update.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from torch import nn
 from zeromesh.dist.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.gradient import Gradient, Reducer
-from zeromesh.shard.guard import HARMLESS, OWN_CLASS
+from zeromesh.shard.guard import HARMLESS, OWN_CLASS, changes_nothing
 from zeromesh.shard.norm import norm_of
 from zeromesh.shard.unit import Flat
 
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
-"""Autograd's own ``.grad``."""
+PLAIN_DATA: Any = torch._C.TensorBase.data
+"""Autograd's own ``.grad`` and ``.data``."""
 
 SPREAD_AXES = ("replicate", "tensor", "pipeline")
 """Mesh axes along which a gradient is not final before the update, or is a part of the model's."""
@@ -84,7 +88,7 @@ class AbsentGradient(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         stand_ins = [one for one in _flat(args) if isinstance(one, AbsentGradient)]
         first = stand_ins[0] if stand_ins else None
-        if func is torch.Tensor.detach_:
+        if func is torch.Tensor.detach_ or changes_nothing(func, args, kwargs):
             return first
         if func in (torch.Tensor.zero_, torch._foreach_zero_):
             for one in stand_ins:
@@ -117,6 +121,9 @@ class Grads:
         self, flats: Sequence[Flat], names: Mapping[int, str], reducer: Reducer, accumulation: Accumulation, mesh: Mesh,
         settle: Callable[[], None], early: Early,
     ) -> None:  # fmt: skip
+        self._flats = {
+            id(parameter): (flat, index) for flat in flats for index, parameter in enumerate(flat.parameters)
+        }
         self._places = {
             id(parameter): (flat.gradient, index)
             for flat in flats
@@ -150,7 +157,13 @@ class Grads:
             self._classes[own] = _with_grad(own, ref(self))
         return self._classes[own]
 
-    # What torch's attribute does.
+    # What torch's attributes do.
+
+    def expose(self, parameter: torch.Tensor) -> None:
+        """Note that the parameter may be written to from now on without a trace."""
+        if id(parameter) in self._flats:
+            flat, index = self._flats[id(parameter)]
+            flat.exposed.add(index)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient, averaged over the ranks; or its stand-in; or None if there is none."""
@@ -293,6 +306,15 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
     def drop(self: nn.Parameter) -> None:
         write(self, None)
 
+    def read_data(self: nn.Parameter) -> torch.Tensor:
+        if (alive := grads()) is not None:
+            alive.expose(self)
+        data: torch.Tensor = PLAIN_DATA.__get__(self)
+        return data
+
+    def write_data(self: nn.Parameter, value: torch.Tensor) -> None:
+        PLAIN_DATA.__set__(self, value)
+
     def register(self: nn.Parameter, hook: Any) -> Any:
         """Let the user's hook see the gradient before the engine takes it."""
         register_plainly: Any = torch.Tensor.register_post_accumulate_grad_hook
@@ -311,6 +333,7 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
 
     members = {
         "grad": property(read, write, drop),
+        "data": property(read_data, write_data),
         "register_post_accumulate_grad_hook": register,
         "__deepcopy__": copy,
         "__module__": own.__module__,

@@ -15,6 +15,7 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from zeromesh.shard.unit import Unit
 
@@ -51,7 +52,7 @@ class Presence(Enum):
 def _harmless() -> frozenset[Any]:
     """The functions that look at a tensor's description only."""
     found: list[Any] = [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
-    found += [torch.numel, torch.is_floating_point, torch.is_complex]
+    found += [torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type]
     for name in _ATTRIBUTES:
         attribute = getattr(torch.Tensor, name, None)
         found += [getattr(attribute, a) for a in ("__get__", "__set__", "__delete__") if hasattr(attribute, a)]
@@ -60,6 +61,35 @@ def _harmless() -> frozenset[Any]:
 
 
 HARMLESS = _harmless()
+
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+)
+
+
+def changes_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether ``func`` converts its first argument, a tensor, to what it is already, and so returns it."""
+    if func not in _CONVERSIONS:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+        try:
+            return func(like, *args[1:], **(kwargs or {})) is like
+        except RuntimeError:
+            return False  # a memory format that the stand-in cannot have
+
+
+def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of ``torch.autograd.grad`` with edges of the graph in the place of parameters.
+
+    The gradient of a parameter does not depend on whether it is in memory.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        changed, named = list(args), dict(kwargs or {})
+        inputs = changed.pop(1) if len(changed) > 1 else named.pop("inputs")
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        edges = [get_gradient_edge(one) if isinstance(one, nn.Parameter) else one for one in inputs]
+    return [*changed[:1], edges, *changed[1:]], named
 
 
 def away_class(
@@ -84,6 +114,11 @@ def away_class(
             if func in HARMLESS:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
+            if changes_nothing(func, args, kwargs):
+                return args[0]
+            if func is torch.autograd.grad:
+                changed, named = with_edges(args, kwargs)
+                return func(*changed, **named)
             first = next((names[id(a)] for a in args if id(a) in names), f"a parameter of {label}")
             if func is torch.Tensor.__repr__:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -123,6 +158,9 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
         ) -> Any:
             if any(one is not Gathered for one in types):
                 return NotImplemented  # another library's tensors know best
+            if func is torch.autograd.grad:
+                changed, named = with_edges(args, kwargs)
+                return func(*changed, **named)
             saves = told()
             with torch._C.DisableTorchFunctionSubclass():
                 if saves is None or func in HARMLESS or not torch.is_grad_enabled():

@@ -18,6 +18,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 
+from zeromesh.model.containers import map_tensors
 from zeromesh.shard.grads import own_class
 from zeromesh.shard.order import Pass
 from zeromesh.shard.unit import Unit
@@ -88,12 +89,12 @@ def _tensors_in(value: Any, around: set[int]) -> Iterator[torch.Tensor]:
 class Hook:
     """A hook on a unit's module. Copies of the module, those in a file too, are ordinary modules and do not have it."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         """As torch calls hooks."""
-        self._function(*args)
+        return self._function(*args)
 
     def __reduce__(self) -> Any:
         return _no_hook, ()
@@ -113,11 +114,18 @@ def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         listener.forward_begins(unit)
 
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call, outputs = None, list(tensors_in(output))
+    members = {id(parameter) for parameter in unit.members}
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        call, outputs, replaced = None, list(tensors_in(output)), None
         if torch.is_grad_enabled():
+            if unit.sharded and any(id(tensor) in members for tensor in outputs):
+                # A view keeps the memory of the parameter, which leaves with the unit.
+                replaced = map_tensors(output, lambda one: one.view_as(one) if id(one) in members else one)
+                outputs = list(tensors_in(replaced))
             inputs = {id(tensor) for tensor in tensors_in((args, kwargs))}
-            new = [tensor for tensor in outputs if tensor.requires_grad and id(tensor) not in inputs]
+            # A hook on a leaf would stay for ever, and below a leaf there is nothing of the unit's backward.
+            new = [one for one in outputs if one.requires_grad and not one.is_leaf and id(one) not in inputs]
             if new:
                 call = Call(unit)
                 calls.add(call)
@@ -126,6 +134,7 @@ def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
                     # What is computed later, if at all, is an output when it is there.
                     getattr(tensor, "when_computed", partial(_at_once, tensor))(partial(_listen_to, hook, call))
         listener.forward_ends(unit, call)
+        return replaced
 
     return [
         unit.module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),

@@ -104,6 +104,7 @@ class Flat:
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
         self.bring: Bring = _is_here  # the master and the optimizer's states
         self.bring_home: Bring = _is_here
+        self.exposed: set[int] = set()  # parameters whose ``data`` somebody has asked for, and may have written to
         self.joined: set[int] = set()  # parameters that are whole for a while, and not bound to their views
 
     @property
@@ -263,8 +264,8 @@ class Flat:
     def take_changes(self) -> None:
         """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into home and master.
 
-        In place only while the parameters are in memory. What is changed through ``parameter.data.mul_(...)`` and the
-        like torch does not count: it is kept where master and home lie in the parameter's memory, and lost elsewhere.
+        In place only while the parameters are in memory. Torch does not count changes through ``parameter.data``, so
+        that the values of parameters whose ``data`` was asked for are taken in any case.
 
         Raises:
             RuntimeError: a parameter got another shape, dtype or device, or is trainable now and was not.
@@ -283,7 +284,8 @@ class Flat:
                 bound = parameter.is_set_to(view)
                 # A view that somebody kept shares the version count, and may be written to while there is nothing here.
                 there = view.untyped_storage().nbytes() > 0
-                if bound and (parameter._version == version or not there):
+                unchanged = parameter._version == version and index not in self.exposed
+                if bound and (unchanged or not there):
                     continue
                 if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
                     raise RuntimeError(
@@ -297,6 +299,7 @@ class Flat:
                     if there:
                         view.copy_(parameter)
                     parameter.data = view
+        self.exposed.clear()
         if changed:
             self.watch()
 
