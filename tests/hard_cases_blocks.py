@@ -143,7 +143,7 @@ class WritesThroughData(Stack):
             h = block(h)
         return h
 
-    class block(Block):  # noqa: N801
+    class block(Block):
         def forward(self, x: torch.Tensor) -> Any:
             self.down.bias.data[0] = 0.25
             self.down.weight.data.copy_(self.down.weight.data.clamp(-0.1, 0.1))

@@ -204,7 +204,8 @@ class Events:
             raise RuntimeError(
                 f"parameter {name} is sharded over {self._mesh.shard.size} ranks and not in memory outside the model's "
                 "forward and backward; read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all "
-                "ranks, and call the model's methods through the engine"
+                "ranks, a loss of weights too, and call the model, or its methods, through the engine: engine(...), "
+                "engine.generate(...)"
             )
         if self._depth and unit is not self._root and not self._computing_backward():
             self._join(self.order.use(unit.index, outside=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -171,6 +172,11 @@ def check_parameters(model: nn.Module) -> None:
             devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}; only dense parameters can be sharded")
+        if _is_distributed(parameter):
+            raise ValueError(
+                f"parameter {name} is a DTensor, which somebody has spread over ranks; pass the model with plain "
+                "parameters, and say in the configuration how it is to be spread (mesh, zero_optimization.stage)"
+            )
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name} is lazy and has no shape yet; run one batch through the model first")
     _check_buffers(model)
@@ -186,6 +192,11 @@ def check_parameters(model: nn.Module) -> None:
             f"the model's parameters are on several devices ({listed}); move the model to one device first"
         )
     _check_memory(model)
+
+
+def _is_distributed(parameter: nn.Parameter) -> bool:
+    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
+    return loaded is not None and isinstance(parameter, loaded.DTensor)
 
 
 def _check_buffers(model: nn.Module) -> None:
