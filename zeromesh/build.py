@@ -46,6 +46,7 @@ from zeromesh.shard.find import check_compiled, check_parameters, find_units
 from zeromesh.shard.materialise import materialiser, replace
 from zeromesh.shard.needs import Prepare
 from zeromesh.shard.sharded import Sharded, Slots
+from zeromesh.signatures import refuse, takes_args_first
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import derive, heads_over_vocabulary
 from zeromesh.tensor.plan import Resolved as SplitPlan
@@ -72,25 +73,31 @@ Split = tuple[SplitPlan, list[Stack]]
 _log = logging.getLogger("zeromesh")
 
 
+@takes_args_first
 def initialize(
     model: nn.Module | None = None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
+    *,
     collate_fn: Callable[[Any], Any] | None = None,
     config: Config | Settings | None = None,
     mesh: Mesh | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-    *,
     args: Any = None,
     config_params: Config | None = None,
     dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    mesh_param: Any = None,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
     """Make a model train as the configuration says.
 
     The process group is started if nobody has. The model is changed in place: its modules stay the same objects, its
     parameters are placed over the ranks. All ranks start from the first rank's weights.
+
+    Positional arguments whose first is no module are taken in DeepSpeed's order, which begins with ``args``.
 
     Args:
         model: any module; its parameters may be on the meta device if it was built under ``zeromesh.zero.Init``.
@@ -109,24 +116,30 @@ def initialize(
         loss_fn: from the model's output and the labels to the loss, for ``train_batch``, if the model returns no loss.
         args: an object whose ``deepspeed_config`` names the file, as DeepSpeed's launcher makes it.
         config_params: DeepSpeed's older name of ``config``.
-        dist_init_required: accepted for DeepSpeed's sake; the process group is started when there is none.
+        dist_init_required: False refuses to start a process group; else it is started when there is none.
+        distributed_port: port of the master, where neither MASTER_PORT nor torchrun says it.
+        mpu: None; ``mesh`` in the configuration says which ranks share a model.
+        mesh_param: None, as ``mpu``.
 
     Returns:
         The engine, the optimizer, the loader of ``training_data`` or None, the scheduler or None.
 
     Raises:
         ConfigError: a ValueError that lists everything wrong with the configuration.
-        ValueError: the model cannot be trained this way, or the ranks have different configurations or models. Unless a
-            note of the error says otherwise, the model is as it was, and may be tried again.
+        TypeError: positional arguments that mean nothing in this order or in DeepSpeed's.
+        ValueError: the model cannot be trained this way, an argument cannot be honoured, or the ranks have different
+            configurations or models. Unless a note of the error says otherwise, the model is as it was, and may be
+            tried again.
     """
     from zeromesh.config.settings import Settings
 
-    if model is None:
-        raise ValueError("initialize needs a model: pass model=")
-    given = config if config is not None else config_params
-    given = given if given is not None else getattr(args, "deepspeed_config", None)
-    if given is None:
-        raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
+    if not isinstance(model, nn.Module):
+        named = "" if model is None else f", not a {type(model).__name__}"
+        raise ValueError(f"initialize needs a model: pass model= with a torch.nn.Module{named}")
+    sizes = 'set the sizes of the axes in the configuration, as in "mesh": {"tensor": 2, "context": 2}'
+    refuse("initialize", "mpu", mpu, sizes)
+    refuse("initialize", "mesh_param", mesh_param, sizes)
+    given = _configuration(config, config_params, args)
     _show_log()
     if loss_fn is None and isinstance(model, PipelineModule):
         loss_fn = model.loss_fn
@@ -136,7 +149,7 @@ def initialize(
         failure = attempt(lambda: _check(model, lr_scheduler, settings))[1]
     if failure is not None and not (is_launched() or dist.is_initialized()):
         raise failure
-    environment = init_distributed()
+    environment = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = world_group(device_of_group(environment))
     share(world, "read its configuration and model", failure)
     assert settings is not None
@@ -217,6 +230,20 @@ def initialize(
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
         _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
     return engine, built, loader, scheduler
+
+
+def _configuration(config: Config | Settings | None, older: Config | None, args: Any) -> Config | Settings:
+    """The one that was given: by name, by DeepSpeed's older name, or in the parsed command line."""
+    from_args: Config | None = getattr(args, "deepspeed_config", None)
+    given = config if config is not None else older
+    if given is not None and from_args is not None:
+        raise ValueError(
+            f"initialize was given two configurations: config= and args.deepspeed_config = {from_args!r}; pass one"
+        )
+    chosen = given if given is not None else from_args
+    if chosen is None:
+        raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
+    return chosen
 
 
 def _tell_batch(settings: Settings, resolved: Resolved, mesh: Mesh) -> None:
@@ -607,7 +634,7 @@ def _parameters_and_groups(model: nn.Module, given: Iterable[Any] | None) -> Ite
 def _user_optimizer(given: Any, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
     if given is None or isinstance(given, Optimizer):
         return given
-    if not callable(given):
+    if not callable(given) or isinstance(given, nn.Module):
         raise ValueError(f"optimizer is a {type(given).__name__}; pass a torch optimizer, or a function that makes one")
     made = given([dict(group) for group in owned] if len(owned) > 1 else list(owned[0]["params"]))
     if not isinstance(made, Optimizer):
