@@ -107,8 +107,9 @@ def initialize(
             them; all trainable ones by default.
         training_data: a data set, for which a loader is made that gives each rank its share. Every pass over it has
             another order, which follows from the seed and the number of the pass; ``loader.sampler.set_epoch`` sets
-            the number. After ``load_checkpoint`` the next pass goes on where the checkpoint was written. Where
-            ``mesh.pipeline`` is greater than 1, the first samples are read once more, to see what the model does.
+            the number. A ``PipelineModule`` gets the samples in the data set's order, as in DeepSpeed. After
+            ``load_checkpoint`` the next pass goes on where the checkpoint was written. Where ``mesh.pipeline`` is
+            greater than 1, the first samples are read once more, to see what the model does.
         lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one.
         collate_fn: for the loader.
         config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
@@ -165,7 +166,8 @@ def initialize(
         plan = split_plan(model, resolved, mesh)
         if resolved.chunked_loss:
             heads_over_vocabulary(model)
-        loader = _loader(training_data, collate_fn, resolved, mesh)
+        shuffles = not isinstance(model, PipelineModule)
+        loader = _loader(training_data, collate_fn, resolved, mesh, shuffles)
         monitor = open_monitors(resolved, mesh)
         owned = list(_parameters_and_groups(model, model_parameters))
         user = _user_optimizer(optimizer, owned)
@@ -197,7 +199,7 @@ def initialize(
         share(world, "read its part of the weights", failure or unread)
         assert values is not None
         require_agreement(world, "the checkpoint that is read", described or "")
-        _place_buffers(model, mesh.device, resolved.precision.compute)
+        _place_buffers(model, mesh.device, resolved.precision.buffers)
         held = None if plan is None else plan[0].held
         sharded = shard(model, mesh, resolved, values, held, cut, preparation(model, offload, mesh))
         if plan is not None:
@@ -422,7 +424,7 @@ def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torc
 
     def prepare(copied: nn.Module) -> Callable[..., Any]:
         """As the engine would call it."""
-        _place_buffers(copied, device, precision.compute)
+        _place_buffers(copied, device, precision.buffers)
         if settings.chunked_loss:
             chunk_losses(copied, heads_over_vocabulary(copied), nullcontext)
         _checkpoint_activations(copied, settings)
@@ -570,22 +572,21 @@ def _check_scheduler(scheduler: Any) -> None:
 
 
 def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device; in a 16-bit run, give those of the model's state the parameters' dtype.
+    """Move buffers to the device, and convert floating-point ones to ``dtype``; None keeps the dtype of each.
 
-    Not those of normalisations with running statistics, whose parameters keep theirs too, nor those that are not part
-    of the state: such as the frequencies of rotary embeddings, which 16 bits cannot tell apart.
+    Normalisations with running statistics, whose parameters keep their dtype in 16-bit runs, keep that of their
+    buffers, too.
     """
     # By ``id``, so that what is in two places stays one; with the old one, so that it keeps its ``id``.
     placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
-        kept = module._non_persistent_buffers_set
         keeps_all = isinstance(module, nn.modules.batchnorm._BatchNorm)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in placed:
-                narrow = not (keeps_all or name in kept) and buffer.is_floating_point()
-                placed[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if narrow else None)
+                converts = buffer.is_floating_point() and not keeps_all
+                placed[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if converts else None)
             module._buffers[name] = placed[id(buffer)][1]
 
 
@@ -726,7 +727,7 @@ def _build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None
     return schedules.build(settings.scheduler.type, dict(settings.scheduler.params), optimizer)
 
 
-def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> Loader | None:
+def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shuffles: bool) -> Loader | None:
     if data is None:
         return None
     from torch.utils.data import IterableDataset
@@ -742,5 +743,5 @@ def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> Loade
     # A data set that is smaller than an update still gives micro-batches, of several passes.
     batch = settings.train_batch_size
     whole = batch if len(data) >= batch else settings.train_micro_batch_size_per_gpu * mesh.data_size
-    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole)
+    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole, shuffles)
     return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop)

@@ -309,6 +309,7 @@ class Settings(Section):
             compute=as_dtype(compute),
             communicate=as_dtype(self.communication_data_type),
             accumulate=as_dtype(self.data_types.grad_accum_dtype),
+            buffers=as_dtype(self.data_types.buffer_dtype),
             autocast=as_dtype(autocast),
             cast_inputs=self.fp16.auto_cast if self.fp16.enabled else self.bf16.auto_cast,
             loss_scale=self._loss_scale if "fp16" in (compute, autocast) else None,

@@ -191,7 +191,6 @@ NOT_YET: dict[str, NotYet] = {
     "bf16.bf16_master_weights_and_grads": NotYet(_OFF, "a master in 16 bits"),
     "bf16.bf16_optimizer_states": NotYet(_OFF, "an optimizer state in 16 bits"),
     "data_types.param_dtype": NotYet((None,), "a dtype for parameters beside fp16 and bf16"),
-    "data_types.buffer_dtype": NotYet((None,), "a dtype for buffers"),
     "checkpoint.load_universal": NotYet(_OFF, "loading DeepSpeed's universal checkpoints (ours load under any layout)"),
     "compile.deepcompile": NotYet(_OFF, "compiler passes on the whole graph"),
     "data_efficiency.enabled": NotYet(_OFF, "choosing samples and tokens by difficulty"),
