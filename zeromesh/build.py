@@ -24,11 +24,13 @@ from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
 from zeromesh.batches import cast, loss_of
 from zeromesh.config.printing import jsonable, lines_of
+from zeromesh.config.unset import tell_unset
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.formats import FORMATS
 from zeromesh.dist.launch import may_restart
 from zeromesh.dist.mesh import Links, Mesh
 from zeromesh.engine import Engine
+from zeromesh.fed import FedBatches
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
@@ -223,7 +225,11 @@ def initialize(
         raise
     store = _store(resolved, mesh)
     _checkpoint_activations(model, resolved, store)
-    engine = Engine(sharded, resolved, built, scheduler, loss_fn, loader, make_observer(model, resolved, mesh, monitor))
+    if mesh.rank == 0:
+        tell_unset(given, resolved, _used(built))
+    fed = FedBatches((settings.says_batch and resolved.train_micro_batch_size_per_gpu) or None, mesh.rank == 0)
+    observer = make_observer(model, resolved, mesh, monitor)
+    engine = Engine(sharded, resolved, built, scheduler, loss_fn, loader, observer, fed)
     engine.context_parallel = spread
     engine.pipelined = cut
     engine.activations = store
@@ -265,6 +271,13 @@ def _tell_batch(settings: Settings, resolved: Resolved, mesh: Mesh) -> None:
             ranks,
             "s" * (ranks > 1),
         )
+
+
+def _used(optimizer: Optimizer | None) -> dict[str, Any]:
+    """The arguments of the optimizer's first group, by their keys in the configuration."""
+    group = {} if optimizer is None else {**optimizer.param_groups[0]}
+    group["lr"] = group.get("initial_lr", group.get("lr"))  # a schedule has moved it already
+    return {f"optimizer.params.{key}": value for key, value in group.items() if key != "params"}
 
 
 class Values:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zeromesh import batches, export, report
 from zeromesh.activation.checkpoint import compile_forward
 from zeromesh.bounding import find_bounds
+from zeromesh.fed import FedBatches
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.linear import Kept, keeping
@@ -76,7 +77,7 @@ class Engine:
     def __init__(
         self, sharded: Sharded, config: Resolved, optimizer: Optimizer | None, lr_scheduler: Any = None,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, training_dataloader: Loader | None = None,
-        observer: Observer | None = None,
+        observer: Observer | None = None, fed: FedBatches | None = None,
     ) -> None:  # fmt: skip
         self.sharded = sharded
         self.module = sharded.model
@@ -96,6 +97,7 @@ class Engine:
         self.context_parallel: Applied | None = None
         self.activations: Store | None = None
         self.pipelined: Pipelined | None = None
+        self._fed = fed or FedBatches(None)
         self._loss_fn = loss_fn
         self._passes: Iterator[Any] | None = None
         self._accumulation = config.gradient_accumulation_steps
@@ -148,6 +150,8 @@ class Engine:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._sharing and torch.is_grad_enabled():
             self._note_inputs((args, kwargs))
+        if self.pipelined is None and self.module.training and torch.is_grad_enabled():
+            self._fed.look((args, kwargs))
         dtype = self.config.precision.compute
         if dtype is not None and self.config.precision.cast_inputs:
             args, kwargs = map_tensors((args, kwargs), partial(batches.cast, dtype=dtype))
@@ -486,6 +490,8 @@ class Engine:
         return self._passes
 
     def _train_stages(self, pipelined: Pipelined, given: Sequence[Any]) -> torch.Tensor:
+        for batch in given:
+            self._fed.look(batch)
         try:
             self._losses = [loss.double().reshape(()) for loss in pipelined.train(self, given)]
         except BaseException:

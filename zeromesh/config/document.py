@@ -30,12 +30,18 @@ def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[st
     Raises:
         ConfigError: no such file, not JSON, not an object, a key twice, or an override that cannot be read.
     """
-    document: dict[str, Any] = _rename(_read_file(Path(source)) if isinstance(source, str | Path) else _copy(source))
-    for override in overrides:
-        document = _merge(document, _rename(_parse_override(override)))
+    document = whole_document(source, overrides)
     cleaned = {key: _without_unset(item) for key, item in document.items() if not _is_unset(item)}
     cleaned.pop("$schema", None)
     return cleaned
+
+
+def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the same with what is "auto" still in it."""
+    document: dict[str, Any] = _rename(_read_file(Path(source)) if isinstance(source, str | Path) else _copy(source))
+    for override in overrides:
+        document = _merge(document, _rename(_parse_override(override)))
+    return document
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -179,7 +179,6 @@ class Settings(Section):
     dump_state: bool = Field(False, description="Print the engine's state.")
     disable_python_gc: bool = Field(False, description="Switch Python's garbage collector off.")
     memory_breakdown: bool = Field(False, description="Print the memory in use.")
-    vocabulary_size: PositiveInt | None = Field(None, description="Size of the vocabulary, checked for alignment.")
     log_level: str | None = Field(None, description="Level of the log.")
     timers: Timers = Field(Timers(), description="Timers of the engine.")
     comet: Comet = Field(Comet(), description="Metrics for Comet.")
@@ -248,6 +247,12 @@ class Settings(Section):
         context = {"mesh.context": self.mesh.context, "sequence_parallel_size": self.sequence_parallel_size}
         pipeline = {"mesh.pipeline": self.mesh.pipeline, "pipeline.stages": self.pipeline.stages or 1}
         return {"tensor": _only(tensor), "context": _only(context), "pipeline": _only(pipeline)}
+
+    @property
+    def says_batch(self) -> bool:
+        """Whether any of the three sizes of batches is given."""
+        sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        return any(size is not None for size in sizes)
 
     @property
     def across_nodes(self) -> tuple[str | None, str | None]:
