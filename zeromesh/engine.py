@@ -24,6 +24,7 @@ from zeromesh.model.linear import Kept, keeping
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
+from zeromesh.optim.answers import answer
 from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
@@ -113,6 +114,7 @@ class Engine:
         self._norm: float | None = None
         self._mean_loss: float | None = None
         self._skipped_in_a_row = 0
+        answer(optimizer, self.loss_scale, overflow=False)
         if optimizer is not None:  # without knowing the engine, which would live as long as its model
             self.sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
             if sharded.delayed.flats:
@@ -309,7 +311,9 @@ class Engine:
         self.global_samples += self.train_batch_size()
         if self.training_dataloader is not None:
             self.data_position = self.training_dataloader.position
-        if not self._must_skip(agreement):
+        skips = self._must_skip(agreement)
+        answer(optimizer, self.loss_scale, skips)
+        if not skips:
             self._update(optimizer, factor)
         with span("monitor"):
             self._mean_loss = float(agreement.notes[:, 1].sum() / agreement.notes[:, 2].sum())
@@ -426,10 +430,12 @@ class Engine:
         self.sharded.forget_gradients()
         if bool(bad.any()):
             rank = int(bad.nonzero()[0])
-            raise FloatingPointError(
-                f"the loss of micro-batch {int(bad[rank]) - 1} of update {self.global_steps} is not finite on rank "
-                f"{rank}{culprit}; look at that batch, lower the learning rate, or clip gradients"
-            )
+            lost = f"the loss of micro-batch {int(bad[rank]) - 1} of update {self.global_steps} is not finite on rank "
+            culprit = f"; {lost}{rank}{culprit}"
+            if self.loss_scaler is None:  # in fp16 it is an overflow like that of a gradient
+                raise FloatingPointError(
+                    f"{culprit[2:]}; look at that batch, lower the learning rate, or clip gradients"
+                )
         if self.loss_scaler is not None and self.loss_scaler.is_dynamic:
             self.loss_scaler.update(True)
             if self.mesh.rank == 0:
@@ -643,8 +649,8 @@ class Engine:
         return self.sharded.reducer.predivide / (self.mesh.gradients * self.loss_scale)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+        """The learning rate of each parameter group; 0 of a group that has none, as in DeepSpeed."""
+        return [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def get_global_grad_norm(self) -> float | None:
         """Global norm of the last update's gradient before clipping; None before the first."""
@@ -816,6 +822,7 @@ class Engine:
         self.finish_update()
         loaded = load.load(self, Path(load_dir), tag, *states, **more)
         self.zero_grad()
+        answer(self.optimizer, self.loss_scale, overflow=False)
         self._passes = None
         if loaded[0] is not None:
             self.observer.rewind(self.global_samples)

@@ -92,6 +92,16 @@ class Schedule:
                 group["betas"] = (curve.momentum(position), SECOND_BETA, *group["betas"][2:])
 
 
+def _require_rates(optimizer: Optimizer, name: str) -> None:
+    """Raise ValueError unless each group has a learning rate that a schedule can move."""
+    lacking = [number for number, group in enumerate(optimizer.param_groups) if "lr" not in group]
+    if lacking:
+        raise ValueError(
+            f"scheduler {name} moves learning rates, but group {lacking[0]} of {optimizer.__class__.__name__} has no "
+            "'lr'; give it one, or leave the scheduler out"
+        )
+
+
 def _copied(lr: Any) -> Any:
     return lr.clone() if isinstance(lr, torch.Tensor) else lr
 
@@ -117,6 +127,7 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
         ValueError: for an unknown type or parameter, one that is missing, or a value that cannot be.
     """
     given = without_auto(params)
+    _require_rates(optimizer, type)
     ours = {name.lower(): make for name, make in SCHEDULES.items()}.get(type.lower())
     if ours is None:
         return _build_torch(type, given, optimizer)
