@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +14,16 @@ import zeromesh
 from harness import run_ranks
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
+from zeromesh.dist.environment import shutdown
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_rank() -> Iterator[None]:
+    """The engines here run in this process; other tests need its process group gone."""
+    yield
+    shutdown()
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from zeromesh.dist.environment import shutdown
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_rank() -> Iterator[None]:
+    """The engines here run in this process; other tests need its process group gone."""
+    yield
+    shutdown()
 
 
 def start(row: int = 0, optimizer: Any = None, **keys: Any) -> Any:

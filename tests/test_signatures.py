@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,16 @@ from torch import nn
 
 import zeromesh
 from zeromesh import zero
+from zeromesh.dist.environment import shutdown
 from zeromesh.engine import Engine
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_rank() -> Iterator[None]:
+    """The engines here run in this process; other tests need its process group gone."""
+    yield
+    shutdown()
+
 
 THEIRS: dict[str, tuple[Callable[..., Any], str]] = {
     "init_distributed": (

@@ -37,6 +37,7 @@ from zeromesh.config.parts import (
 )
 from zeromesh.config.printing import jsonable, without_idle
 from zeromesh.config.section import (
+    BatchInt,
     CountFloat,
     CountInt,
     Dtype,
@@ -77,15 +78,15 @@ BLOCK = 4096
 class Settings(Section):
     """Every key at its value. What depends on the number of ranks is still open; ``resolve`` closes it."""
 
-    train_batch_size: PositiveInt | None = Field(
+    train_batch_size: BatchInt | None = Field(
         None,
         description="Samples per update, over all ranks. Null: train_micro_batch_size_per_gpu x "
         "gradient_accumulation_steps x data-parallel ranks.",
     )
-    train_micro_batch_size_per_gpu: PositiveInt | None = Field(
+    train_micro_batch_size_per_gpu: BatchInt | None = Field(
         None, description="Samples per rank and micro-batch. Null: from the other two sizes, else 1."
     )
-    gradient_accumulation_steps: PositiveInt | None = Field(
+    gradient_accumulation_steps: BatchInt | None = Field(
         None, description="Micro-batches per update. Null: from the other two sizes, else 1."
     )
     optimizer: Optimizer | None = Field(None, description="The optimizer. Null: the one passed to initialize.")
@@ -370,9 +371,9 @@ class Settings(Section):
 class Resolved(Settings):
     """Settings in which nothing depends on the number of ranks any more."""
 
-    train_batch_size: PositiveInt
-    train_micro_batch_size_per_gpu: PositiveInt
-    gradient_accumulation_steps: PositiveInt
+    train_batch_size: BatchInt
+    train_micro_batch_size_per_gpu: BatchInt
+    gradient_accumulation_steps: BatchInt
 
     @property
     def data_size(self) -> int:

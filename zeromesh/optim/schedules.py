@@ -219,7 +219,8 @@ def _check_params(
     if missing:
         raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to scheduler.params")
     if least is None:
-        return {key: checked(f"scheduler.params.{key}", value, known[key]) for key, value in given.items()}
+        rules = {"step_size": 1}  # by which StepLR divides
+        return {k: checked(f"scheduler.params.{k}", value, known[k], rules.get(k)) for k, value in given.items()}
     arguments = {}
     for key, value in given.items():
         # Of these a list gives one value per parameter group.
