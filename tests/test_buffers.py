@@ -220,7 +220,7 @@ class Positions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("table", torch.linspace(0, 1, WIDTH))
+        self.register_buffer("table", torch.full((WIDTH,), 0.3162))
         self.register_buffer("again", self.table)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("frequencies", 10000 ** -torch.linspace(0, 1, WIDTH), persistent=False)
@@ -229,10 +229,10 @@ class Positions(nn.Module):
         self.inner = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.linear(x + self.table))
+        x = self.norm(self.linear(x + self.table.to(x.dtype)))
         x = self.inner(x.unsqueeze(-1).expand(-1, -1, 3)).mean(-1)
         angles = torch.arange(3.0).outer(self.frequencies)
-        return (self.linear(x + self.again) * angles.cos().to(x.dtype).sum(0)).square().mean()
+        return (self.linear(x + self.again.to(x.dtype)) * angles.cos().to(x.dtype).sum(0)).square().mean()
 
 
 def dtypes(row: int, **precision: Any) -> dict[str, torch.dtype]:
@@ -244,14 +244,26 @@ def dtypes(row: int, **precision: Any) -> dict[str, torch.dtype]:
 
 
 @pytest.mark.parametrize("row", [0, 3])
-@pytest.mark.parametrize(("key", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_buffers_of_the_state_have_the_dtype_of_a_16_bit_run(row: int, key: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("key", ["bf16", "fp16"])
+def test_buffers_keep_their_dtype_in_a_16_bit_run(row: int, key: str) -> None:
     precision: dict[str, Any] = {key: {"enabled": True}}
     for found in run_ranks(dtypes, 2, row, **precision):
-        assert found["table"] == dtype
+        assert found.pop("steps") == found.pop("norm.num_batches_tracked") == torch.int64
+        assert found.pop("inner.num_batches_tracked") == torch.int64
+        assert set(found.values()) == {torch.float32}
+
+
+def test_a_buffer_has_the_values_that_it_was_given() -> None:
+    engine = start(Positions(), bf16={"enabled": True})
+    assert torch.equal(engine.module.table, torch.full((WIDTH,), 0.3162))
+
+
+def test_buffer_dtype_converts_all_but_running_statistics_of_batch_norms() -> None:
+    options: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "fp16"}}
+    for found in run_ranks(dtypes, 2, 0, **options):
         assert found["steps"] == found["norm.num_batches_tracked"] == torch.int64
-        assert found["frequencies"] == found["norm.running_mean"] == found["norm.running_var"] == torch.float32
-        assert found["inner.running_mean"] == dtype
+        assert found["table"] == found["frequencies"] == found["inner.running_mean"] == torch.float16
+        assert found["norm.running_mean"] == found["norm.running_var"] == torch.float32
 
 
 def test_without_one_they_keep_theirs() -> None:

@@ -32,7 +32,9 @@ def scores(pipeline: int, schedules: tuple[str, ...], row: int) -> list[list[flo
     for schedule in schedules:
         engine = start(pipeline, schedule, row)
         share = engine.data_rank, engine.data_size
-        found.append([float(engine.eval_batch(batches("tied", 7, count, *share), count)) for count in COUNTS])
+        found.append(
+            [float(engine.eval_batch(batches("tied", 7, count, *share), num_micro_batches=count)) for count in COUNTS]
+        )
         found[-1].append(float(engine.train_batch(batches("tied", 8, 4, *share))))
         engine.destroy()
     return found
@@ -48,7 +50,7 @@ def test_any_number_of_micro_batches_is_evaluated(ranks: int, row: int) -> None:
 
 def refusal() -> str:
     with pytest.raises(ValueError, match="num_micro_batches is 0; it must be at least 1") as caught:
-        start(1).eval_batch(iter([]), 0)
+        start(1).eval_batch(iter([]), num_micro_batches=0)
     return str(caught.value)
 
 
@@ -70,10 +72,10 @@ def held(count: int) -> int:
     def after(module: Any, args: Any, output: torch.Tensor) -> None:
         outputs.append(weakref.ref(output))
 
-    engine.eval_batch(batches("plain", 0, count, 0, 1), count)  # what passes on is found out
+    engine.eval_batch(batches("plain", 0, count, 0, 1), num_micro_batches=count)  # what passes on is found out
     engine.module.get_submodule(blocks[0]).register_forward_pre_hook(before)
     engine.module.get_submodule(blocks[-1]).register_forward_hook(after)
-    engine.eval_batch(batches("plain", 0, count, 0, 1), count)
+    engine.eval_batch(batches("plain", 0, count, 0, 1), num_micro_batches=count)
     assert len(outputs) == count
     return max(alive)
 

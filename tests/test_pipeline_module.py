@@ -28,6 +28,7 @@ from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec, settings_of
 from zeromesh.pipeline.cut import examine, take_away
 from zeromesh.pretrained import FileTensor
 from zeromesh.shard import deferred
+from zeromesh.training_data import Position
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -408,6 +409,31 @@ def test_a_script_of_deepspeeds_users_runs_with_the_import_changed() -> None:
     assert position == (2, 8)  # 32 samples of 12
     for found, reached in run_ranks(script, 2, {**config, "stages": 2}):
         assert (found, reached) == (pytest.approx(expected, rel=1e-5), position)
+
+
+def fed(shuffled: bool) -> Any:
+    """The samples of two passes that the ranks are fed, in turn, and where a saved position goes on."""
+    layer = nn.Linear(1, 1)
+    model = nn.Sequential(layer) if shuffled else PipelineModule([layer], loss_fn=lambda outputs, labels: outputs.sum())
+    data = [torch.tensor([float(number)]) for number in range(9)]
+    loader = zeromesh.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2}, training_data=data)[2]
+    assert loader is not None
+    passes = [torch.cat(list(loader)).flatten().tolist() for _ in range(2)]
+    state = loader.state(Position(0, 4))
+    loader.go_to(state)
+    return passes, torch.cat(list(loader)).flatten().tolist(), state
+
+
+def test_a_pipeline_module_is_fed_in_the_order_of_its_data() -> None:
+    (first, left, state), (second, *_) = run_ranks(fed, 2, False)
+    assert first == [[0, 2, 4, 6, 8]] * 2
+    assert second == [[1, 3, 5, 7, 0]] * 2
+    assert left == [4, 6, 8]
+    assert state["seed"] is None
+    (passes, _, state), _ = run_ranks(fed, 2, True)
+    assert passes[0] != sorted(passes[0])
+    assert passes[0] != passes[1]
+    assert state["seed"] == 1234
 
 
 def sum_of(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ def run_page(page: Path, folder: Path) -> None:
             }
             finished = run_command([*command, file], timeout=300, cwd=folder, **variables)
             assert finished.returncode == 0, f"the {language} blocks of {page}:\n{finished.stdout}"
+            assert "samples at a time" not in finished.stdout, f"{page} feeds another batch than it configures"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

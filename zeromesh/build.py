@@ -24,11 +24,13 @@ from zeromesh import zero
 from zeromesh.agree import attempt, describe, require_agreement, share, world_group
 from zeromesh.batches import cast, loss_of
 from zeromesh.config.printing import jsonable, lines_of
+from zeromesh.config.unset import tell_unset
 from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
 from zeromesh.dist.formats import FORMATS
 from zeromesh.dist.launch import may_restart
 from zeromesh.dist.mesh import Links, Mesh
 from zeromesh.engine import Engine
+from zeromesh.fed import FedBatches
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
@@ -48,6 +50,7 @@ from zeromesh.shard.find import check_compiled, check_parameters, find_units
 from zeromesh.shard.materialise import materialiser, replace
 from zeromesh.shard.needs import Prepare
 from zeromesh.shard.sharded import Sharded, Slots
+from zeromesh.signatures import refuse, takes_args_first
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import derive, heads_over_vocabulary
 from zeromesh.tensor.plan import Resolved as SplitPlan
@@ -74,25 +77,31 @@ Split = tuple[SplitPlan, list[Stack]]
 _log = logging.getLogger("zeromesh")
 
 
+@takes_args_first
 def initialize(
     model: nn.Module | None = None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
+    *,
     collate_fn: Callable[[Any], Any] | None = None,
     config: Config | Settings | None = None,
     mesh: Mesh | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-    *,
     args: Any = None,
     config_params: Config | None = None,
     dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    mesh_param: Any = None,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
     """Make a model train as the configuration says.
 
     The process group is started if nobody has. The model is changed in place: its modules stay the same objects, its
     parameters are placed over the ranks. All ranks start from the first rank's weights.
+
+    Positional arguments whose first is no module are taken in DeepSpeed's order, which begins with ``args``.
 
     Args:
         model: any module; its parameters may be on the meta device if it was built under ``zeromesh.zero.Init``.
@@ -102,8 +111,9 @@ def initialize(
             them; all trainable ones by default.
         training_data: a data set, for which a loader is made that gives each rank its share. Every pass over it has
             another order, which follows from the seed and the number of the pass; ``loader.sampler.set_epoch`` sets
-            the number. After ``load_checkpoint`` the next pass goes on where the checkpoint was written. Where
-            ``mesh.pipeline`` is greater than 1, the first samples are read once more, to see what the model does.
+            the number. A ``PipelineModule`` gets the samples in the data set's order, as in DeepSpeed. After
+            ``load_checkpoint`` the next pass goes on where the checkpoint was written. Where ``mesh.pipeline`` is
+            greater than 1, the first samples are read once more, to see what the model does.
         lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one.
         collate_fn: for the loader.
         config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
@@ -111,24 +121,30 @@ def initialize(
         loss_fn: from the model's output and the labels to the loss, for ``train_batch``, if the model returns no loss.
         args: an object whose ``deepspeed_config`` names the file, as DeepSpeed's launcher makes it.
         config_params: DeepSpeed's older name of ``config``.
-        dist_init_required: accepted for DeepSpeed's sake; the process group is started when there is none.
+        dist_init_required: False refuses to start a process group; else it is started when there is none.
+        distributed_port: port of the master, where neither MASTER_PORT nor torchrun says it.
+        mpu: None; ``mesh`` in the configuration says which ranks share a model.
+        mesh_param: None, as ``mpu``.
 
     Returns:
         The engine, the optimizer, the loader of ``training_data`` or None, the scheduler or None.
 
     Raises:
         ConfigError: a ValueError that lists everything wrong with the configuration.
-        ValueError: the model cannot be trained this way, or the ranks have different configurations or models. Unless a
-            note of the error says otherwise, the model is as it was, and may be tried again.
+        TypeError: positional arguments that mean nothing in this order or in DeepSpeed's.
+        ValueError: the model cannot be trained this way, an argument cannot be honoured, or the ranks have different
+            configurations or models. Unless a note of the error says otherwise, the model is as it was, and may be
+            tried again.
     """
     from zeromesh.config.settings import Settings
 
-    if model is None:
-        raise ValueError("initialize needs a model: pass model=")
-    given = config if config is not None else config_params
-    given = given if given is not None else getattr(args, "deepspeed_config", None)
-    if given is None:
-        raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
+    if not isinstance(model, nn.Module):
+        named = "" if model is None else f", not a {type(model).__name__}"
+        raise ValueError(f"initialize needs a model: pass model= with a torch.nn.Module{named}")
+    sizes = 'set the sizes of the axes in the configuration, as in "mesh": {"tensor": 2, "context": 2}'
+    refuse("initialize", "mpu", mpu, sizes)
+    refuse("initialize", "mesh_param", mesh_param, sizes)
+    given = _configuration(config, config_params, args)
     _show_log()
     if loss_fn is None and isinstance(model, PipelineModule):
         loss_fn = model.loss_fn
@@ -138,7 +154,7 @@ def initialize(
         failure = attempt(lambda: _check(model, lr_scheduler, settings))[1]
     if failure is not None and not (is_launched() or dist.is_initialized()):
         raise failure
-    environment = init_distributed()
+    environment = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = world_group(device_of_group(environment))
     share(world, "read its configuration and model", failure)
     assert settings is not None
@@ -154,7 +170,8 @@ def initialize(
         plan = split_plan(model, resolved, mesh)
         if resolved.chunked_loss:
             heads_over_vocabulary(model)
-        loader = _loader(training_data, collate_fn, resolved, mesh)
+        shuffles = not isinstance(model, PipelineModule)
+        loader = _loader(training_data, collate_fn, resolved, mesh, shuffles)
         monitor = open_monitors(resolved, mesh)
         owned = list(_parameters_and_groups(model, model_parameters))
         user = _user_optimizer(optimizer, owned)
@@ -186,7 +203,7 @@ def initialize(
         share(world, "read its part of the weights", failure or unread)
         assert values is not None
         require_agreement(world, "the checkpoint that is read", described or "")
-        _place_buffers(model, mesh.device, resolved.precision.compute)
+        _place_buffers(model, mesh.device, resolved.precision.buffers)
         held = None if plan is None else plan[0].held
         sharded = shard(model, mesh, resolved, values, held, cut, preparation(model, offload, mesh))
         if plan is not None:
@@ -210,7 +227,11 @@ def initialize(
         raise
     store = _store(resolved, mesh)
     _checkpoint_activations(model, resolved, store)
-    engine = Engine(sharded, resolved, built, scheduler, loss_fn, loader, make_observer(model, resolved, mesh, monitor))
+    if mesh.rank == 0:
+        tell_unset(given, resolved, _used(built))
+    fed = FedBatches((settings.says_batch and resolved.train_micro_batch_size_per_gpu) or None, mesh.rank == 0)
+    observer = make_observer(model, resolved, mesh, monitor)
+    engine = Engine(sharded, resolved, built, scheduler, loss_fn, loader, observer, fed)
     engine.context_parallel = spread
     engine.pipelined = cut
     engine.activations = store
@@ -219,6 +240,20 @@ def initialize(
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
         _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
     return engine, built, loader, scheduler
+
+
+def _configuration(config: Config | Settings | None, older: Config | None, args: Any) -> Config | Settings:
+    """The one that was given: by name, by DeepSpeed's older name, or in the parsed command line."""
+    from_args: Config | None = getattr(args, "deepspeed_config", None)
+    given = config if config is not None else older
+    if given is not None and from_args is not None:
+        raise ValueError(
+            f"initialize was given two configurations: config= and args.deepspeed_config = {from_args!r}; pass one"
+        )
+    chosen = given if given is not None else from_args
+    if chosen is None:
+        raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
+    return chosen
 
 
 def _tell_batch(settings: Settings, resolved: Resolved, mesh: Mesh) -> None:
@@ -238,6 +273,13 @@ def _tell_batch(settings: Settings, resolved: Resolved, mesh: Mesh) -> None:
             ranks,
             "s" * (ranks > 1),
         )
+
+
+def _used(optimizer: Optimizer | None) -> dict[str, Any]:
+    """The arguments of the optimizer's first group, by their keys in the configuration."""
+    group = {} if optimizer is None else {**optimizer.param_groups[0]}
+    group["lr"] = group.get("initial_lr", group.get("lr"))  # a schedule has moved it already
+    return {f"optimizer.params.{key}": value for key, value in group.items() if key != "params"}
 
 
 class Values:
@@ -398,7 +440,7 @@ def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torc
 
     def prepare(copied: nn.Module) -> Callable[..., Any]:
         """As the engine would call it."""
-        _place_buffers(copied, device, precision.compute)
+        _place_buffers(copied, device, precision.buffers)
         if settings.chunked_loss:
             chunk_losses(copied, heads_over_vocabulary(copied), nullcontext)
         _checkpoint_activations(copied, settings)
@@ -546,22 +588,21 @@ def _check_scheduler(scheduler: Any) -> None:
 
 
 def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device; in a 16-bit run, give those of the model's state the parameters' dtype.
+    """Move buffers to the device, and convert floating-point ones to ``dtype``; None keeps the dtype of each.
 
-    Not those of normalisations with running statistics, whose parameters keep theirs too, nor those that are not part
-    of the state: such as the frequencies of rotary embeddings, which 16 bits cannot tell apart.
+    Normalisations with running statistics, whose parameters keep their dtype in 16-bit runs, keep that of their
+    buffers, too.
     """
     # By ``id``, so that what is in two places stays one; with the old one, so that it keeps its ``id``.
     placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
-        kept = module._non_persistent_buffers_set
         keeps_all = isinstance(module, nn.modules.batchnorm._BatchNorm)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in placed:
-                narrow = not (keeps_all or name in kept) and buffer.is_floating_point()
-                placed[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if narrow else None)
+                converts = buffer.is_floating_point() and not keeps_all
+                placed[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if converts else None)
             module._buffers[name] = placed[id(buffer)][1]
 
 
@@ -610,7 +651,7 @@ def _parameters_and_groups(model: nn.Module, given: Iterable[Any] | None) -> Ite
 def _user_optimizer(given: Any, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
     if given is None or isinstance(given, Optimizer):
         return given
-    if not callable(given):
+    if not callable(given) or isinstance(given, nn.Module):
         raise ValueError(f"optimizer is a {type(given).__name__}; pass a torch optimizer, or a function that makes one")
     made = given([dict(group) for group in owned] if len(owned) > 1 else list(owned[0]["params"]))
     if not isinstance(made, Optimizer):
@@ -702,7 +743,7 @@ def _build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None
     return schedules.build(settings.scheduler.type, dict(settings.scheduler.params), optimizer)
 
 
-def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> Loader | None:
+def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shuffles: bool) -> Loader | None:
     if data is None:
         return None
     from torch.utils.data import IterableDataset
@@ -718,5 +759,5 @@ def _loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh) -> Loade
     # A data set that is smaller than an update still gives micro-batches, of several passes.
     batch = settings.train_batch_size
     whole = batch if len(data) >= batch else settings.train_micro_batch_size_per_gpu * mesh.data_size
-    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole)
+    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole, shuffles)
     return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop)

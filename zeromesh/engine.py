@@ -17,12 +17,14 @@ from torch.optim import Optimizer
 from zeromesh import batches, export, report
 from zeromesh.activation.checkpoint import compile_forward
 from zeromesh.bounding import find_bounds
+from zeromesh.fed import FedBatches
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
 from zeromesh.model.linear import Kept, keeping
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
+from zeromesh.optim.answers import answer
 from zeromesh.optim.bound import bind
 from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
@@ -30,6 +32,7 @@ from zeromesh.precision.scaler import LossScaler
 from zeromesh.saving import load, save, whole
 from zeromesh.shard.delayed import Delayed
 from zeromesh.shard.sharded import Agreement, Sharded
+from zeromesh.signatures import refuse
 from zeromesh.tensor.logits import expire
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ class Engine:
     def __init__(
         self, sharded: Sharded, config: Resolved, optimizer: Optimizer | None, lr_scheduler: Any = None,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, training_dataloader: Loader | None = None,
-        observer: Observer | None = None,
+        observer: Observer | None = None, fed: FedBatches | None = None,
     ) -> None:  # fmt: skip
         self.sharded = sharded
         self.module = sharded.model
@@ -98,6 +101,7 @@ class Engine:
         self.context_parallel: Applied | None = None
         self.activations: Store | None = None
         self.pipelined: Pipelined | None = None
+        self._fed = fed or FedBatches(None)
         self._loss_fn = loss_fn
         self._passes: Iterator[Any] | None = None
         self._accumulation = sharded.accumulation
@@ -108,6 +112,7 @@ class Engine:
         self._norm: float | None = None
         self._mean_loss: float | None = None
         self._skipped_in_a_row = 0
+        answer(optimizer, self.loss_scale, overflow=False)
         if optimizer is not None:  # without knowing the engine, which would live as long as its model
             self.sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
             self._unbind = bind(optimizer, self)
@@ -146,6 +151,8 @@ class Engine:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._sharing and torch.is_grad_enabled():
             self._note_inputs((args, kwargs))
+        if self.pipelined is None and self.module.training and torch.is_grad_enabled():
+            self._fed.look((args, kwargs))
         dtype = self.config.precision.compute
         if dtype is not None and self.config.precision.cast_inputs:
             args, kwargs = map_tensors((args, kwargs), partial(batches.cast, dtype=dtype))
@@ -261,13 +268,18 @@ class Engine:
 
     # Update.
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update the parameters at the accumulation boundary; called after every micro-batch.
+
+        Args:
+            lr_kwargs: None; the scheduler's ``step`` is called without arguments.
 
         Raises:
             RuntimeError: no backward came before.
             FloatingPointError: a loss was not finite on some rank, or gradients were not for many updates in a row.
         """
+        advice = "pass no lr_scheduler to initialize, and call its step with these arguments yourself"
+        refuse("step", "lr_kwargs", lr_kwargs or None, advice)
         if not self._accumulation.syncs:
             raise RuntimeError("step() inside no_sync(): leave the context first, the update needs the gradients' sum")
         if not self._accumulation.waits:
@@ -316,7 +328,9 @@ class Engine:
         self.global_samples += self.train_batch_size()
         if self.training_dataloader is not None:
             self.data_position = self.training_dataloader.position
-        if not self._must_skip(agreement):
+        skips = self._must_skip(agreement)
+        answer(optimizer, self.loss_scale, skips)
+        if not skips:
             self._update(optimizer, factor)
             if schedule is not None:
                 schedule.step()
@@ -437,10 +451,12 @@ class Engine:
         self.sharded.forget_gradients()
         if bool(bad.any()):
             rank = int(bad.nonzero()[0])
-            raise FloatingPointError(
-                f"the loss of micro-batch {int(bad[rank]) - 1} of update {self.global_steps} is not finite on rank "
-                f"{rank}{culprit}; look at that batch, lower the learning rate, or clip gradients"
-            )
+            lost = f"the loss of micro-batch {int(bad[rank]) - 1} of update {self.global_steps} is not finite on rank "
+            culprit = f"; {lost}{rank}{culprit}"
+            if self.loss_scaler is None:  # in fp16 it is an overflow like that of a gradient
+                raise FloatingPointError(
+                    f"{culprit[2:]}; look at that batch, lower the learning rate, or clip gradients"
+                )
         if self.loss_scaler is not None and self.loss_scaler.is_dynamic:
             self.loss_scaler.update(True)
             if self.mesh.rank == 0:
@@ -503,6 +519,8 @@ class Engine:
         return self._passes
 
     def _train_stages(self, pipelined: Pipelined, given: Sequence[Any]) -> torch.Tensor:
+        for batch in given:
+            self._fed.look(batch)
         try:
             self._accumulation.losses = [loss.double().reshape(()) for loss in pipelined.train(self, given)]
         except BaseException:
@@ -573,13 +591,27 @@ class Engine:
             if roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 
-    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
+    def eval_batch(
+        self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
+        reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The mean loss of micro-batches, without gradients; 0-dim, on every rank.
 
         Args:
             data_iter: as for ``train_batch``.
+            return_logits: False; the loss alone is returned.
+            compute_loss: True, for the same reason.
+            reduce_output: ``"avg"``: the mean over the micro-batches.
+            bcast_loss: accepted for DeepSpeed's sake; every rank has the loss.
             num_micro_batches: how many to take, the same number on all ranks; None: as many as ``train_batch`` takes.
+
+        Raises:
+            ValueError: an argument cannot be honoured, or ``num_micro_batches`` is below 1.
         """
+        advice = "call the engine under torch.no_grad() for the model's output (a pipeline gives its loss alone)"
+        refuse("eval_batch", "return_logits", return_logits, advice, False)
+        refuse("eval_batch", "compute_loss", compute_loss, advice, True)
+        refuse("eval_batch", "reduce_output", reduce_output, advice, "avg")
         count = self._accumulation.steps if num_micro_batches is None else num_micro_batches
         if count < 1:
             raise ValueError(f"num_micro_batches is {count}; it must be at least 1")
@@ -640,8 +672,8 @@ class Engine:
         return self.sharded.reducer.factor / self.loss_scale
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+        """The learning rate of each parameter group; 0 of a group that has none, as in DeepSpeed."""
+        return [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def get_global_grad_norm(self) -> float | None:
         """Global norm of the last update's gradient before clipping; None before the first."""
@@ -743,7 +775,7 @@ class Engine:
 
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> Path:  # fmt: skip
         """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. All ranks call it.
 
@@ -756,6 +788,7 @@ class Engine:
             client_state: what else to keep: numbers, strings, bytes, dates, paths, tensors, arrays, and lists, tuples,
                 sets, namespaces and dicts of them. The first rank's is kept.
             save_latest: whether ``load_checkpoint`` without a tag is to find this one.
+            exclude_frozen_parameters: False; a checkpoint holds the whole model.
 
         Returns:
             Its folder.
@@ -763,9 +796,12 @@ class Engine:
         Raises:
             OSError: it could not be written, or there is too little space.
             TypeError: a value of the client state cannot be kept; the message says which.
-            ValueError: there is no folder, or the tag is one of the names that the folder itself needs.
+            ValueError: there is no folder, the tag is one of the names that the folder itself needs, or an argument
+                cannot be honoured.
             RuntimeError: there are gradients that wait for their update, which a checkpoint does not hold.
         """
+        advice = "a checkpoint holds the whole model; save_16bit_model(folder, name, True) leaves frozen parameters out"
+        refuse("save_checkpoint", "exclude_frozen_parameters", exclude_frozen_parameters, advice, False)
         if save_dir is None or str(save_dir) == "":
             raise ValueError(f"save_dir is {save_dir!r}; pass the folder that checkpoints are to be in")
         if self._accumulation.begun:
@@ -781,17 +817,21 @@ class Engine:
             return saved
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_strict: bool = True, load_data_position: bool = True,
+        self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        custom_load_fn: Any = None, *, load_data_position: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
         """Continue from a checkpoint, of any number of ranks and any row. All ranks call it. See docs/checkpoints.md.
 
         Args:
             load_dir: where it was saved.
             tag: which one; None is the latest.
+            load_module_strict: False leaves parameters that the checkpoint lacks as they are.
             load_optimizer_states: False keeps the optimizer's present state.
             load_lr_scheduler_states: False keeps the scheduler's present state.
-            load_module_strict: False leaves parameters that the checkpoint lacks as they are.
+            load_module_only: take parameters and buffers alone: no counters, loss scale, random state or position in
+                the data, nor states of the optimizer or scheduler.
+            custom_load_fn: None; each rank reads only its part of each weight, which such a function cannot be given.
             load_data_position: whether the next iterator of ``training_dataloader`` goes on where the checkpoint was
                 written; False leaves the loader where it is.
 
@@ -802,13 +842,17 @@ class Engine:
             FileNotFoundError: a file of it is missing.
             ValueError: it does not fit, or is not what was written. Nothing has been loaded then.
         """
+        advice = "load the checkpoint, and then change the values with engine.load_state_dict(state, strict=False)"
+        refuse("load_checkpoint", "custom_load_fn", custom_load_fn, advice)
         self.sharded.take_changes()
         self.sharded.rest()
-        states = load_optimizer_states, load_lr_scheduler_states
-        more = {"strict": load_module_strict, "data_position": load_data_position}
+        states = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
+        position = load_data_position and not load_module_only
+        more = {"strict": load_module_strict, "data_position": position, "progress": not load_module_only}
         self.finish_update()
         loaded = load.load(self, Path(load_dir), tag, *states, **more)
         self.zero_grad()
+        answer(self.optimizer, self.loss_scale, overflow=False)
         self._passes = None
         if loaded[0] is not None:
             self.observer.rewind(self.global_samples)
@@ -858,8 +902,9 @@ class Engine:
         return whole.gathered_state_dict(self.sharded)
 
     def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "model.safetensors", merge_adapters: bool = False
-    ) -> bool:
+        self, save_dir: str | Path, save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False, *, merge_adapters: bool = False,
+    ) -> bool:  # fmt: skip
         """Write the model, in the dtype it computes in, as a folder that ``from_pretrained`` opens. All ranks call it.
 
         A model of transformers gets its configuration beside the weights; of one with PEFT's adapters, these are
@@ -868,15 +913,17 @@ class Engine:
         Args:
             save_dir: the folder.
             save_filename: of the weights; where one file would be too large, they are numbered and there is an index.
+            exclude_frozen_parameters: leave out parameters with ``requires_grad`` False; buffers are written.
             merge_adapters: write the whole model with the adapters added to it.
 
         Raises:
             OSError: the first rank could not write; RuntimeError on the others.
-            ValueError: there are no adapters to merge.
+            ValueError: there are no adapters to merge, or frozen parameters would be left out of what is merged.
         """
         self.finish_update()
         taken = () if self.pipelined is None else self.pipelined.taken
-        export.save_model(self.sharded, Path(save_dir), save_filename, merge_adapters, taken)
+        chosen = export.Written(merge_adapters, exclude_frozen_parameters)
+        export.save_model(self.sharded, Path(save_dir), save_filename, chosen, taken)
         return True
 
     def destroy(self) -> None:

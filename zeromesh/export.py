@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -97,15 +98,27 @@ class Files:
         self._state = {}
 
 
+@dataclass(frozen=True)
+class Written:
+    """Parts of a model that are written.
+
+    Attributes:
+        merge_adapters: the model with its adapters added to it, instead of the adapters alone.
+        exclude_frozen: without parameters that are not trained.
+    """
+
+    merge_adapters: bool = False
+    exclude_frozen: bool = False
+
+
 def save_model(
-    sharded: Sharded, folder: Path, filename: str, merge_adapters: bool = False,
-    taken: Sequence[tuple[nn.Module, str]] = (),
-) -> None:  # fmt: skip
+    sharded: Sharded, folder: Path, filename: str, chosen: Written, taken: Sequence[tuple[nn.Module, str]] = ()
+) -> None:
     """Write the model in the dtype it computes in, with what its library needs beside the weights; all ranks call it.
 
     Of a model with PEFT's adapters these alone are written, in the precision of their masters, as ``PeftModel``
-    reads them; with ``merge_adapters``, the model that they are added to. ``taken`` are the places of parameters that
-    other stages of a pipeline have.
+    reads them; with ``chosen.merge_adapters``, the model that they are added to. ``taken`` are the places of parameters
+    that other stages of a pipeline have.
 
     Raises:
         OSError: the first rank could not write; every rank raises.
@@ -115,7 +128,7 @@ def save_model(
     adapted = is_adapted(model)
     if not filename.endswith(".safetensors"):
         raise ValueError(f"save_filename = {filename!r} must end in .safetensors, which is what is written; change it")
-    if merge_adapters and not adapted:
+    if chosen.merge_adapters and not adapted:
         raise ValueError(f"merge_adapters: {type(model).__name__} has no adapters of PEFT; leave it out")
     if adapted and model.active_peft_config.is_prompt_learning:
         kind = model.active_peft_config.peft_type.value
@@ -123,13 +136,18 @@ def save_model(
             f"{kind} learns prompts, which are no part of a layer; inside zeromesh.zero.GatheredParameters("
             "model.parameters()), on the first rank, model.save_pretrained(folder) writes them"
         )
-    if adapted and not merge_adapters:
+    if chosen.merge_adapters and chosen.exclude_frozen:
+        raise ValueError(
+            "merge_adapters and exclude_frozen_parameters: adapters are added to frozen parameters, which would be "
+            "left out; set one of them to False"
+        )
+    if adapted and not chosen.merge_adapters:
         _save_adapters(sharded, folder, taken)
         return
     first = sharded.mesh.rank == 0
     files, failure = attempt(lambda: Files(folder, filename, LARGEST_FILE) if first else None)
     failures = [failure]
-    for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures)):
+    for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures, chosen.exclude_frozen)):
         if files is not None and not any(failures):
             failures.append(attempt(lambda: _add(files, model, state))[1])  # noqa: B023
     world = sharded.mesh.group("world")
@@ -191,10 +209,15 @@ def _is_adapted_layer(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "merge")
 
 
-def _plain_states(sharded: Sharded, failures: list[Exception | None]) -> Iterator[State]:
+def _plain_states(sharded: Sharded, failures: list[Exception | None], exclude_frozen: bool = False) -> Iterator[State]:
     """What each unit adds to the plain model's state, on the ranks where it is to be shown."""
     shown = shows(sharded.mesh)
-    for tensors in _unit_tensors(sharded):
+    for everything in _unit_tensors(sharded):
+        tensors = {
+            name: tensor
+            for name, tensor in everything.items()
+            if not (exclude_frozen and isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+        }
         state = None
         if shown and not any(failures):
             state, failure = attempt(lambda: plain_state(sharded.model, tensors))  # noqa: B023

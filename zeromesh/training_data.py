@@ -1,7 +1,8 @@
 """The loader that ``initialize(training_data=...)`` makes: passes over a data set, which can be taken up in the middle.
 
-A pass has one order of all samples, which follows from the seed and the number of the pass alone. The ranks take its
-samples in turn, so that how far a pass is can be said in samples of that order, whatever the number of ranks.
+A pass has one order of all samples: the data set's own, or one that follows from the seed and the number of the pass
+alone. The ranks take its samples in turn, so that how far a pass is can be said in samples of that order, whatever the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class Sampler(DistributedSampler[Any]):
         begun: where the pass that was begun last began.
     """
 
-    def __init__(self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, whole: int = 1) -> None:
-        super().__init__(data, ranks, rank, shuffle=True, seed=seed, drop_last=drop_last)
+    def __init__(
+        self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, whole: int = 1, shuffle: bool = True
+    ) -> None:
+        super().__init__(data, ranks, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.length = len(data)
         self.used = self.length // whole * whole if drop_last else self.length
         if drop_last:
@@ -53,7 +56,7 @@ class Sampler(DistributedSampler[Any]):
         self.epoch, self.start = self.epoch + 1, 0
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.begun.number)
-        order = torch.randperm(self.length, generator=generator).tolist()
+        order = torch.randperm(self.length, generator=generator).tolist() if self.shuffle else [*range(self.length)]
         rest = order[self.begun.samples : self.used]
         if self.drop_last:
             rest = rest[: len(rest) // self.num_replicas * self.num_replicas]
@@ -122,18 +125,22 @@ class Loader(DataLoader[Any]):
 
     def state(self, position: Position) -> dict[str, Any]:
         """What a checkpoint keeps of a position, and of what it refers to."""
-        return {**position._asdict(), "length": self.sampler.length, "seed": self.sampler.seed}
+        return {**position._asdict(), "length": self.sampler.length, "seed": self._seed}
+
+    @property
+    def _seed(self) -> int | None:
+        """The seed of the order of samples; None where that is the data set's."""
+        return self.sampler.seed if self.sampler.shuffle else None
 
     def require_same_data(self, saved: dict[str, Any] | None) -> None:
         """Raise ValueError if a saved position refers to another data set, or to another order of it."""
-        for key, wanted, what in (
-            ("length", self.sampler.length, "training_data of length {}"),
-            ("seed", self.sampler.seed, "the order of seed {}"),
-        ):
+        mine = {"length": self.sampler.length, "seed": self._seed}
+        for key, wanted in mine.items():
             if saved is not None and saved[key] != wanted:
+                before, now = (_about(key, value) for value in (saved[key], wanted))
                 raise ValueError(
-                    f"the checkpoint was trained on {what.format(saved[key])}, but this run has "
-                    f"{what.format(wanted)}; pass load_data_position=False to begin with the first pass over it"
+                    f"the checkpoint was trained on {before}, but this run has {now}; pass load_data_position=False to "
+                    "begin with the first pass over it"
                 )
 
     def go_to(self, saved: dict[str, Any] | None) -> Position:
@@ -148,3 +155,10 @@ class Loader(DataLoader[Any]):
         self.position = Position(number + 1, 0) if over and samples else Position(number, samples)
         self.sampler.epoch, self.sampler.start = self.position
         return self.position
+
+
+def _about(key: str, value: int | None) -> str:
+    """One entry of a saved position, in words."""
+    if key == "length":
+        return f"training_data of length {value}"
+    return "the data set's own order" if value is None else f"the order of seed {value}"

@@ -26,6 +26,7 @@ from zeromesh.model.tiled import tile_linears as tile_linears
 from zeromesh.shard.deferred import recording
 from zeromesh.shard.sharded import Pick
 from zeromesh.shard.unit import Flat, Unit
+from zeromesh.signatures import refuse
 
 if TYPE_CHECKING:
     from zeromesh.engine import Engine
@@ -55,11 +56,49 @@ class Init:
 
     Args:
         module: accepted for DeepSpeed's sake: a module that exists already is sharded by ``initialize``.
+        data_parallel_group: None; so are the other groups and ``mpu``: the mesh says which ranks share parameters.
+        mem_efficient_linear: no effect; ``torch.nn.functional.linear`` is left as it is.
+        remote_device: no effect; ``offload_param`` in the configuration says where parameters rest.
+        pin_memory: no effect, as ``remote_device``.
+        config_dict_or_path: not needed here; pass it to ``initialize``.
+        config: older name of ``config_dict_or_path``.
         enabled: False does nothing, so that one line serves both.
-        options: DeepSpeed's other arguments; they have no effect here.
+        dtype: None, or torch's default dtype; the configuration switches 16 bits on.
+        mpu: see ``data_parallel_group``.
+        zero_param_parallel_group: see ``data_parallel_group``.
+        zero_quantized_weights: False; the configuration has a key of this name.
+        zero_quantized_nontrainable_weights: False; frozen weights are not quantised.
+        sequence_data_parallel_group: see ``data_parallel_group``.
+        param_swapper: None; ``offload_param`` in the configuration moves parameters to files.
+        tensor_overrides: no effect.
+
+    Raises:
+        ValueError: an argument that cannot be honoured.
     """
 
-    def __init__(self, module: nn.Module | None = None, enabled: bool = True, **options: Any) -> None:
+    def __init__(
+        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
+        remote_device: Any = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
+        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None, param_swapper: Any = None, tensor_overrides: Any = None,
+    ) -> None:  # fmt: skip
+        groups = {
+            "data_parallel_group": data_parallel_group,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "mpu": mpu,
+        }
+        for name, group in groups.items():
+            refuse("zero.Init", name, group, 'set the sizes in the configuration, as in "mesh": {"data": 4}')
+        switch = "switch bf16 or fp16 on in the configuration, which converts the parameters"
+        refuse("zero.Init", "dtype", None if dtype is torch.get_default_dtype() else dtype, switch)
+        key = "set zero_optimization.zero_quantized_weights in the configuration"
+        refuse("zero.Init", "zero_quantized_weights", zero_quantized_weights, key, False)
+        frozen = "frozen weights keep the dtype of the run; leave it out"
+        name = "zero_quantized_nontrainable_weights"
+        refuse("zero.Init", name, zero_quantized_nontrainable_weights, frozen, False)
+        refuse("zero.Init", "param_swapper", param_swapper, "set zero_optimization.offload_param in the configuration")
         self._defers = enabled and module is None
         self._entered: list[AbstractContextManager[object]] = []
 
@@ -102,8 +141,8 @@ def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
 def GatheredParameters(
     params: nn.Parameter | Iterable[nn.Parameter],
     modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
     enabled: bool = True,
-    **options: Any,
 ) -> Iterator[None]:
     """In this context the parameters are whole on every rank, to be read; or to be changed on one rank.
 
@@ -111,8 +150,8 @@ def GatheredParameters(
         params: parameters of one model; those of any other module are left alone, as they are whole anyway.
         modifier_rank: the rank whose changes every rank takes at the end. Of a model that is cut into stages, one of
             ``engine.mesh.stage_ranks``, which are others on each stage.
+        fwd_module: no effect: the engine finds out by itself which module uses which parameters.
         enabled: False does nothing.
-        options: DeepSpeed's other arguments; they have no effect here.
 
     Raises:
         RuntimeError: the parameters were changed and no ``modifier_rank`` says whose values count.

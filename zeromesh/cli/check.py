@@ -204,7 +204,14 @@ def _check_model(job: Job) -> nn.Module:
         raise ValueError(
             f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
         )
-    model = job.with_vocabulary(wanted).language.build()
+    language = job.with_vocabulary(wanted).language
+    try:
+        model = language.build()
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's, of sizes that no tensor can have
+        raise ValueError(
+            f"the section {language.section!r} is of a model that cannot be built: {type(error).__name__}: {error}; "
+            "lower its sizes"
+        ) from error
     for targets in (job.settings.units, job.settings.activation_checkpointing.targets):
         find_units(model, targets)
     return model

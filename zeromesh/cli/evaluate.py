@@ -57,7 +57,7 @@ class HeldOut:
         share = islice(share, batches)
         while given := list(islice(share, AT_ONCE)):
             micro_batches, labels = weighted(engine, self.language, given)
-            total += labels * float(engine.eval_batch(iter(micro_batches), len(given)))
+            total += labels * float(engine.eval_batch(iter(micro_batches), num_micro_batches=len(given)))
             count += labels
         if not count:
             return None

@@ -318,7 +318,7 @@ class _Trial(WithLoss):
 
     def differs(self, engine: Engine) -> bool:
         """Whether it does on some rank; all ranks call it."""
-        return bool(engine.eval_batch(iter([self]), 1))
+        return bool(engine.eval_batch(iter([self]), num_micro_batches=1))
 
 
 def require_document_attention(engine: Engine, language: LanguageModel, vocabulary: int) -> None:

@@ -22,6 +22,7 @@ from zeromesh.cli.model import require_causal, require_document_attention
 from zeromesh.cli.screen import is_first, make_console, shown_log
 from zeromesh.config.printing import jsonable
 from zeromesh.config.settings import Settings
+from zeromesh.config.unset import tell_unset
 from zeromesh.data.loader import Share, training_batches
 from zeromesh.data.prepared import Prepared
 from zeromesh.dist.environment import device_of_group, init_distributed, shutdown
@@ -41,7 +42,10 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
         RankFailure: if a rank failed.
     """
     began = time.time()
-    settings = _decided(Settings.load(config, [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]))
+    overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
+    settings = _decided(Settings.load(config, overrides))
+    if is_first():
+        tell_unset(config, settings, {}, overrides)
     job = check(settings)
     try:
         if is_first():

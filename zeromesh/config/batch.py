@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 
 from zeromesh.config.errors import ConfigError
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
+
+LISTED = 20
+"""How many numbers of ranks that work an error lists."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def solve_batch(
 def _refit(train: int, micro: int, data_size: int) -> Batch:
     """The same global batch on another number of ranks; a micro-batch never grows, since memory may not hold more."""
     if train % data_size:
-        work = ", ".join(str(size) for size in range(1, train + 1) if train % size == 0)
+        divisors = divisors_of(train)
+        work = ", ".join(map(str, divisors[:LISTED])) + (", ..." if len(divisors) > LISTED else "")
         raise ConfigError(
             [
                 f"{TRAIN} = {train} cannot be shared out evenly to {data_size} data-parallel ranks; numbers of them "
@@ -72,8 +76,14 @@ def _refit(train: int, micro: int, data_size: int) -> Batch:
             ]
         )
     share = train // data_size
-    fitting = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+    fitting = max(size for size in divisors_of(share) if size <= micro)
     return Batch(train, fitting, share // fitting)
+
+
+def divisors_of(number: int) -> list[int]:
+    """All of them, in order."""
+    low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return low + [number // size for size in reversed(low) if size * size != number]
 
 
 def _check_product(train: int, micro: int, accumulation: int, data_size: int) -> None:

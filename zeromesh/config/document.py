@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ from zeromesh.config.tables import RENAMED
 
 UNSET = "auto"
 """The value that means: as if the key were not there."""
+
+
+DEEPEST = 50
+"""Levels of objects and lists that a configuration may have."""
+
+_TOO_DEEP = f"is nested more than {DEEPEST} levels deep, or holds itself; keys are at most 6 levels deep"
 
 
 class _Repeated(dict[str, Any]):
@@ -30,29 +37,77 @@ def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[st
     Raises:
         ConfigError: no such file, not JSON, not an object, a key twice, or an override that cannot be read.
     """
-    document: dict[str, Any] = _rename(_read_file(Path(source)) if isinstance(source, str | Path) else _copy(source))
-    for override in overrides:
-        document = _merge(document, _rename(_parse_override(override)))
+    document = whole_document(source, overrides)
     cleaned = {key: _without_unset(item) for key, item in document.items() if not _is_unset(item)}
     cleaned.pop("$schema", None)
     return cleaned
 
 
+def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the same with what is "auto" still in it."""
+    if isinstance(source, str | Path):
+        document = _read_file(Path(source))
+    else:
+        _check_depth(source, "the configuration")
+        document = _copy(source)
+    document = _rename(document)
+    for override in overrides:
+        document = _merge(document, _rename(_parse_override(override)))
+    return document
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
+        if path.is_char_device() or path.is_block_device():
+            raise ConfigError(["is a device; give the path of a JSON file, or a dict"], str(path))
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(["there is no such file; give the path of a JSON file, or a dict"], str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError([f"cannot be read as a text file: {error}"], str(path)) from None
     try:
-        document = json.loads(text, object_pairs_hook=_from_pairs)
+        document = _parse(text, str(path))
     except json.JSONDecodeError as error:
         raise ConfigError([_syntax_problem(text, error)], str(path)) from None
     if not isinstance(document, dict):
         raise ConfigError([f"is {show(document)}, but must be an object: {{ ... }}"], str(path))
     _check_repeated(document, str(path))
     return document
+
+
+def _parse(text: str, source: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ConfigError: it is nested too deeply, or has a number of too many digits.
+        JSONDecodeError: it is not JSON.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_from_pairs)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise ConfigError([_TOO_DEEP], source) from None
+    except ValueError:  # Python converts no whole number of more digits than a limit
+        digits = sys.get_int_max_str_digits()
+        raise ConfigError(
+            [f"has a whole number of more than {digits} digits; no key takes such a number"], source
+        ) from None
+    _check_depth(value, source)
+    return value
+
+
+def _check_depth(value: Any, source: str) -> None:
+    """Raise ConfigError if containers are nested more than ``DEEPEST`` levels deep, or hold themselves."""
+    waiting = [(value, 1)]
+    while waiting:
+        inner, depth = waiting.pop()
+        if isinstance(inner, Mapping | list | tuple):
+            if depth > DEEPEST:
+                raise ConfigError([_TOO_DEEP], source)
+            waiting += [(item, depth + 1) for item in (inner.values() if isinstance(inner, Mapping) else inner)]
 
 
 def _syntax_problem(text: str, error: json.JSONDecodeError) -> str:
@@ -110,7 +165,7 @@ def _parse_override(override: str) -> dict[str, Any]:
             [f"{show(override)} must be of the form path=value, as in zero_optimization.stage=3"], "--set"
         )
     try:
-        value: Any = json.loads(text, object_pairs_hook=_from_pairs)
+        value: Any = _parse(text, "--set")
     except json.JSONDecodeError:
         value = text
     for part in reversed(parts):

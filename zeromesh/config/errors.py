@@ -35,9 +35,17 @@ def show(value: object) -> str:
     """``value`` as JSON where it has such a form, shortened to one line."""
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
+    except (TypeError, ValueError, RecursionError):
+        text = _described(value)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def _described(value: object) -> str:
+    """A value that is not of JSON's types, or that has no text: whole numbers of too many digits have none."""
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        return f"a value of type {type(value).__name__}, too large to show"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from zeromesh.config.catalogue import Entry, children, suggest
+from zeromesh.config.document import UNSET
 from zeromesh.config.errors import ConfigError, nearest, show
-from zeromesh.config.tables import GONE, NOT_YET, RENAMED, WITHOUT_EFFECT
+from zeromesh.config.tables import GONE, NOT_YET, ON_IF_THERE, RENAMED, WITHOUT_EFFECT
 
 KEYS_SHOWN = 12
 
@@ -44,7 +45,7 @@ def gone_problems(document: Mapping[str, Any]) -> list[str]:
     return [
         f"{path} is not available; {GONE[path]}"
         for path, (there, value) in found.items()
-        if there and not _switched_off(value)
+        if there and not _switched_off(path, value)
     ]
 
 
@@ -69,9 +70,25 @@ def look_up(document: Mapping[str, Any], path: str) -> tuple[bool, Any]:
     return True, value
 
 
-def _switched_off(value: Any) -> bool:
-    """``false``, nothing, or an object that does not say ``enabled: true``."""
-    return not value.get("enabled", False) if isinstance(value, Mapping) else not value
+def _switched_off(path: str, value: Any) -> bool:
+    """Return whether a section is false or empty, or an object in which nothing is enabled at any depth.
+
+    Those in ``ON_IF_THERE`` must say ``enabled: false`` themselves.
+    """
+    if not isinstance(value, Mapping) or not value:
+        return not value
+    if path in ON_IF_THERE:
+        return value.get("enabled", True) is False
+    return not _enables(value)
+
+
+def _enables(value: Any) -> bool:
+    """Return whether ``enabled`` is anything but false, null or "auto" in an object, or in one inside it."""
+    if isinstance(value, list | tuple):
+        return any(map(_enables, value))
+    if not isinstance(value, Mapping):
+        return False
+    return value.get("enabled") not in (None, False, UNSET) or any(map(_enables, value.values()))
 
 
 def _without(section: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -68,7 +68,9 @@ class DataTypes(Section):
     )
     param_dtype: Dtype | None = Field(None, description="Dtype of the model's parameters.")
     buffer_dtype: Dtype | None = Field(
-        None, description="Dtype of the model's buffers. Null: that of the parameters for those in its state."
+        None,
+        description="Dtype of the model's floating-point buffers, but for running statistics of batch norms. Null: "
+        "each keeps its own, in 16-bit runs too.",
     )
     keep_in_fp32_modules: Names | None = Field(None, description="Modules that stay in fp32.")
 

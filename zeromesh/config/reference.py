@@ -31,7 +31,8 @@ unchanged, or are refused with the reason. [config.schema.json](config.schema.js
 completes and checks a file that starts with `"$schema": "path/to/config.schema.json"`.
 
 - Unknown keys, at any depth, and keys that stand twice are errors.
-- `"{UNSET}"` means: as if the key were not there. It may stand anywhere.
+- `"{UNSET}"` means: as if the key were not there. It may stand anywhere; `initialize` warns of such keys, with the
+  values that they have then.
 - Nothing is converted: `"32"` is not a number, `1` is not `true`. Whole numbers may be written like `5e8`.
 - A list of strings may be written as one string.
 - On the command line, `--set zero_optimization.stage=3` changes one key. The value is JSON; what is not is a string.
@@ -129,7 +130,10 @@ def _other_names() -> str:
 
 def _refused() -> str:
     rows = "\n".join(f"| `{path}` | {remedy} |" for path, remedy in GONE.items())
-    head = "## Refused\n\nSections of older versions of DeepSpeed. They may stand in a file only if switched off.\n"
+    head = (
+        "## Refused\n\nKeys and sections of DeepSpeed. They may stand in a file only if switched off: false, or "
+        "nothing enabled inside.\n"
+    )
     return f"{head}\n| key | instead |\n|---|---|\n{rows}\n"
 
 

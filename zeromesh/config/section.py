@@ -69,6 +69,8 @@ def _capitalised(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_integral)]
 PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_integral)]
 CountInt = Annotated[int, Field(ge=0), BeforeValidator(_integral)]
+SizeInt = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_integral)]
+BatchInt = Annotated[int, Field(ge=1, le=2**40), BeforeValidator(_integral)]
 BudgetInt = Annotated[int, Field(ge=2), BeforeValidator(_integral)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 CountFloat = Annotated[float, Field(ge=0)]

@@ -37,6 +37,7 @@ from zeromesh.config.parts import (
 )
 from zeromesh.config.printing import jsonable, without_idle
 from zeromesh.config.section import (
+    BatchInt,
     CountFloat,
     CountInt,
     Dtype,
@@ -77,15 +78,15 @@ BLOCK = 4096
 class Settings(Section):
     """Every key at its value. What depends on the number of ranks is still open; ``resolve`` closes it."""
 
-    train_batch_size: PositiveInt | None = Field(
+    train_batch_size: BatchInt | None = Field(
         None,
         description="Samples per update, over all ranks. Null: train_micro_batch_size_per_gpu x "
         "gradient_accumulation_steps x data-parallel ranks.",
     )
-    train_micro_batch_size_per_gpu: PositiveInt | None = Field(
+    train_micro_batch_size_per_gpu: BatchInt | None = Field(
         None, description="Samples per rank and micro-batch. Null: from the other two sizes, else 1."
     )
-    gradient_accumulation_steps: PositiveInt | None = Field(
+    gradient_accumulation_steps: BatchInt | None = Field(
         None, description="Micro-batches per update. Null: from the other two sizes, else 1."
     )
     optimizer: Optimizer | None = Field(None, description="The optimizer. Null: the one passed to initialize.")
@@ -179,7 +180,6 @@ class Settings(Section):
     dump_state: bool = Field(False, description="Print the engine's state.")
     disable_python_gc: bool = Field(False, description="Switch Python's garbage collector off.")
     memory_breakdown: bool = Field(False, description="Print the memory in use.")
-    vocabulary_size: PositiveInt | None = Field(None, description="Size of the vocabulary, checked for alignment.")
     log_level: str | None = Field(None, description="Level of the log.")
     timers: Timers = Field(Timers(), description="Timers of the engine.")
     comet: Comet = Field(Comet(), description="Metrics for Comet.")
@@ -250,6 +250,12 @@ class Settings(Section):
         return {"tensor": _only(tensor), "context": _only(context), "pipeline": _only(pipeline)}
 
     @property
+    def says_batch(self) -> bool:
+        """Whether any of the three sizes of batches is given."""
+        sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        return any(size is not None for size in sizes)
+
+    @property
     def across_nodes(self) -> tuple[str | None, str | None]:
         """How parameters and gradients are written on links between nodes; see ``communication``.
 
@@ -309,6 +315,7 @@ class Settings(Section):
             compute=as_dtype(compute),
             communicate=as_dtype(self.communication_data_type),
             accumulate=as_dtype(self.data_types.grad_accum_dtype),
+            buffers=as_dtype(self.data_types.buffer_dtype),
             autocast=as_dtype(autocast),
             cast_inputs=self.fp16.auto_cast if self.fp16.enabled else self.bf16.auto_cast,
             loss_scale=self._loss_scale if "fp16" in (compute, autocast) else None,
@@ -364,9 +371,9 @@ class Settings(Section):
 class Resolved(Settings):
     """Settings in which nothing depends on the number of ranks any more."""
 
-    train_batch_size: PositiveInt
-    train_micro_batch_size_per_gpu: PositiveInt
-    gradient_accumulation_steps: PositiveInt
+    train_batch_size: BatchInt
+    train_micro_batch_size_per_gpu: BatchInt
+    gradient_accumulation_steps: BatchInt
 
     @property
     def data_size(self) -> int:

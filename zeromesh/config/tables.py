@@ -77,7 +77,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "dump_state": "the resolved configuration is part of every run",
     "disable_python_gc": "Python's garbage collector is left alone",
     "memory_breakdown": "call engine.memory_report() instead",
-    "vocabulary_size": "the model's own size counts",
     "use_data_before_expert_parallelism": "the order of the axes of the mesh is fixed",
     "log_level": 'set the level of logging.getLogger("zeromesh") instead',
     "allgather_size": _UNITS,
@@ -191,7 +190,6 @@ NOT_YET: dict[str, NotYet] = {
     "bf16.bf16_master_weights_and_grads": NotYet(_OFF, "a master in 16 bits"),
     "bf16.bf16_optimizer_states": NotYet(_OFF, "an optimizer state in 16 bits"),
     "data_types.param_dtype": NotYet((None,), "a dtype for parameters beside fp16 and bf16"),
-    "data_types.buffer_dtype": NotYet((None,), "a dtype for buffers"),
     "checkpoint.load_universal": NotYet(_OFF, "loading DeepSpeed's universal checkpoints (ours load under any layout)"),
     "compile.deepcompile": NotYet(_OFF, "compiler passes on the whole graph"),
     "data_efficiency.enabled": NotYet(_OFF, "choosing samples and tokens by difficulty"),
@@ -214,5 +212,10 @@ GONE: dict[str, str] = {
     "curriculum_learning": "order the samples in the loader",
     "progressive_layer_drop": "drop layers in the model",
     "zero_optimization.zeropp_loco_param": "use communication_data_type for fewer bits on the wire",
+    "vocabulary_size": "set data.vocabulary_size or model.vocab_size for zeromesh train; initialize takes the model as "
+    "it is, so leave it out",
 }
-"""Sections of older DeepSpeed versions that are refused unless they are switched off, and what to do instead."""
+"""Keys of DeepSpeed that are refused unless they are switched off, and what to do instead."""
+
+ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param")
+"""Those of them that are switched on by being there."""

@@ -6,27 +6,28 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from zeromesh.config.batch import divisors_of
 from zeromesh.config.errors import show
-from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFloat, PositiveInt, Section
+from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFloat, PositiveInt, Section, SizeInt
 
 
 class ModelShape(Section):
     """The language model to train."""
 
     architecture: Literal["gpt", "llama"] = Field("gpt", description="Kind of model.")
-    vocab_size: PositiveInt | None = Field(
+    vocab_size: SizeInt | None = Field(
         None, description='Entries of the vocabulary. Null or "auto": as many as the tokenizer has.'
     )
-    hidden_size: PositiveInt = Field(description="Size of the hidden state; a multiple of heads.")
-    layers: PositiveInt = Field(description="Number of blocks.")
-    heads: PositiveInt = Field(description="Attention heads.")
-    kv_heads: PositiveInt | None = Field(
+    hidden_size: SizeInt = Field(description="Size of the hidden state; a multiple of heads.")
+    layers: PositiveInt = Field(le=10_000, description="Number of blocks.")
+    heads: SizeInt = Field(description="Attention heads.")
+    kv_heads: SizeInt | None = Field(
         None, description="Key and value heads; a divisor of heads. Null: as many as heads. Llama only."
     )
-    mlp_size: PositiveInt | None = Field(
+    mlp_size: SizeInt | None = Field(
         None, description="Size between the matrices of the MLP. Null: what the architecture usually has."
     )
-    sequence_length: PositiveInt = Field(description="Tokens per sample.")
+    sequence_length: SizeInt = Field(description="Tokens per sample.")
     dropout: CountFloat = Field(0.0, lt=1, description="Probability that an activation is dropped.")
     tie_embeddings: bool | None = Field(
         None, description="Use the embedding as the output matrix. Null: gpt does, llama does not."
@@ -44,7 +45,7 @@ class ModelShape(Section):
                 f"{(self.hidden_size // self.heads + 1) * self.heads}"
             )
         if self.kv_heads is not None and self.heads % self.kv_heads:
-            divisors = [size for size in range(1, self.heads + 1) if self.heads % size == 0]
+            divisors = divisors_of(self.heads)
             raise ValueError(
                 f"kv_heads = {self.kv_heads} must be a divisor of heads = {self.heads}; choose one of {divisors}"
             )

@@ -32,6 +32,7 @@ class Precision:
         communicate: dtype of gradients on the wire; None is the parameters' dtype.
         accumulate: dtype in which gradients are summed and kept; None is fp32 for 16-bit parameters,
             else the parameters' dtype.
+        buffers: dtype of floating-point buffers; None keeps the dtype of each, in 16-bit runs too.
         autocast: run the forward under ``torch.autocast`` with this dtype, parameters unchanged.
         cast_inputs: cast floating-point inputs of the model to ``compute``.
         loss_scale: the fp16 loss scale; None where the loss is not scaled.
@@ -40,6 +41,7 @@ class Precision:
     compute: torch.dtype | None = None
     communicate: torch.dtype | None = None
     accumulate: torch.dtype | None = None
+    buffers: torch.dtype | None = None
     autocast: torch.dtype | None = None
     cast_inputs: bool = True
     loss_scale: LossScale | None = None

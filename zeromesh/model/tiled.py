@@ -58,7 +58,7 @@ class TiledLinear(nn.Module):
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         for name, splits, size in (("in", in_splits, in_features), ("out", out_splits, out_features)):
@@ -80,9 +80,8 @@ class TiledLinear(nn.Module):
     def of(cls, linear: nn.Linear, in_splits: int, out_splits: int) -> TiledLinear:
         """A layer that computes what ``linear`` does; the weights are copied, a tile at a time."""
         weight, bias = linear.weight, linear.bias
-        tiled = cls(
-            linear.in_features, linear.out_features, bias is not None, in_splits, out_splits, "meta", weight.dtype
-        )
+        sizes = linear.in_features, linear.out_features
+        tiled = cls(*sizes, bias is not None, in_splits, out_splits, device="meta", dtype=weight.dtype)
         tiled.train(linear.training)
         for row, weights in zip(tiled.tiles, weight.detach().split(tiled.out_sizes), strict=True):
             assert isinstance(row, nn.ModuleList)

@@ -227,7 +227,9 @@ def _check_foreign(name: str, key: str, value: Any, accepted: Iterable[str]) -> 
 
 def _plain(value: Any) -> Any:
     """JSON's lists as the tuples, and its integers among them as the floats, that optimizers expect."""
-    return tuple(float(item) for item in value) if isinstance(value, list) else value
+    if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
+        return value
+    return tuple(float(item) for item in value)
 
 
 def _group_dict(group: Group) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from zeromesh.optim.arguments import unknown, without_auto
@@ -27,11 +28,15 @@ class Curve:
 
     Attributes:
         lr: learning rate by position (-1 before the first step of the schedule) and the group's own learning rate.
-        momentum: first beta by position, or None where it stays.
+        momentum: first beta by position, or None where both betas stay. The second one becomes ``SECOND_BETA``.
     """
 
     lr: Callable[[int, float], float]
     momentum: Callable[[int], float] | None = None
+
+
+SECOND_BETA = 0.99
+"""The second beta of an optimizer whose first one a schedule moves, as in DeepSpeed."""
 
 
 class Schedule:
@@ -51,8 +56,9 @@ class Schedule:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         self._curves = curves
+        _separate_tensors(optimizer)
         # The same key as torch's: schedules made one after the other start from one learning rate.
-        self._own = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self._own = [float(group.setdefault("initial_lr", _copied(group["lr"]))) for group in optimizer.param_groups]
         self._apply()
 
     def step(self) -> None:
@@ -78,9 +84,35 @@ class Schedule:
         groups = self.optimizer.param_groups
         self._last_lr = [curve.lr(position, own) for curve, own in zip(self._curves, self._own, strict=True)]
         for group, curve, lr in zip(groups, self._curves, self._last_lr, strict=True):
-            group["lr"] = lr
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)  # a compiled update has read the tensor, and would not see another one
+            else:
+                group["lr"] = lr
             if curve.momentum is not None and "betas" in group:
-                group["betas"] = (curve.momentum(position), *group["betas"][1:])
+                group["betas"] = (curve.momentum(position), SECOND_BETA, *group["betas"][2:])
+
+
+def _require_rates(optimizer: Optimizer, name: str) -> None:
+    """Raise ValueError unless each group has a learning rate that a schedule can move."""
+    lacking = [number for number, group in enumerate(optimizer.param_groups) if "lr" not in group]
+    if lacking:
+        raise ValueError(
+            f"scheduler {name} moves learning rates, but group {lacking[0]} of {optimizer.__class__.__name__} has no "
+            "'lr'; give it one, or leave the scheduler out"
+        )
+
+
+def _copied(lr: Any) -> Any:
+    return lr.clone() if isinstance(lr, torch.Tensor) else lr
+
+
+def _separate_tensors(optimizer: Optimizer) -> None:
+    """Give each group a tensor of its own: torch lets groups share the one of the optimizer's defaults."""
+    seen: set[int] = set()
+    for group in optimizer.param_groups:
+        if id(group["lr"]) in seen:
+            group["lr"] = _copied(group["lr"])
+        seen.add(id(group["lr"]))
 
 
 def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedule | lr_scheduler.LRScheduler:
@@ -95,6 +127,7 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
         ValueError: for an unknown type or parameter, one that is missing, or a value that cannot be.
     """
     given = without_auto(params)
+    _require_rates(optimizer, type)
     ours = {name.lower(): make for name, make in SCHEDULES.items()}.get(type.lower())
     if ours is None:
         return _build_torch(type, given, optimizer)
@@ -102,11 +135,42 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
     if not isinstance(start, int) or isinstance(start, bool) or start < -1:
         raise ValueError(f"scheduler.params.last_batch_iteration = {start!r} must be a whole number of at least -1")
     given = _check_params(type, given, ours, _LEAST)
-    count = len(optimizer.param_groups)
-    curves = [ours(**_of_group(type, given, number, count)) for number in range(count)]
-    if any(curve.momentum for curve in curves) and not all("betas" in group for group in optimizer.param_groups):
-        _log.warning("%s leaves the momentum as it is where %s has no betas", type, optimizer.__class__.__name__)
+    groups = optimizer.param_groups
+    if ours is _warmup_lr and given.get("warmup_max_lr") is None:
+        given = {**given, "warmup_max_lr": _first_rate(optimizer)}
+    curves = [ours(**_of_group(type, given, number, len(groups))) for number in range(len(groups))]
+    if any(curve.momentum for curve in curves):
+        _tell_betas(type, optimizer)
     return Schedule(optimizer, curves, start, type)
+
+
+def _first_rate(optimizer: Optimizer) -> float:
+    """The first group's learning rate, which is all groups' where ``warmup_max_lr`` is not given, as in DeepSpeed."""
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    if len(set(rates)) > 1:
+        _log.warning(
+            "WarmupLR without warmup_max_lr: the learning rate of all parameter groups goes up to the first one's, %g "
+            "(as in DeepSpeed); for their own, set scheduler.params.warmup_max_lr to %s",
+            rates[0],
+            rates,
+        )
+    return rates[0]
+
+
+def _tell_betas(name: str, optimizer: Optimizer) -> None:
+    """Say where the momentum does not move, and where the second beta changes."""
+    kept = [group["betas"] for group in optimizer.param_groups if "betas" in group]
+    if len(kept) < len(optimizer.param_groups):
+        _log.warning("%s leaves the momentum as it is where %s has no betas", name, optimizer.__class__.__name__)
+    others = [betas[1] for betas in kept if betas[1] != SECOND_BETA]
+    if others:
+        _log.warning(
+            "%s moves the first beta and sets the second one to %g instead of %g (as in DeepSpeed); to keep the "
+            "optimizer's betas, set scheduler.params.cycle_momentum to false",
+            name,
+            SECOND_BETA,
+            others[0],
+        )
 
 
 def _build_torch(name: str, given: Mapping[str, Any], optimizer: Optimizer) -> lr_scheduler.LRScheduler:
@@ -137,7 +201,7 @@ _LEAST: dict[str, int] = {
     "decay_step_size": 0,
     "total_num_steps": 1,
     "cycle_first_step_size": 1,
-    "cycle_second_step_size": 1,
+    "cycle_second_step_size": 0,
     "lr_range_test_step_size": 1,
 }
 """The smallest value of whole numbers in our schedules."""
@@ -155,7 +219,8 @@ def _check_params(
     if missing:
         raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to scheduler.params")
     if least is None:
-        return {key: checked(f"scheduler.params.{key}", value, known[key]) for key, value in given.items()}
+        rules = {"step_size": 1}  # by which StepLR divides
+        return {k: checked(f"scheduler.params.{k}", value, known[k], rules.get(k)) for k, value in given.items()}
     arguments = {}
     for key, value in given.items():
         # Of these a list gives one value per parameter group.
@@ -189,7 +254,7 @@ def _warmup_lr(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> Curve:
-    """Up to ``warmup_max_lr`` (by default the group's own), then constant."""
+    """Up to ``warmup_max_lr`` (by default the first group's own rate), then constant."""
     warmup = _warmup(warmup_type, warmup_num_steps)
 
     def lr(position: int, own: float) -> float:
@@ -224,10 +289,15 @@ def _warmup_cosine_lr(
     cos_min_ratio: float = 0.0001,
     warmup_type: str = "log",
 ) -> Curve:
-    """Up to the group's own learning rate, then down along half a cosine to ``cos_min_ratio`` of it."""
+    """Up to the group's own learning rate, then down along half a cosine to ``cos_min_ratio`` of it.
+
+    The first update has a rate of 0, the second one ``warmup_min_ratio`` of the group's, as in DeepSpeed.
+    """
     warmup, steps = _warmup(warmup_type, warmup_num_steps), max(2, warmup_num_steps)
 
     def lr(position: int, own: float) -> float:
+        if position < 0:
+            return 0.0
         if position < steps:
             return own * (warmup_min_ratio + (1 - warmup_min_ratio) * warmup(position))
         progress = min(1.0, (position - steps + 1) / max(1, total_num_steps - steps))
@@ -252,16 +322,20 @@ def _one_cycle(
 ) -> Curve:
     """Up and down in lines, then a decay; the momentum does the opposite (Smith 2018, arXiv 1803.09820).
 
-    The second beta stays the optimizer's. The stair counts have no effect, as in DeepSpeed.
+    With a stair count above 0, rate and momentum stay on each of so many stairs of that half of the cycle. The
+    momentum begins at its minimum and the second beta is ``SECOND_BETA``, as in DeepSpeed.
     """
     first = cycle_first_step_size
     second = first if cycle_second_step_size is None else cycle_second_step_size
-    if min(first, second) < 1:
-        raise ValueError(f"OneCycle's step sizes are {first} and {second}; they must be at least 1")
+    first_stairs = cycle_first_stair_count
+    second_stairs = first_stairs if cycle_second_stair_count is None else cycle_second_stair_count
 
     def height(position: int) -> float:
         done = (position + 1) % (first + second)
-        return done / first if done <= first else (first + second - done) / second
+        part, whole, stairs = (
+            (done, first, first_stairs) if done <= first else (first + second - done, second, second_stairs)
+        )
+        return part * stairs // whole / stairs if stairs > 0 else part / whole
 
     def intervals(position: int) -> float:
         return (position - first - second + 1) / decay_step_size if decay_step_size else 0.0
@@ -272,6 +346,8 @@ def _one_cycle(
         return cycle_min_lr / (1 + decay_lr_rate * intervals(position))
 
     def momentum(position: int) -> float:
+        if position < 0:
+            return cycle_min_mom
         if position < first + second:
             return cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height(position)
         return cycle_max_mom * (1 + decay_mom_rate * intervals(position))

@@ -53,7 +53,7 @@ def checked(path: str, value: Any, declared: inspect.Parameter, least: int | Non
         return value
     if kind.removesuffix(" | None") == "int":
         return _whole(path, value, least)
-    if isinstance(default, bool):
+    if isinstance(default, bool) or (default is None and "bool" in kind):
         if not isinstance(value, bool):
             raise ValueError(f"{path} = {show(value)} must be true or false")
     elif isinstance(default, tuple) and all(map(_is_number, default)):

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 def load(
     engine: Run, folder: Path, tag: str | None, optimizer_states: bool, scheduler_states: bool, *,
-    strict: bool = True, data_position: bool = True,
+    strict: bool = True, data_position: bool = True, progress: bool = True,
 ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
     """Continue from a checkpoint; all ranks call it.
 
@@ -42,6 +42,7 @@ def load(
         strict: refuse a checkpoint that lacks tensors of the model, or has others. Else those that it lacks keep their
             values, and the others are ignored.
         data_position: whether the loader of the training data goes on where it was.
+        progress: whether to load counters, the loss scale and the random state.
 
     Returns:
         Its path and the client state; (None, {}) if the folder holds none.
@@ -54,6 +55,7 @@ def load(
     """
     mesh, world = engine.mesh, engine.mesh.group("world")
     parts = {"optimizer": optimizer_states, "lr_scheduler": scheduler_states, "strict": strict, "data": data_position}
+    parts["progress"] = progress
     require_agreement(world, "what load_checkpoint is to take", "\n".join(f"{k}: {v}" for k, v in parts.items()))
     chosen, failure = attempt(lambda: latest(folder) if tag is None else str(tag))
     share(world, "find the latest checkpoint", failure)
@@ -89,7 +91,9 @@ def load(
     together(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
     together(world, "load the checkpoint", lambda: _load_tensors(engine.sharded, optimizer, reader))
     engine.sharded.updated()
-    _load_numbers(engine, reader.manifest, scheduler_states)
+    if progress:
+        _load_progress(engine.sharded, reader)
+        _load_numbers(engine, reader.manifest, scheduler_states)
     if engine.optimizer is not None and engine.lr_scheduler is not None and scheduler_states and not optimizer_states:
         set_learning_rates(engine.optimizer, engine.lr_scheduler)
     if loader is not None:
@@ -149,6 +153,10 @@ def _load_tensors(sharded: Sharded, optimizer: Optimizer | None, reader: Reader)
     for name, buffer in buffers(sharded):
         if f"buffer/{name}" in reader.names:
             buffer.copy_(reader.tensor(f"buffer/{name}"))
+
+
+def _load_progress(sharded: Sharded, reader: Reader) -> None:
+    """Random numbers go on as in the run that was saved."""
     _load_random_state(reader, sharded.mesh.rank)
     share_random_state(sharded.mesh.group("tensor"))
     if reader.manifest.get("mesh", {}).get("pipeline", 1) != sharded.mesh.sizes["pipeline"]:

@@ -1,0 +1,184 @@
+"""Settings that would be dropped, changed or contradicted without a word are named, or refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from zeromesh.config.errors import ConfigError
+from zeromesh.config.settings import Settings
+from zeromesh.dist.environment import shutdown
+
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_rank() -> Iterator[None]:
+    """The engines here run in this process; other tests need its process group gone."""
+    yield
+    shutdown()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# "auto".
+
+
+def test_initialize_names_what_auto_has_become(caplog: pytest.LogCaptureFixture) -> None:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": 0.5}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    zeromesh.initialize(model=nn.Linear(2, 1), config=config)
+    (message,) = warnings(caplog)
+    for line in (
+        "train_batch_size = 4",
+        "gradient_accumulation_steps = 1",
+        "gradient_clipping = 0.0",
+        "bf16.enabled = false",
+        "optimizer.params.lr = 0.001",
+        "optimizer.params.betas = [0.9, 0.999]",
+        "scheduler.params.warmup_num_steps = the default of WarmupLR",
+    ):
+        assert f"\n  {line}\n" in message
+    assert "reduce_bucket_size" not in message, "it has no effect, whatever it is"
+    assert "micro_batch_size_per_gpu" not in message
+
+
+def test_nothing_is_said_where_nothing_is_auto(caplog: pytest.LogCaptureFixture) -> None:
+    zeromesh.initialize(model=nn.Linear(2, 1), config=ADAM)
+    assert warnings(caplog) == []
+
+
+# Sections that are not here.
+
+ON: list[dict[str, Any]] = [
+    {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+    {"compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 5}}},
+    {"compression_training": {"enabled": False, "parts": [{"enabled": "yes"}]}},
+    {"sparse_attention": {"mode": "fixed", "block": 16}},
+    {"sparse_attention": {"enabled": True}},
+    {"zero_optimization": {"stage": 2, "zeropp_loco_param": {"err_beta": 0.8}}},
+    {"amp": {"enabled": True}},
+    {"vocabulary_size": 50257},
+]
+
+OFF: list[dict[str, Any]] = [
+    {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
+    {"compression_training": {}},
+    {"sparse_attention": None},
+    {"sparse_attention": {"enabled": False, "mode": "fixed"}},
+    {"amp": {"opt_level": "O1"}},
+    {"elasticity": {"enabled": False}},
+    {"vocabulary_size": None},
+]
+
+
+@pytest.mark.parametrize("document", ON, ids=str)
+def test_what_is_switched_on_and_is_not_here_is_refused(document: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is not available; "):
+        Settings.load(document)
+
+
+@pytest.mark.parametrize("document", OFF, ids=str)
+def test_what_is_switched_off_is_accepted(document: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "zeromesh"):
+        Settings.load(document)
+    assert "it is switched off" in caplog.text
+
+
+def test_a_misplaced_size_of_the_vocabulary_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"set data\.vocabulary_size or model\.vocab_size for zeromesh train"):
+        Settings.load({"vocabulary_size": 50257})
+
+
+# The size of micro-batches.
+
+
+class Any2d(nn.Module):
+    """Takes tensors of all shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return self.weight * sum(value.sum() for value in (*given, *named.values()))
+
+
+FED: list[tuple[list[tuple[int, ...]], int | None]] = [
+    ([(4, 3)], 4),
+    ([(16, 3), (16, 3)], None),
+    ([(16, 3), (4, 3), (16, 3), (4, 3)], None),  # the last of a pass
+    ([(16, 3), (4, 3), (5, 3)], 5),
+    ([(32, 3)], 32),
+    ([(7, 16, 3)], None),  # the batch is second
+    ([(32, 16)], 32),  # here it is not
+    ([(4,), (4,)], None),  # one sample, or packed tokens
+    ([()], None),
+]
+
+
+@pytest.mark.parametrize(("shapes", "told"), FED)
+def test_a_fed_micro_batch_is_compared_with_the_configured_one(
+    shapes: list[tuple[int, ...]], told: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = zeromesh.initialize(model=Any2d(), config={**ADAM, "train_micro_batch_size_per_gpu": 16})[0]
+    if shapes == [(4, 3)]:
+        shapes = shapes * 3
+    engine.eval()
+    engine(torch.ones(99, 3))
+    engine.train()
+    with torch.no_grad():
+        engine(torch.ones(99, 3))
+    engine(torch.ones(99, 3), torch.ones(98, 3))  # which of the two, cannot be told
+    engine(x=torch.ones(16, 3), mask=torch.ones(9, 9))
+    for shape in shapes:
+        engine(torch.ones(shape))
+    if told is None:
+        assert warnings(caplog) == []
+    else:
+        (message,) = warnings(caplog)
+        assert f"is given {told} samples at a time" in message
+        assert "train_micro_batch_size_per_gpu is 16; gradients are right" in message
+        assert f"feed 16, or set train_micro_batch_size_per_gpu to {told}" in message
+
+
+def test_without_configured_sizes_there_is_nothing_to_compare(caplog: pytest.LogCaptureFixture) -> None:
+    engine = zeromesh.initialize(model=Any2d(), config=ADAM)[0]
+    engine(torch.ones(99, 3))
+    assert warnings(caplog) == []
+
+
+def staged() -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeromesh").addHandler(handler)
+    model = zeromesh.pipe.PipelineModule([nn.Linear(2, 2), nn.Linear(2, 1)], 2, loss_fn=lambda out, labels: out.sum())
+    engine = zeromesh.initialize(model=model, config={**ADAM, "train_micro_batch_size_per_gpu": 2})[0]
+    engine.train_batch(iter([(torch.ones(3, 2), torch.ones(3))]))
+    return found
+
+
+@pytest.mark.full
+def test_stages_compare_it_too() -> None:
+    first, second = run_ranks(staged, 2)
+    assert len(first) == 1
+    assert "is given 3 samples at a time" in first[0]
+    assert second == []
