@@ -173,6 +173,97 @@ def test_a_split_vocabulary_gives_the_same_on_every_rank(ranks: int, rows: int) 
             assert not torch.cat(got)[ENTRIES:].any()
 
 
+LARGE: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.1, "ignore_index": 3},
+    "smoothed, none": {"label_smoothing": 0.3, "reduction": "none"},
+    "scaled": {"scale": 2.0},
+}
+
+
+def large_operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each token has one entry of the hidden state, so that fp32 logits, of about 1e4, are exactly the weight's."""
+    torch.manual_seed(5)
+    count = TOKENS[0] * TOKENS[1]
+    hidden = torch.eye(count).view(*TOKENS, count)
+    sign = torch.where(torch.arange(count) % 2 == 0, 1.0, -1.0)
+    labels = torch.randint(ENTRIES, TOKENS)
+    labels[0, 2] = labels[1, 5] = -100
+    return hidden.requires_grad_(), (1e4 * sign + 2 * torch.randn(ENTRIES, count)).requires_grad_(), labels
+
+
+def check_large(name: str, loss: torch.Tensor, of_hidden: torch.Tensor, of_weight: torch.Tensor) -> None:
+    """Compare with float64, within what rounding of differences of logits, and of sums of them, allows.
+
+    Any number that is relative to the maximum is wrong by less than ``(entries + 8) * eps * (1 + the largest difference
+    of two logits)``: each difference and exponential is rounded, then as many are added as there are entries.
+    """
+    hidden, weight, labels = large_operands()
+    exact = [operand.detach().double().requires_grad_() for operand in (hidden, weight)]
+    reference = expected(exact[0], exact[1], None, fit(labels, LARGE[name]), **LARGE[name])
+    want_hidden, want_weight = gradients(reference, *exact)
+    spread = LARGE[name].get("scale", 1.0) * float((weight.amax(0) - weight.amin(0)).detach().max())
+    error = (ENTRIES + 8) * torch.finfo(torch.float32).eps * (1 + spread)
+    terms = labels.numel() if reference.ndim == 0 and LARGE[name].get("reduction") == "sum" else 1
+    assert float((loss - reference).abs().max()) < terms * error
+    largest = 2 * LARGE[name].get("scale", 1.0)  # of what comes from above
+    assert float((of_weight - want_weight).abs().max()) < largest * error
+    assert float((of_hidden - want_hidden).abs().max()) < 2 * ENTRIES * largest * error * float(
+        weight.detach().abs().max()
+    )
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("chunk", [4, None])
+def test_large_logits_keep_the_digits_of_the_loss(name: str, chunk: int | None) -> None:
+    hidden, weight, labels = large_operands()
+    loss = linear_cross_entropy(hidden, weight, fit(labels, LARGE[name]), chunk=chunk, **LARGE[name])
+    check_large(name, loss.detach(), *gradients(loss, hidden, weight))
+
+
+def split_large(rows: int) -> dict[str, Any]:
+    size = torch.distributed.get_world_size()
+    group = Mesh({"tensor": size}, torch.device("cpu")).group("tensor")
+    hidden, weight, labels = large_operands()
+    padded = torch.cat([weight.detach(), weight.new_zeros(rows * size - ENTRIES, weight.shape[1])])
+    own = padded[group.rank * rows : (group.rank + 1) * rows].clone().requires_grad_()
+    vocabulary = Vocabulary(group.rank * rows, ENTRIES, group)
+    found = {}
+    for name, options in LARGE.items():
+        loss = linear_cross_entropy(hidden, own, fit(labels, options), vocabulary=vocabulary, **options)
+        found[name] = loss.detach(), *gradients(loss, hidden, own)
+    return found
+
+
+def test_large_logits_keep_the_digits_where_the_vocabulary_is_split() -> None:
+    by_rank = run_ranks(split_large, 3, 6)  # the last rank has padding only
+    for name in LARGE:
+        losses, of_hidden, of_weight = zip(*(found[name] for found in by_rank), strict=True)
+        check_large(name, losses[0], sum(of_hidden), torch.cat(of_weight)[:ENTRIES])
+
+
+def test_logits_that_are_minus_infinity_on_a_whole_rank_take_no_part() -> None:
+    assert all(run_ranks(masked_split, 2))
+
+
+def masked_split() -> bool:
+    group = Mesh({"tensor": 2}, torch.device("cpu")).group("tensor")
+    hidden, weight, bias, labels = operands()
+    bias = torch.where(torch.arange(ENTRIES) < 6, bias.detach(), -torch.inf)
+    labels = (labels % 6).where(labels >= 0, labels)
+    mine = slice(group.rank * 6, (group.rank + 1) * 6)
+    vocabulary = Vocabulary(mine.start, ENTRIES, group)
+    weight = weight.detach().requires_grad_()
+    loss = linear_cross_entropy(hidden, weight[mine], labels, bias[mine], vocabulary=vocabulary)
+    reference = expected(hidden, weight, bias, labels)
+    torch.testing.assert_close(loss, reference)
+    got, want = gradients(loss, weight)[0], gradients(reference, weight)[0]
+    torch.testing.assert_close(got[mine], want[mine])
+    return True
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_second_derivatives_are_refused(reduction: str) -> None:
     hidden, weight, _, labels = operands()

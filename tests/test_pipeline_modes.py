@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
-from harness import run_ranks
-from zeromesh.pipeline.actions import parse
+from harness import RankFailure, run_ranks
+from zeromesh.pipeline.actions import INSTEAD, OF_STAGE, Action, Kind, Schedule, ScheduleError, parse
+from zeromesh.pipeline.elsewhere import Elsewhere, counting, counts
 from zeromesh.pipeline.run import Interpreter
 from zeromesh.pipeline.stage import Stages
 
@@ -75,6 +76,46 @@ class Normed(nn.Module):
         return (h - y).pow(2).mean()
 
 
+class Clamped(Model):
+    """Writes to parameters before it uses them, outside of blocks and in them, in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Clamping() for _ in range(4))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        weight, bias = self.first.weight, self.first.bias
+        weight.data.clamp_(-0.2, 0.2)
+        weight.data[0] = 0.1
+        weight.data.view(-1)[3:5].fill_(0.15)
+        with torch.no_grad():
+            bias.copy_(bias.clamp(-0.1, 0.1))
+            bias[0] = 0.05
+            torch.clamp(self.scale, -0.7, 0.7, out=self.scale)
+            nn.init.constant_(self.scale[:2], 0.6)
+        self.scale.data *= 1
+        x = (x * self.scale.detach().t()).tanh() + self.scale
+        return super().forward(x, y)
+
+
+class Decaying(Model):
+    """Writes something else each time."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.first.weight.data.mul_(0.99)
+        return super().forward(x, y)
+
+
+class Clamping(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.15, 0.15)
+        return super().forward(x)
+
+
 class Numbered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +139,14 @@ class Keys(nn.Module):
         return (x - y).pow(2).mean()
 
 
-KINDS: dict[str, type[nn.Module]] = {"plain": Model, "detached": Detached, "normed": Normed, "keys": Keys}
+KINDS: dict[str, type[nn.Module]] = {
+    "plain": Model,
+    "detached": Detached,
+    "normed": Normed,
+    "keys": Keys,
+    "clamped": Clamped,
+    "decaying": Decaying,
+}
 
 
 def start(kind: str, pipeline: int, row: int = 0, schedule: str = "1f1b") -> zeromesh.Engine:
@@ -155,6 +203,42 @@ def test_blocks_return_mappings_with_numbers_as_keys() -> None:
     compare("keys")
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_forward_may_write_to_its_parameters_on_stages_that_do_not_have_them(schedule: str) -> None:
+    compare("clamped", schedule=schedule)
+
+
+def test_what_changes_with_each_forward_is_the_same_with_a_stage_per_rank_and_refused_with_several() -> None:
+    compare("decaying")
+    with pytest.raises(
+        RankFailure, match="the model's forward changes first.weight each time, outside of the pipeline"
+    ):
+        run_ranks(decaying_twice, 2, timeout=60)
+
+
+def decaying_twice() -> None:
+    start("decaying", 2, schedule="zb-v").train_batch(given(0))
+
+
+def test_what_stands_in_for_a_parameter_drops_what_is_written_and_refuses_to_count() -> None:
+    parameter = nn.Parameter(torch.randn(3, 4))
+    zeros = Elsewhere.make("first.weight", parameter, None, torch.float64)
+    assert (zeros.shape, zeros.size(), zeros.dtype, zeros.data.dtype) == ((3, 4), (3, 4), torch.float64, torch.float64)
+    for alias in (zeros, zeros.data, zeros.detach()[1:], zeros.view(-1), zeros.t().chunk(2)[0]):
+        alias.add_(1)
+        alias[0] = 2.0
+        alias.data.copy_(torch.ones(alias.shape))
+        assert alias.untyped_storage().nbytes() == zeros.itemsize
+    assert not zeros.any()
+    made = torch.ones(3, 4, dtype=torch.float64).add_(zeros)
+    assert (type(made), float(made.sum())) == (Tensor, 12.0)
+    with counting():
+        counts()
+        for use in (lambda: zeros.data.clamp_(0, 1), lambda: zeros.fill_(1), lambda: zeros.__setitem__(0, 1.0)):
+            with pytest.raises(RuntimeError, match="first.weight is needed on a stage of the pipeline that does not"):
+                use()
+
+
 def evaluate() -> list[int]:
     """How many forwards are taken for such that a backward may follow, before and after evaluations."""
     engine = start("plain", 2, row=3)
@@ -186,9 +270,10 @@ class Losses:
     """Notes what is to be differentiated."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.roots = model, []
+        self.model, self.roots, self.called = model, [], False
 
     def stage_loss(self, stage: int, batch: Any, kept: Any, trains: bool) -> Tensor:
+        self.called = True
         return self.model(*batch)
 
     def stage_backward(self, stage: int, roots: Any, *_: Any) -> None:
@@ -202,6 +287,17 @@ def test_a_loss_is_differentiated_even_if_it_has_no_graph() -> None:
     stages = Stages(work.model, [f"layers.{number}" for number in range(4)], (0,))
     losses = Interpreter(stages, Here(), work).run(schedule, 0, [torch.randn(2, SAMPLES, WIDTH)], [0])
     assert [float(root) for root in work.roots] == [float(loss) for loss in losses]
+
+
+@pytest.mark.parametrize("kind", INSTEAD)
+def test_an_action_that_no_run_does_is_refused_before_anything_is_computed(kind: Kind) -> None:
+    work = Losses(Detached())
+    action = Action(kind, 0, None if kind in OF_STAGE else 0)
+    actions = Action(Kind.FORWARD, 0, 0), action, Action(Kind.BACKWARD, 0, 0)
+    stages = Stages(work.model, [f"layers.{number}" for number in range(4)], (0,))
+    with pytest.raises(ScheduleError, match=f"not run on rank 0 at position 1, {action}: .*leave it out"):
+        Interpreter(stages, Here(), work).run(Schedule(1, (0,), (actions,)), 0, [torch.randn(2, SAMPLES, WIDTH)], [0])
+    assert not work.called
 
 
 def refusal() -> str | None:

@@ -98,7 +98,7 @@ def check_passes(seed: int, largest: int) -> None:
     for kinds in chosen:
         after = passes[kinds](before)
         assert without(after, kinds) == before.ranks
-        validate(after, rendezvous=True)
+        validate(after, rendezvous=True, plan=True)
         before = after
     assert parse(str(before)) == before
     simulate(before, costs)

@@ -9,7 +9,7 @@ import pytest
 
 from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, parse
 from zeromesh.pipeline.generators import ROWS, generate
-from zeromesh.pipeline.lowering import add_fetches, add_messages, add_update
+from zeromesh.pipeline.lowering import add_fetches, add_messages, add_offload, add_update
 from zeromesh.pipeline.simulate import Costs
 from zeromesh.pipeline.validate import validate
 
@@ -131,7 +131,7 @@ def test_sends_that_wait_for_their_receives_are_checked_if_asked_for() -> None:
 
 def test_ties_in_different_orders_are_a_deadlock() -> None:
     good = add_update(generate("1f1b", 2, 1), ties=[(0, 1), (0, 1)])
-    validate(good)
+    validate(good, plan=True)
     text = str(good).replace("TIE1.0 TIE1.1", "TIE1.1 TIE1.0")
     with pytest.raises(ScheduleError, match="rank 0 at TIE0.0 waits for TIE1.0; rank 1 at TIE1.1 waits for TIE0.1"):
         validate(parse(text))
@@ -139,9 +139,9 @@ def test_ties_in_different_orders_are_a_deadlock() -> None:
 
 def test_a_rank_with_several_stages_of_a_tie_meets_the_others_at_its_last() -> None:
     alone = add_update(generate("zb-v", 2, 1), ties=[(0, 3)])
-    validate(alone, rendezvous=True)
+    validate(alone, rendezvous=True, plan=True)
     good = add_update(generate("zb-v", 2, 1), ties=[(0, 2, 3), (1, 3)])
-    validate(good, rendezvous=True)
+    validate(good, rendezvous=True, plan=True)
     text = str(good).replace("TIE3.0 TIE3.1", "TIE3.1 TIE3.0")
     with pytest.raises(ScheduleError, match="rank 0 at TIE3.1 waits for TIE1.1; rank 1 at TIE2.0 waits for TIE3.0"):
         validate(parse(text))
@@ -170,6 +170,35 @@ def test_an_action_built_with_or_without_a_number_it_should_have() -> None:
             validate(Schedule(1, (0,), ((*good.ranks[0], wrong),)))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "action", "instead"),
+    [
+        ("F0.1 B0.0", "OFFLOAD0.0 F0.1 RELOAD0.0 B0.0", "OFFLOAD0.0", r"write RECOMPUTE before the backward"),
+        (
+            "F0.0",
+            "FETCH0 F0.0",
+            "FETCH0",
+            "reduces sharded units by itself, with zero_optimization.stage; leave it out",
+        ),
+        ("B0.1", "B0.1 REDUCE0", "REDUCE0", "reduces sharded units by itself"),
+        ("B0.1", "B0.1 TIE0.0", "TIE0.0", "sums tied gradients and updates by itself after the schedule; leave it out"),
+        ("B0.1", "B0.1 UPDATE0", "UPDATE0", "sums tied gradients and updates by itself"),
+    ],
+)
+def test_an_action_that_no_run_does_is_valid_in_a_plan_only(old: str, new: str, action: str, instead: str) -> None:
+    validate(parse(PLAIN.replace(old, new)), plan=True)
+    error = broken(PLAIN, old, new, memory=2)
+    assert (error.fault, str(error.action)) == ("not run", action)
+    assert instead in str(error)
+
+
+def test_memory_that_only_a_plan_saves_is_not_promised() -> None:
+    saving = add_offload(generate("gpipe", 1, 4))
+    validate(saving, memory=2, plan=True)
+    with pytest.raises(ScheduleError, match="not run on rank 0 at position 1, OFFLOAD0.0: a run leaves activations"):
+        validate(saving, memory=2)
+
+
 def test_backwards_have_no_place_in_an_evaluation() -> None:
     with pytest.raises(ScheduleError, match="only forwards are wanted; 0.0 has a backward"):
         validate(generate("1f1b", 2, 2), training=False)
@@ -195,7 +224,7 @@ def test_any_action_left_out_doubled_or_moved_far_is_found() -> None:
         optional = action.kind in (Kind.FETCH, Kind.REDUCE, Kind.TIE, Kind.UPDATE)
         changed = Schedule(good.microbatches, good.placement, tuple(map(tuple, ranks)))
         try:
-            validate(changed, rendezvous=True)
+            validate(changed, rendezvous=True, plan=True)
         except ScheduleError as error:
             faults[error.fault] += 1
         else:

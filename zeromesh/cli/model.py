@@ -24,6 +24,7 @@ from zeromesh.data.loader import Batch
 from zeromesh.data.tokenizer import load_tokenizer
 from zeromesh.engine import Engine
 from zeromesh.export import plain_model
+from zeromesh.model.lengths import positions
 from zeromesh.pretrained import build, configuration
 
 PROBE = 4
@@ -204,7 +205,7 @@ class Transformer:
                 f"lora adapts the weights of a model, and huggingface.path = {self.source.path!r} gives none, or "
                 "huggingface.weights leaves them out; choose one with weights, or leave lora out"
             )
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        longest = positions(model.config.get_text_config())
         if longest is not None and self.sequence_length > longest:
             raise ValueError(
                 f"huggingface.sequence_length = {self.sequence_length} is longer than the {longest} positions of the "

@@ -17,6 +17,7 @@ from zeromesh.cli.model import BuiltIn, Transformer, language_model, quiet
 from zeromesh.cli.screen import make_console, write
 from zeromesh.data.making import TOKENIZER_FOLDER
 from zeromesh.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
+from zeromesh.model.lengths import positions
 
 Next = Callable[[Sequence[int]], torch.Tensor]
 """From all ids so far, a longer list each time, to the logits of the next one, shape ``(vocabulary,)``."""
@@ -102,7 +103,7 @@ def load_writer(folder: RunFolder) -> Writer:
         model = load_transformer(language, folder.model)
         ends = model.generation_config.eos_token_id
         known = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        longest = positions(model.config.get_text_config())
         return Writer(lambda: _cached(model, longest), known | {tokenizer.end}, tokenizer)
     assert isinstance(language, BuiltIn)
     decoder, longest = _decoder(language, folder.model / "model.safetensors"), language.sequence_length

@@ -60,6 +60,23 @@ OF_STAGE = frozenset({Kind.FETCH, Kind.REDUCE, Kind.UPDATE})
 COMPUTE = frozenset({Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE})
 """These keep the device busy."""
 
+_BY_UNITS = "a run fetches and reduces sharded units by itself, with zero_optimization.stage; leave it out"
+_BY_ENGINE = "a run sums tied gradients and updates by itself after the schedule; leave it out"
+_OFFLOAD = (
+    "a run leaves activations where they are; leave it out, and write RECOMPUTE before the backward "
+    '("pipeline": {"recompute": true}) or set activation_checkpointing.cpu_checkpointing'
+)
+
+INSTEAD = {
+    Kind.OFFLOAD: _OFFLOAD,
+    Kind.RELOAD: _OFFLOAD,
+    Kind.FETCH: _BY_UNITS,
+    Kind.REDUCE: _BY_UNITS,
+    Kind.TIE: _BY_ENGINE,
+    Kind.UPDATE: _BY_ENGINE,
+}
+"""Kinds for plans, which are checked, timed and drawn, but never run -> what does their work in a run."""
+
 MESSAGES = {
     Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
     Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),

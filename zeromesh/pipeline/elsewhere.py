@@ -1,7 +1,8 @@
 """What stands in the places of parameters that other stages have: zeros that take no memory.
 
 What comes before a stage's blocks, which it computes for the shapes only, is computed with them. Nothing that counts
-may be, or a parameter that is on the wrong stage would go unnoticed.
+may be, or a parameter that is on the wrong stage would go unnoticed. What is written to them there is dropped, as the
+stage that has the parameter writes it, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zeromesh.model.in_place import writes, written
 
 _counts: ContextVar[bool] = ContextVar("what is computed counts", default=False)
 
@@ -34,15 +37,31 @@ class Elsewhere(Tensor):
         made.path = path
         return made
 
+    def _same(self, result: Tensor) -> Tensor:
+        """Make what shares these zeros' memory, such as ``.data`` and views, one of them, too."""
+        if isinstance(result, Elsewhere) or result.layout is not torch.strided:
+            return result
+        if result.untyped_storage()._cdata != self.untyped_storage()._cdata:
+            return result
+        made = result.as_subclass(Elsewhere)
+        made.path = self.path
+        return made
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """As torch calls it, for every function that is given such a tensor."""
+        kwargs = kwargs or {}
+        target = written(args, kwargs) if writes(func, kwargs) else None
+        drops = isinstance(target, Elsewhere)
+        source = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Elsewhere)), None)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            result = target if drops else func(*args, **kwargs)
+            if source is not None and not drops:
+                result = tree_map_only(Tensor, source._same, result)
         if _counts.get() and not _is_of_shapes(func.__name__, args) and any(map(_is_tensor, tree_leaves(result))):
-            path = next((x.path for x in tree_leaves((args, kwargs)) if isinstance(x, Elsewhere)), "a parameter")
+            path = "a parameter" if source is None else source.path
             raise RuntimeError(
                 f"{path} is needed on a stage of the pipeline that does not have it, as it is used elsewhere in a "
                 "trace of the model's forward, or in the order of registration where that cannot be traced; name "

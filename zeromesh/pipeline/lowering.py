@@ -1,5 +1,7 @@
 """Passes that add to a schedule what is not named when it is made. Each takes a schedule and gives a new one.
 
+A run does messages and recomputation. What ``add_fetches``, ``add_offload`` and ``add_update`` add is for plans: it can
+be checked, timed and drawn, and a run refuses it.
 They can be done in any order. Messages come best last, so that nothing stands between a result and its way out.
 """
 
@@ -76,7 +78,7 @@ def _send_of(schedule: Schedule, action: Action) -> Action | None:
 
 
 def add_fetches(schedule: Schedule, slots: int = 1, ahead: int = 1) -> Schedule:
-    """Add what sharded stages need: a fetch before a stage's turn, and a reduce after its last backward.
+    """Add, for plans, what sharded stages need: a fetch before a stage's turn, and a reduce after its last backward.
 
     Args:
         schedule: any.
@@ -115,7 +117,7 @@ def add_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> Sc
 
 
 def add_offload(schedule: Schedule, stages: Sequence[int] | None = None, ahead: int = 1) -> Schedule:
-    """Take activations off the device after each forward, and have them back for the backward.
+    """Take activations off the device after each forward, and have them back for the backward; for plans.
 
     Args:
         schedule: any.
@@ -153,7 +155,7 @@ def _before_backwards(schedule: Schedule, stages: Sequence[int] | None, kind: Ki
 
 
 def add_update(schedule: Schedule, ties: Sequence[Sequence[int]] = ()) -> Schedule:
-    """Add the end of a step: sums of tied gradients, in the same order on all ranks, and the updates of all stages.
+    """Add, for plans, the end of a step: sums of tied gradients, in one order on all ranks, and all stages' updates.
 
     Args:
         schedule: any.

@@ -18,6 +18,7 @@ from zeromesh.pipeline.actions import Action, Kind, Schedule
 from zeromesh.pipeline.lowering import BACKWARDS, LAST
 from zeromesh.pipeline.record import Recorder
 from zeromesh.pipeline.stage import Form, Handed, Header, Stages
+from zeromesh.pipeline.validate import require_run
 
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
 """Of the pipeline axis; between two ranks messages of one tag arrive in the order in which they are sent."""
@@ -146,7 +147,11 @@ class Interpreter:
 
         Returns:
             The losses, detached, in the order of micro-batches; none unless the last stage is here.
+
+        Raises:
+            ScheduleError: an action of any rank that is for plans only; before anything is done.
         """
+        require_run(schedule)
         run = _Running(self, schedule, batches, signatures, recorder)
         noted: AbstractContextManager[None] = nullcontext()
         actions = schedule.ranks[rank]
@@ -196,14 +201,12 @@ class _Running:
 
     def do(self, action: Action, last: bool) -> None:
         """Do one action; ``last`` if it is its stage's last backward."""
-        if action.kind in (Kind.BACKWARD, Kind.INPUT):
-            assert action.microbatch is not None
+        assert action.microbatch is not None  # those without a micro-batch are refused before the run
+        if action.kind in BACKWARDS:
             self._backward(action.stage, action.microbatch, last)
         elif action.kind is Kind.WEIGHT:
-            assert action.microbatch is not None
             self._all._work.stage_weights(action.stage, self._kept.pop((action.stage, action.microbatch)), last)
-        elif action.kind in self._do:
-            assert action.microbatch is not None
+        else:
             self._do[action.kind](action.stage, action.microbatch)
 
     def _key(self, boundary: int, microbatch: int) -> tuple[int, Any]:

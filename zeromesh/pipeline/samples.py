@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.model.containers import map_tensors
+from zeromesh.model.lengths import option, positions
 
 Inputs = dict[str, Any]
 
@@ -62,7 +63,7 @@ def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[Sample]:
 
 def longest_of(model: nn.Module) -> int:
     """How long a text a model takes, in tokens, as far as that is to be believed; 0 where it does not tell."""
-    return min(int(_option(getattr(model, "config", None), *_POSITIONS)), LONGEST)
+    return min(positions(getattr(model, "config", None)) or 0, LONGEST)
 
 
 @contextmanager
@@ -84,7 +85,7 @@ def _inputs_of(model: nn.Module, length: int) -> Iterator[Inputs]:
     main, config = getattr(model, "main_input_name", first), getattr(model, "config", None)
     if main not in accepted or (config is None and main not in _INPUTS):
         return
-    longest = _option(config, *_POSITIONS) or length
+    longest = positions(config) or length
     texts = SAMPLES, min(length, longest)
     inputs: Inputs = {name: make(config, texts) for name, make in _INPUTS.items() if name in accepted and name != main}
     inputs |= {name: value for name, value in _OPTIONS.items() if name in accepted}
@@ -104,19 +105,6 @@ def _inputs_of(model: nn.Module, length: int) -> Iterator[Inputs]:
             yield {name: value for name, value in one.items() if name in (main, "labels", *_OPTIONS)}
 
 
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
-
-
-def _option(config: Any, *names: str) -> Any:
-    """An option of a configuration, or of one inside it; 0 where there is none."""
-    inner = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "to_dict")]
-    for one in (config, *inner):
-        for name in names:
-            if value := getattr(one, name, None):
-                return value
-    return 0
-
-
 def _tokens(config: Any, texts: tuple[int, int]) -> Tensor:
     return torch.ones(texts, dtype=torch.long)
 
@@ -126,17 +114,17 @@ def _mask(config: Any, texts: tuple[int, int]) -> Tensor:
 
 
 def _images(config: Any, texts: tuple[int, int]) -> Tensor:
-    size = _option(config, "image_size") or IMAGE
+    size = option(config, "image_size") or IMAGE
     if isinstance(size, Mapping):
         size = size["height"], size["width"]
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    return torch.zeros(SAMPLES, _option(config, "num_channels") or 3, height, width)
+    return torch.zeros(SAMPLES, option(config, "num_channels") or 3, height, width)
 
 
 def _spectra(config: Any, texts: tuple[int, int]) -> Tensor:
-    bins, positions = _option(config, "num_mel_bins") or 80, _option(config, "max_source_positions")
+    bins, places = option(config, "num_mel_bins") or 80, option(config, "max_source_positions")
     if "Whisper" in type(config).__name__:  # it halves the length, and wants just as many as it has positions for
-        return torch.zeros(SAMPLES, bins, 2 * positions)
+        return torch.zeros(SAMPLES, bins, 2 * places)
     return torch.zeros(SAMPLES, 8 * texts[1], bins)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.pipeline.elsewhere import counting, counts
+from zeromesh.pipeline.twice import Parameters
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Stages:
     def __init__(self, model: nn.Module, blocks: Sequence[str], starts: Sequence[int], first: int = 0) -> None:
         self._model, self._blocks = model, tuple(blocks)
         self._bounds = (*starts, len(blocks))
-        self._first = first
+        self._first, self._watched = first, {first}
         inside = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
         self._outside = [module for module in model.modules() if id(module) not in inside]
 
@@ -181,8 +182,12 @@ class Stages:
 
         What comes before these is computed again for each stage, and is to change buffers of a rank for its first one
         only. That may be of use: what is made of inputs alone, every stage makes with such buffers. What is computed
-        ``again`` as a whole is to change none.
+        ``again`` as a whole is to change none. In the first run of each stage it is seen whether parameters change.
         """
+        parameters = None
+        if stage not in self._watched and not again:
+            self._watched.add(stage)
+            parameters = Parameters(self._model, self._outside)
         modules = list(self._model.modules()) if again else [] if stage == self._first else self._outside
         buffers = [(module, name, own) for module in modules for name, own in module._buffers.items()]
         for module, name, own in buffers:
@@ -193,8 +198,13 @@ class Stages:
                 module, name, own = buffers.pop()
                 module._buffers[name] = own
 
+        def enter() -> None:
+            restore()
+            if parameters is not None:
+                parameters.require_same()
+
         if not again:
-            run.restore = restore
+            run.restore = enter
         try:
             yield
         finally:

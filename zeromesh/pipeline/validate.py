@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from zeromesh.pipeline.actions import MESSAGES, OF_STAGE, RECEIVES, Action, Kind, Schedule, ScheduleError
+from zeromesh.pipeline.actions import INSTEAD, MESSAGES, OF_STAGE, RECEIVES, Action, Kind, Schedule, ScheduleError
 from zeromesh.pipeline.execution import execute, held, received_by
 from zeromesh.pipeline.simulate import Costs
 
@@ -18,6 +18,7 @@ def validate(
     costs: Costs | None = None,
     rendezvous: bool = False,
     training: bool = True,
+    plan: bool = False,
 ) -> None:
     """Check all that can go wrong while a schedule is run.
 
@@ -27,6 +28,7 @@ def validate(
         costs: for what activations take.
         rendezvous: whether ranks must also get to the end where a send waits for its receive.
         training: whether there must be backwards; without, there must be none.
+        plan: accept actions that are timed and drawn, but that no run does.
 
     Raises:
         ScheduleError: the first fault, with its kind, its place and what would be right.
@@ -38,8 +40,24 @@ def validate(
     execute(schedule)
     if rendezvous:
         execute(schedule, rendezvous=True)
+    if not plan:
+        require_run(schedule)
     if memory is not None and training:
         _check_memory(schedule, memory, costs or Costs())
+
+
+def require_run(schedule: Schedule) -> None:
+    """Check that a run does all actions of a schedule.
+
+    Raises:
+        ScheduleError: the first action that is for plans only, with what to write instead.
+    """
+    if not any(kind in INSTEAD for kind, _, _ in schedule.present):
+        return
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.kind in INSTEAD:
+                raise ScheduleError("not run", INSTEAD[action.kind], schedule, rank, position)
 
 
 def _check_places(schedule: Schedule) -> None:

@@ -19,7 +19,6 @@ they are asked for; ``F.cross_entropy(logits.materialise(), labels)`` has them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from zeromesh.model.in_place import writes
 from zeromesh.tensor.loss import REDUCTIONS, Vocabulary, linear_cross_entropy
 from zeromesh.tensor.operators import move
 
@@ -220,7 +220,7 @@ class Logits(Tensor):
                     return func(*args, **kwargs)
             if func in RULES and first.lazy and (found := RULES[func](first, func, *args[1:], **kwargs)) is not None:
                 return found
-        if _changes(func, kwargs) and isinstance(first, Logits):
+        if writes(func, kwargs) and isinstance(first, Logits):
             for one in list(first._recipe.head.family.values()):
                 one.materialise()  # before the change, that views may see it, and copies not
         args, kwargs = tree_map_only(Logits, Logits.materialise, (tuple(args), dict(kwargs)))
@@ -500,11 +500,3 @@ DESCRIPTION = frozenset(
     ]
 )  # fmt: skip
 """Functions that need no values."""
-
-_IN_PLACE = re.compile(r".*[^_]_|__(set|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__")
-
-
-def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes its arguments, by what torch's are called."""
-    in_place = _IN_PLACE.fullmatch(getattr(func, "__name__", ""))
-    return bool(in_place or kwargs.get("inplace") or kwargs.get("out") is not None)

@@ -2,9 +2,10 @@
 
 The logits of one chunk of tokens at a time are computed, turned into losses and gradients, and dropped (the idea is
 that of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, and Hsu et al., "Liger Kernel",
-2024). With a split vocabulary each rank has the logits of its own entries, and ranks tell each other three or four
-numbers per token: the maximum, the sum of exponentials below it, the label's logit, and for label smoothing the sum of
-the logits (Shoeybi et al., "Megatron-LM", 2019). They are put together in the order of ranks, so all get the same loss.
+2024). With a split vocabulary each rank has the logits of its own entries, and ranks tell each other three or five
+numbers per token: the maximum, the sum of exponentials relative to it, the label's logit, and for label smoothing the
+sum of the logits relative to the maximum, and their number (Shoeybi et al., "Megatron-LM", 2019). They are put together
+in the order of ranks, so all get the same loss.
 """
 
 from __future__ import annotations
@@ -158,29 +159,32 @@ class _Chunk:
         self._reduce(logits[:, : self._real])
 
     def _reduce(self, logits: Tensor) -> None:
-        """To losses, and to exponentials in the logits' memory, from which gradients are a product away."""
+        """Turn logits into losses, and, in their memory, into exponentials from which gradients are a product away.
+
+        All numbers are taken relative to the maximum first. A logarithm that is added to a large maximum loses its
+        last digits, and with them those of the loss.
+        """
         terms, wide = self._terms, logits.dtype
         if self._real:
-            top = logits.amax(1)
+            own = logits.amax(1)
             target = logits.gather(1, self._local[:, None])[:, 0].where(self._here, 0.0)
         else:
-            top = torch.full((len(logits),), -torch.inf, dtype=wide, device=logits.device)
-            target = torch.zeros_like(top)
-        more = [logits.sum(1)] if terms.label_smoothing else []
-        self._top, self._exponentials = top, logits.sub_(top[:, None]).exp_()
-        numbers = [top, self._exponentials.sum(1), target, *more]
-        group = terms.vocabulary.group
-        if group is not None and group.size > 1:
-            told = group.exchange(torch.cat(numbers)).to(logits.device).view(group.size, len(numbers), -1)
-            top = told[:, 0].amax(0)
-            below = (told[:, 1] * (told[:, 0] - top).exp()).sum(0)
-            numbers = [top, below, *(told[:, place].sum(0) for place in range(2, len(numbers)))]
-        top, below, target = numbers[:3]
-        self.normaliser = top + below.log()
+            own = torch.full((len(logits),), -torch.inf, dtype=wide, device=logits.device)
+            target = torch.zeros_like(own)
+        logits.sub_(own.where(own > -torch.inf, 0.0)[:, None])
+        total = logits.sum(1) if terms.label_smoothing else None
+        self._exponentials = logits.exp_()
+        numbers = [own, self._exponentials.sum(1), target]
+        if total is not None:
+            numbers += [total, torch.full_like(own, self._real)]
+        top, self._below, target, total = _over_ranks(numbers, terms.vocabulary.group)
+        self._share = (own - top).exp() / self._below
+        below = self._below.log()
+        self.normaliser = top + below
         smoothing = terms.label_smoothing
-        losses = self.normaliser - (1 - smoothing) * target
-        if smoothing:
-            losses -= smoothing / terms.vocabulary.size * numbers[3]
+        losses = (1 - smoothing) * (below - (target - top))
+        if total is not None:
+            losses += smoothing * (below - total / terms.vocabulary.size)
         if terms.z_loss:
             losses += terms.z_loss * self.normaliser.square()
         self.losses = losses.where(self._counted, 0.0)
@@ -194,7 +198,7 @@ class _Chunk:
         terms, smoothing = self._terms, self._terms.label_smoothing
         shape = (len(self._exponentials), self._weight.shape[0])
         upstream = torch.where(self._counted, upstream * terms.scale, 0.0)
-        factor = (self._top - self.normaliser).exp() * upstream
+        factor = self._share * upstream
         if terms.z_loss:
             factor *= 1 + 2 * terms.z_loss * self.normaliser
         gradient = self._exponentials.mul_(factor[:, None])
@@ -210,6 +214,28 @@ class _Chunk:
         padded = self._hidden.new_zeros(shape)
         padded[:, : self._real] = gradient
         return padded
+
+
+def _over_ranks(numbers: list[Tensor], group: Group | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Put the numbers of each rank's part of the vocabulary together, in the order of ranks.
+
+    Args:
+        numbers: per token the maximum, the sum of exponentials relative to it, the label's logit where it is in this
+            part, and for label smoothing the sum of the logits relative to the maximum and how many these are.
+        group: the ranks; None: there is one part.
+
+    Returns:
+        The same of the whole vocabulary, without the last; None for a sum that was not given.
+    """
+    top, below, target, *rest = numbers
+    if group is None or group.size == 1:
+        return top, below, target, rest[0] if rest else None
+    told = group.exchange(torch.cat(numbers)).to(top.device).view(group.size, len(numbers), -1)
+    tops = told[:, 0]
+    top = tops.amax(0)
+    lower = (tops - top).where(told[:, 1] > 0, 0.0)  # a part may be empty
+    below, target = (told[:, 1] * lower.exp()).sum(0), told[:, 2].sum(0)
+    return top, below, target, (told[:, 3] + told[:, 4] * lower).sum(0) if rest else None
 
 
 class _Sums:

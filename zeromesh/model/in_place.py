@@ -1,0 +1,22 @@
+"""Which functions of torch write to a tensor that they are given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NAME = re.compile(r".*[^_]_|__(set|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__")
+
+
+def writes(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function writes to its arguments, judged by its name and by ``inplace`` and ``out``."""
+    named = _NAME.fullmatch(getattr(function, "__name__", ""))
+    return bool(named or kwargs.get("inplace") or kwargs.get("out") is not None)
+
+
+def written(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument that a function which ``writes`` changes: ``out``, or the first one."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    return args[0] if args else next(iter(kwargs.values()), None)

@@ -1,0 +1,26 @@
+"""What configurations of models say about sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+
+
+def option(config: Any, *names: str) -> Any:
+    """Return an option of a configuration, or of one inside it; 0 where there is none.
+
+    Negative numbers, with which models such as XLNet say that there is no limit, count as none.
+    """
+    inner = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "to_dict")]
+    for one in (config, *inner):
+        for name in names:
+            value = getattr(one, name, None)
+            if value and not (isinstance(value, int | float) and value < 0):
+                return value
+    return 0
+
+
+def positions(config: Any) -> int | None:
+    """Return the number of tokens of the longest text that a model takes; None where there is no limit or none told."""
+    return int(option(config, *_POSITIONS)) or None
