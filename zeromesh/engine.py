@@ -106,6 +106,7 @@ class Engine:
         self._passes: Iterator[Any] | None = None
         self._accumulation = sharded.accumulation
         self._updating = False
+        self._asked, self._agreed = 0, 0
         self._unbind: Callable[[], None] | None = None
         self._sharing = [axis for axis in ("tensor", "context") if self.mesh.sizes[axis] > 1]
         self._has_compared = False
@@ -308,6 +309,18 @@ class Engine:
             self.micro_steps += self._accumulation.count()
             self._step(self.optimizer, None)
 
+    def ask(self, number: int) -> None:
+        """Let all ranks hear of ``number`` at the next update: the largest that any rank asked for is ``asked`` then.
+
+        A handler of a signal may call it, which one rank alone may get.
+        """
+        self._asked = max(self._asked, number)
+
+    @property
+    def asked(self) -> int:
+        """The largest number that any rank passed to ``ask`` before the last update; 0 if none did."""
+        return self._agreed
+
     @property
     def updating(self) -> bool:
         """Whether the optimizer's own step runs as a part of an update."""
@@ -321,6 +334,7 @@ class Engine:
     def _agree_and_update(self, optimizer: Optimizer, schedule: Any) -> None:
         agreement = self.sharded.complete(self._notes())
         self._accumulation.restart()
+        self._asked, self._agreed = 0, int(agreement.notes[:, 4].max())
         self._require_same_losses(agreement)
         factor, rates, scale = self.gradient_factor, self.get_lr(), self.loss_scale if self.loss_scaler else None
         self._norm = agreement.norm * factor
@@ -404,7 +418,8 @@ class Engine:
         losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
         finite = [isfinite(loss) for loss in losses]
         inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
-        return [0.0 if all(finite) else 1.0 + finite.index(False), sum(losses), float(len(losses)), inputs]
+        bad = 0.0 if all(finite) else 1.0 + finite.index(False)
+        return [bad, sum(losses), float(len(losses)), inputs, float(self._asked)]
 
     def _require_same_losses(self, agreement: Agreement) -> None:
         """Ranks that split one model, or one sequence, are given one batch and compute one loss; all see whether.

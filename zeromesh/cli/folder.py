@@ -125,9 +125,10 @@ class RunFolder:
                 f"run.output = {str(self.path)!r} already holds a run; {', '.join(remedies)}, or delete it"
             )
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
+            for folder in (self.path, self.checkpoints):  # checkpoints may be a link to another disk
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
         except OSError as error:
             raise ValueError(
                 f"run.output = {str(self.path)!r} cannot be written to ({error.strerror}); "

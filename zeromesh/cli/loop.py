@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +13,15 @@ import torch
 from zeromesh.cli.check import Job
 from zeromesh.cli.evaluate import HeldOut, Score
 from zeromesh.cli.loss import weighted
+from zeromesh.cli.signals import Ended, Request, leave_word
 from zeromesh.data.loader import Batch, Share
 from zeromesh.engine import Engine
 from zeromesh.observe.machine import peak_flops
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.process import peak_bytes
 from zeromesh.observe.progress import Display, Figures
+
+_log = logging.getLogger("zeromesh")
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,17 @@ class Loop:
             if self._due(progress, self.job.run.log_every) or progress.step == 1:
                 peak = self._log(progress, logged, loss, rate, peak)
                 logged = progress
-            self._between_steps(progress)
+            saved = self._between_steps(progress)
+            if self.engine.asked and not saved:
+                saved = self._save(progress)
+            if self.engine.asked == Request.SAVE_AND_END:
+                self.display.line(f"step {progress.step}/{self.job.run.steps}  ended by a signal")
+                if saved:
+                    leave_word()
+                    raise Ended
+                raise SystemExit(128 + signal.SIGTERM)
         if progress.step > start.step and not self._due(progress, self.job.run.save_every, last=False):
-            self._save(progress)
+            self._save(progress, last=True)
         return progress
 
     def _step(self, batches: Iterator[Batch]) -> float:
@@ -83,14 +96,17 @@ class Loop:
         """Whether a step is one of every ``every`` (0: none), or with ``last`` the last one."""
         return (every > 0 and progress.step % every == 0) or (last and progress.step == self.job.run.steps)
 
-    def _between_steps(self, progress: Progress) -> None:
-        """Evaluate and save where it is time to; the end of the run has its own evaluation of all held-out text."""
+    def _between_steps(self, progress: Progress) -> bool:
+        """Evaluate and save where it is time to; the end of the run has its own evaluation of all held-out text.
+
+        Returns whether a checkpoint was written.
+        """
         if self._due(progress, self.job.run.evaluate_every, last=False) and progress.step < self.job.run.steps:
             score = self.held_out.score(self.engine, self.job.run.evaluate_batches)
             if score is not None:
                 self.show_score(progress, score)
-        if self._due(progress, self.job.run.save_every, last=False):
-            self._save(progress)
+        due = self._due(progress, self.job.run.save_every, last=False)
+        return due and self._save(progress, last=progress.step == self.job.run.steps)
 
     def show_score(self, progress: Progress, score: Score) -> None:
         """Write a validation to the log and to the screen; those between steps are of a part of the text only."""
@@ -148,9 +164,25 @@ class Loop:
             seconds=round(progress.seconds, 3),
         )
 
-    def _save(self, progress: Progress) -> None:
+    def _save(self, progress: Progress, last: bool = False) -> bool:
+        """Write a checkpoint, and return whether that succeeded.
+
+        A disk that is full, or cannot be written to for a while, does not end a run unless ``checkpoint.on_failure``
+        says so: the next save is another try. After the last step there is none.
+        """
         state = {"samples": progress.samples, "seconds": progress.seconds}
-        self.engine.save_checkpoint(self.job.folder.checkpoints, client_state=state)
+        try:
+            self.engine.save_checkpoint(self.job.folder.checkpoints, client_state=state)
+        except (OSError, RuntimeError) as error:  # all ranks raise, one of them what went wrong
+            if last or self.engine.config.checkpoint.on_failure == "stop":
+                raise
+            kept = self.job.folder.last_checkpoint
+            _log.warning(
+                "step %d: no checkpoint was written (%s); training goes on, and the next save is another try; %s",
+                progress.step, error, f"the last one is {kept}" if kept else "there is none yet",
+            )  # fmt: skip
+            return False
+        return True
 
     def _peak_flops(self) -> float:
         """Operations per second that all ranks can do at best, measured at the same time."""

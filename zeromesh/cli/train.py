@@ -20,6 +20,7 @@ from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.loop import Loop, Progress
 from zeromesh.cli.model import require_causal, require_document_attention
 from zeromesh.cli.screen import is_first, make_console, shown_log
+from zeromesh.cli.signals import heeded
 from zeromesh.config.printing import jsonable
 from zeromesh.config.settings import Settings
 from zeromesh.config.unset import tell_unset
@@ -145,7 +146,8 @@ def _train(job: Job, prepared: Prepared, began: float) -> None:
         with Display(console, job.run.steps) as display:
             loop = _loop(engine, job, prepared, start, display, cost)
             length, seed = job.language.sequence_length, job.settings.seed
-            reached = loop.run(training_batches(prepared, length, loop.share, seed, start.samples), start)
+            with heeded(engine):
+                reached = loop.run(training_batches(prepared, length, loop.share, seed, start.samples), start)
         close(loop, prepared, Span(began, start, reached), console)
     finally:
         engine.destroy()

@@ -225,6 +225,11 @@ class Checkpoint(Section):
         description="How many checkpoints of a series (such as global_step1, global_step2) stay in a folder; older "
         "ones are deleted when a new one is complete. Null: all.",
     )
+    on_failure: Literal["continue", "stop"] = Field(
+        "continue",
+        description="What zeromesh train does if a checkpoint cannot be written, as on a full disk: go on and try "
+        "again at the next save, or stop.",
+    )
     tag_validation: TagValidation = Field(
         "Warn", description="What to do when ranks save under different tags: Ignore, Warn or Fail."
     )

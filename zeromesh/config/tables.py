@@ -32,6 +32,7 @@ OURS: tuple[str, ...] = (
     "tensor_parallel.sequence",
     "profile",
     "checkpoint.keep_last",
+    "checkpoint.on_failure",
     "model",
     "huggingface",
     "lora",

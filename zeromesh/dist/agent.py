@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from zeromesh.dist.failure import GRACE, HASTE, RankFailure, first_failure
+from zeromesh.dist.failure import SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
 from zeromesh.dist.meeting import in_background, reach
 from zeromesh.dist.output import Relay, Streams
 from zeromesh.dist.rank import FAILURES
@@ -96,6 +96,7 @@ def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], 
             stack.enter_context(_variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
         try:
             agent = _agent(command, plan, folder, relay, tell)
+            stack.enter_context(_handlers(agent.pass_on, (signal.SIGUSR1,)))
             closes = True
             try:
                 result = agent.run()
@@ -108,6 +109,8 @@ def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], 
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
+            if (folder / SAVED).exists():
+                raise SystemExit(SAVED_AND_ENDED) from None
             raise SystemExit(128 + error.sigval) from None
         except RendezvousTimeoutError:
             raise TimeoutError(_too_few(plan)) from None
@@ -223,9 +226,15 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         with _handlers(self._end_at_once):
-            super()._shutdown(death_sig, GRACE.get(death_sig, HASTE))  # type: ignore[arg-type]
+            super()._shutdown(death_sig, grace(death_sig))  # type: ignore[arg-type]
         if self._worker_group.state is not WorkerState.SUCCEEDED:
             self._end_at_once()  # what ranks left behind that died
+
+    def pass_on(self, number: int, _: Any) -> None:
+        """Hand a signal to the ranks, and go on."""
+        for pid in self._pcontext.pids().values() if self._pcontext else ():
+            with suppress(OSError):
+                os.kill(pid, number)
 
     def _end_at_once(self, *_: object) -> None:
         for pid in self._pcontext.pids().values() if self._pcontext else ():
@@ -284,14 +293,14 @@ def _end(number: int, _: Any) -> None:
 
 
 @contextmanager
-def _handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle ``SIGNALS`` meanwhile, and afterwards as before; only the main thread can."""
+def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
+    """Handle signals meanwhile, and afterwards as before; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
-        for number in SIGNALS:
+        for number in numbers:
             signal.signal(number, handler)
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,25 @@ CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
 """Signals that end ranks because another one is gone: the first is the launcher's, the second that of nccl's
 watchdog."""
 
-GRACE = {signal.SIGTERM: 15.0}
-"""Seconds from a signal to the launcher until its ranks get SIGKILL."""
+SAVED_AND_ENDED = 75
+"""Exit status of a run that a signal ended after it was saved; the same command, resumed, goes on."""
+
+SAVED = "saved"
+"""File in the launcher's folder by which ranks say that they were."""
+
+
+def grace(number: int) -> float:
+    """Return the seconds from a signal to the launcher until its ranks get SIGKILL.
+
+    After SIGTERM ranks may save: 30 seconds, as long as Slurm waits by default, or what ZEROMESH_GRACE says.
+    """
+    if number != signal.SIGTERM:
+        return HASTE
+    try:
+        return max(HASTE, float(os.environ.get("ZEROMESH_GRACE", "30")))
+    except ValueError:
+        return 30.0
+
 
 HASTE = 1.0
 """The same for all other signals, such as Ctrl-C's."""

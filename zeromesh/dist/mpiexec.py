@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeromesh.dist.failure import GRACE, HASTE, first_failure
+from zeromesh.dist.failure import HASTE, first_failure, grace
 from zeromesh.dist.rank import FAILURES
 
 PATIENCE = 10.0
@@ -130,13 +130,13 @@ def _wait(process: subprocess.Popen[bytes], got: list[int], folder: Path) -> int
             return process.wait(0.2)
         if end == math.inf and any(folder.glob("*.failure")):
             end = time.monotonic() + PATIENCE
-    failed, grace = not got, HASTE
+    failed, patience = not got, HASTE
     if failed:
         process.terminate()
     else:
-        grace = GRACE.get(signal.Signals(got[0]), HASTE)
+        patience = grace(got[0])
     try:
-        status = process.wait(grace)
+        status = process.wait(patience)
     except subprocess.TimeoutExpired:
         process.kill()
         status = process.wait()

@@ -1,0 +1,97 @@
+"""Runs that are told to end, or that cannot save, lose nothing."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from test_train_cli import call, config
+from zeromesh.cli.folder import RunFolder
+from zeromesh.engine import Engine
+
+TRAIN = [sys.executable, "-m", "zeromesh.cli.main"]
+
+
+def steps_so_far(run: RunFolder) -> int:
+    return run.metrics.read_text().count('"train"') if run.metrics.exists() else 0
+
+
+def wait_for_steps(run: RunFolder, process: subprocess.Popen[str], count: int) -> None:
+    limit = time.monotonic() + 200
+    while steps_so_far(run) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [["train"], pytest.param(["launch", "--nproc", "2", "-m", "zeromesh.cli.main", "train"], marks=pytest.mark.full)],
+)
+def test_sigusr1_saves_and_sigterm_saves_and_ends(prefix: list[str], corpus: Path, tmp_path: Path) -> None:
+    path = config(corpus, tmp_path, run={"steps": 100_000, "save_every": 0, "evaluate_every": 0, "ranks": 2})
+    run = RunFolder(tmp_path / "run")
+    process = subprocess.Popen(
+        [*TRAIN, *prefix, str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        wait_for_steps(run, process, 2)
+        process.send_signal(signal.SIGUSR1)
+        limit = time.monotonic() + 60
+        while run.last_checkpoint is None:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        saved = run.last_checkpoint
+        wait_for_steps(run, process, steps_so_far(run) + 2)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 75, output
+    assert "ended by a signal" in output
+    assert run.last_checkpoint not in (None, saved)
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_a_save_that_fails_is_tried_again_at_the_next(
+    policy: str, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = config(corpus, tmp_path, checkpoint={"on_failure": policy}, run={"save_every": 2, "ranks": 1})
+    save, calls = Engine.save_checkpoint, []
+
+    def full_once(engine: Engine, *args: Any, **kwargs: Any) -> Path:
+        calls.append(engine.global_steps)
+        if engine.global_steps == 2:
+            raise OSError(errno.ENOSPC, "a checkpoint needs 1,000 bytes, where 10 are free")
+        return save(engine, *args, **kwargs)
+
+    with patch.object(Engine, "save_checkpoint", full_once):
+        result = call("train", path)
+    if policy == "stop":
+        assert result.exit_code != 0
+        assert calls == [2]
+    else:
+        assert result.exit_code == 0, result.output
+        assert calls == [2, 4, 6]
+        assert "training goes on, and the next save is another try; there is none yet" in caplog.text + result.output
+        assert RunFolder(tmp_path / "run").last_checkpoint == "global_step6"
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_written_to_is_refused_at_the_start(
+    corpus: Path, tmp_path: Path
+) -> None:
+    path = config(corpus, tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file in the way")
+    result = call("train", path)
+    assert result.exit_code == 2, result.output
+    assert "cannot be written to" in " ".join(result.output.split())
