@@ -1,11 +1,14 @@
 """Ranks that wait for each other for ever are told so; ranks that are merely slow are left alone."""
 
+import os
+import signal
 import threading
 import time
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeromesh
@@ -39,11 +42,30 @@ def one_rank_is_slow() -> float:
     return float(engine.get_global_grad_norm() or 0.0)
 
 
+def one_rank_is_stopped(stopped: int) -> None:
+    engine = make_engine(patience=0.6)
+    if engine.mesh.rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    engine.backward(engine(torch.ones(2, 64)).sum())
+    engine.step()
+
+
+def one_rank_calls_a_barrier() -> None:
+    engine = make_engine(patience=0.3)
+    if engine.mesh.rank == 1:
+        dist.barrier()
+    engine.backward(engine(torch.ones(2, 64)).sum())
+
+
 class Store(dict[str, str]):
     """A process group's store, with the state of another rank that has waited for long."""
 
     def __init__(self) -> None:
         super().__init__({"zeromesh/waits/1": '{"what": "something", "number": 1}'})
+        self["zeromesh/signs/1"] = "given"
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return f"{time.monotonic()} elsewhere 7".encode() if "signs" in key else self[key].encode()
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self for key in keys)
@@ -80,6 +102,49 @@ def test_ranks_in_different_collectives_end_and_say_which() -> None:
     assert "exchange over the axis world" in said
     assert "parameters of unit" in said
     assert "test_watchdog.py" in said  # the stack shows the user's line
+    assert "raise slots.parameter" in said
+
+
+def test_a_stopped_rank_is_named_and_ends_the_run() -> None:
+    other, _ = spawn_ranks(one_rank_is_stopped, 2, 1, timeout=10)
+    assert other.kind == "died"
+    assert "status 70" in other.text
+    assert "rank 1 (process" in other.output
+    assert "it is stopped; rank 0 waits for all_gather" in other.output
+    assert "test_watchdog.py" in other.output  # the line of the program, and the stack
+
+
+def test_a_store_that_does_not_answer_ends_the_run() -> None:
+    """Else nobody would notice that the process that holds it, mostly rank 0, was stopped."""
+    stopped, ended = threading.Event(), threading.Event()
+    said: list[str] = []
+
+    class Stopped(Store):
+        def check(self, keys: list[str]) -> bool:
+            stopped.wait(60)
+            return False
+
+    def end(why: str, tell: bool) -> None:
+        said.append(why)
+        ended.set()
+
+    watched = watchdog.Watchdog(Stopped(), 0, 2, patience=0.03)
+    with patch.object(watched, "_end", end):
+        watched.begin("a unit")
+        assert ended.wait(20)
+        watched.end()
+        stopped.set()
+        time.sleep(0.1)
+    assert "has not answered rank 0" in said[0]
+    assert "rank 0 or the launcher of the first node, was stopped" in said[0]
+
+
+@pytest.mark.full
+def test_a_rank_that_is_alone_in_a_barrier_of_its_own_ends_the_run() -> None:
+    said = "".join(outcome.output for outcome in spawn_ranks(one_rank_calls_a_barrier, 2, timeout=30))
+    assert "every rank has waited" in said
+    assert "barrier of the program's own, at " in said
+    assert "parameters of unit" in said
 
 
 def test_it_watches_over_mpi_too() -> None:

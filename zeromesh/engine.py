@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from zeromesh import batches, export, report
 from zeromesh.activation.checkpoint import compile_forward
 from zeromesh.bounding import find_bounds
+from zeromesh.dist.rank import record_step
+from zeromesh.dist.stragglers import Stragglers
 from zeromesh.fed import FedBatches
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
@@ -107,6 +109,7 @@ class Engine:
         self._accumulation = sharded.accumulation
         self._updating = False
         self._asked, self._agreed = 0, 0
+        self._stragglers = Stragglers(self.mesh)
         self._unbind: Callable[[], None] | None = None
         self._sharing = [axis for axis in ("tensor", "context") if self.mesh.sizes[axis] > 1]
         self._has_compared = False
@@ -330,11 +333,13 @@ class Engine:
         with self.observer.phase("step"):
             self._agree_and_update(optimizer, schedule)
         self.observer.after_update(self.global_steps)
+        record_step(self.global_steps + 1)
 
     def _agree_and_update(self, optimizer: Optimizer, schedule: Any) -> None:
         agreement = self.sharded.complete(self._notes())
         self._accumulation.restart()
         self._asked, self._agreed = 0, int(agreement.notes[:, 4].max())
+        self._stragglers.compare(agreement.notes[:, 5].tolist())
         self._require_same_losses(agreement)
         factor, rates, scale = self.gradient_factor, self.get_lr(), self.loss_scale if self.loss_scaler else None
         self._norm = agreement.norm * factor
@@ -419,7 +424,7 @@ class Engine:
         finite = [isfinite(loss) for loss in losses]
         inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
         bad = 0.0 if all(finite) else 1.0 + finite.index(False)
-        return [bad, sum(losses), float(len(losses)), inputs, float(self._asked)]
+        return [bad, sum(losses), float(len(losses)), inputs, float(self._asked), self._stragglers.busy()]
 
     def _require_same_losses(self, agreement: Agreement) -> None:
         """Ranks that split one model, or one sequence, are given one batch and compute one loss; all see whether.

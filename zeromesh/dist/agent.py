@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from zeromesh.dist.failure import SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
+from zeromesh.dist.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
 from zeromesh.dist.meeting import in_background, reach
 from zeromesh.dist.output import Relay, Streams
 from zeromesh.dist.rank import FAILURES
@@ -202,7 +202,7 @@ class _Agent(LocalElasticAgent):
         self._world = 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for file in self._folder.glob("*.failure"):
+        for file in (*self._folder.glob("*.failure"), *self._folder.glob("*.step")):
             file.unlink()
         world = worker_group.workers[0].world_size
         if self._world and self._world != world:
@@ -226,7 +226,8 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         with _handlers(self._end_at_once):
-            super()._shutdown(death_sig, grace(death_sig))  # type: ignore[arg-type]
+            # Ranks that outlive a failed one have nothing to save, and may heed no signal: they wait for it.
+            super()._shutdown(death_sig, grace(death_sig) if self.failure is None else HASTE)  # type: ignore[arg-type]
         if self._worker_group.state is not WorkerState.SUCCEEDED:
             self._end_at_once()  # what ranks left behind that died
 

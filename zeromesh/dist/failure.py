@@ -76,7 +76,7 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
     killed = {rank: -code for rank, code in exitcodes.items() if code < 0}
     for rank, number in sorted(killed.items()):
         if number not in CONSEQUENCES:
-            return _killed(rank, number)
+            return _killed(rank, number, folder)
     records = {int(file.stem): json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.failure")}
     silent = sorted(rank for rank, code in exitcodes.items() if code > 0 and rank not in records)
     if silent:  # it left by itself, such as with os._exit
@@ -86,10 +86,13 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
         aborted = [f"rank {rank} was ended by SIGABRT" for rank in sorted(killed) if killed[rank] == signal.SIGABRT]
         details = "\n".join([records[first]["details"].rstrip(), *aborted])
         return RankFailure(first, records[first]["summary"], details, records[first]["status"])
-    return _killed(*min(killed.items(), key=lambda pair: (CONSEQUENCES.index(pair[1]) == 0, pair[0])))
+    rank, number = min(killed.items(), key=lambda pair: (CONSEQUENCES.index(pair[1]) == 0, pair[0]))
+    return _killed(rank, number, folder)
 
 
-def _killed(rank: int, number: int) -> RankFailure:
+def _killed(rank: int, number: int, folder: Path) -> RankFailure:
     known = {member.value: member.name for member in signal.Signals}  # most real-time signals have no name
     hint = next((f"; {text}" for member, text in HINTS.items() if member == number), "")
-    return RankFailure(rank, f"killed by {known.get(number, f'signal {number}')}{hint}", "", 128 + number)
+    file = folder / f"{rank}.step"
+    step = f" in step {file.read_text(encoding='ascii')}" if file.exists() else ""
+    return RankFailure(rank, f"killed by {known.get(number, f'signal {number}')}{step}{hint}", "", 128 + number)

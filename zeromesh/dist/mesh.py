@@ -146,6 +146,11 @@ class Mesh:
         found: list[list[int]] = ranks.movedim(AXES.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
         return found
 
+    @property
+    def waited(self) -> float | None:
+        """Seconds that this rank has spent in waits for others; None where they are the device's, as with nccl."""
+        return None if self._watchdog is None else self._watchdog.waited
+
     def neighbours(self, axis: str, count: int) -> Group:
         """So many ranks along an axis, one after the other, this one among them; all ranks call it at once.
 

@@ -1,33 +1,65 @@
-"""Notices that all ranks wait for each other for ever, and says what each of them waits for.
+"""End runs whose ranks wait for each other for ever, and say where each of them is.
 
 Ranks that issue different collectives, or the same ones in different orders, wait for messages that nobody sends. From
-inside one rank that looks like a slow peer. It is different when every rank has been waiting for a while and none has
-got any further: then nobody is left who could send. The ranks tell each other through the process group's store,
-but only once they have waited for ``PATIENCE`` seconds, so that a run in which all is well pays next to nothing.
+inside one rank that looks like a slow peer. Three things tell the difference, and each ends the run:
+
+- Every rank has waited for ``PATIENCE`` seconds, and none got any further: nobody is left who could send.
+- A rank gives no sign of life while another one waits for it: it was stopped, or its machine is gone. Every rank counts
+  on aloud, in a thread of its own, so that one which computes for hours is not taken for such a one.
+- The store through which ranks tell each other so does not answer: the process that holds it was stopped.
+
+Ranks say what they wait for only once they have waited for long, so a run in which all is well pays next to nothing.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import io
 import json
 import os
+import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.dist.rank import write_failure
 
 PATIENCE = 30.0
 """Seconds that every rank must have waited, each in one collective, before they are given up."""
+
+OWN = 10
+"""Times ``PATIENCE`` that collectives of the program's own may take: nothing is known of their size."""
+
+TICKS = 6
+"""Looks per ``PATIENCE``."""
+
+SILENT = 4
+"""Times ``PATIENCE`` without a sign of life after which a rank is given up; half of it if the kernel says so, too."""
 
 SLOWEST_LINK = 5e6
 """Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer."""
 
 EXIT_CODE = 70
 
+_PACKAGES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<frozen")
+_OWN_WAITS = ("barrier", "broadcast", "reduce", "gather", "scatter", "all_to_all")
+"""Parts of the names of torch's functions in which a program waits for all ranks of a group."""
+
 
 class Watchdog:
-    """Watches over this rank's waits.
+    """Watches over this rank's waits, and over the signs of life of the others.
+
+    Attributes:
+        waited: seconds that this rank has spent in collectives.
 
     Args:
         store: the process group's key-value store.
@@ -37,40 +69,84 @@ class Watchdog:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: float) -> None:
+        self.waited = 0.0
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._patience = patience
+        self._thread = threading.get_ident()
         self._waits = 0
-        self._due = 0.0
+        self._depth = 0
+        self._began = self._due = 0.0
         self._what = ""
+        self._own: tuple[str, int] | None = None
+        self._own_due = 0.0
         self._told: dict[str, Any] | None = None  # an engine before this one may have left word of a wait
         self._seen: list[Any] | None = None
-        gone = threading.Event()
-        weakref.finalize(self, gone.set)
-        threading.Thread(target=_watch, args=(weakref.ref(self), patience / 3, gone), daemon=True).start()
+        self._beat = 0
+        self._number = -1
+        self._quiet: dict[int, tuple[str, int]] = {}
+        self._warned: set[int] = set()
+        self._ends = False
+        self._gone = threading.Event()
+        weakref.finalize(self, self._gone.set)
+        for run in (_watch, _judge):
+            threading.Thread(target=run, args=(weakref.ref(self), patience / TICKS, self._gone), daemon=True).start()
 
     def begin(self, what: str, nbytes: int = 0) -> None:
-        """A wait begins, for a collective that carries so many bytes."""
+        """Note that a wait begins, for a collective that carries so many bytes."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._thread = threading.get_ident()
         self._waits += 1
-        self._what, self._due = what, time.monotonic() + self._patience + nbytes / SLOWEST_LINK
+        self._began = time.monotonic()
+        self._what, self._due = what, self._began + self._patience + nbytes / SLOWEST_LINK
 
     def end(self) -> None:
-        """It is over."""
-        self._what = ""
+        """Note that it is over."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._what = ""
+            self.waited += time.monotonic() - self._began
 
     def check(self) -> None:
-        """Tell the others what this rank waits for, if it has for long; end the process if all have, and still do."""
-        what, number = self._what, self._waits
-        if not what or time.monotonic() < self._due:
+        """Give a sign of life. If this rank has waited for long, look for a reason to end the run."""
+        self._beat += 1
+        self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {socket.gethostname()} {os.getpid()}")
+        if self._store.check(["zeromesh/ended"]):
+            self._end(self._store.get("zeromesh/ended").decode(), tell=False)
+        wait = self._wait()
+        if wait is None or wait["number"] != self._number:
+            self._quiet.clear()
+            self._warned.clear()
+        elif self._world_size > 1:
+            self._look_for_silent(wait)
+        self._number = -1 if wait is None else wait["number"]
+        if wait is None or time.monotonic() < (self._due if self._what else self._own_due):
             self._tell({})
             self._seen = None
             return
-        self._tell({"what": what, "number": number})
+        self._tell(wait)
         states = self._states()
-        if all(states) and states == self._seen and self._waits == number and self._what:
+        still = self._wait()
+        if all(states) and states == self._seen and still is not None and still["number"] == wait["number"]:
             self._give_up(states)
         self._seen = states
+
+    def _wait(self) -> dict[str, Any] | None:
+        """Return what this rank waits for: a collective of the engine, or one that the program called itself."""
+        what, number, frame = self._what, self._waits, sys._current_frames().get(self._thread)
+        if what:
+            return {"what": what, "number": number, "where": where(frame)}
+        own = _own_wait(frame)
+        if own is None:
+            self._own = None
+            return None
+        calls = sum(_calls(group) for group in list(dist.distributed_c10d._world.pg_map))
+        if self._own != (own, calls):
+            self._own, self._own_due = (own, calls), time.monotonic() + OWN * self._patience
+        return {"what": f"{own} of the program's own", "number": calls, "where": where(frame)}
 
     def _tell(self, state: dict[str, Any]) -> None:
         if state != self._told:
@@ -78,31 +154,177 @@ class Watchdog:
             self._told = state
 
     def _states(self) -> list[Any]:
-        keys = [f"zeromesh/waits/{rank}" for rank in range(self._world_size)]
-        return [json.loads(self._store.get(key)) if self._store.check([key]) else {} for key in keys]
+        return [told(self._store, rank) for rank in range(self._world_size)]
+
+    def _look_for_silent(self, wait: dict[str, Any]) -> None:
+        """End the run if a rank has given no sign for long; ticks are counted, as this process may stop, too."""
+        for rank in range(self._world_size):
+            key = f"zeromesh/signs/{rank}"
+            if rank == self._rank or not self._store.check([key]):
+                continue
+            sign = self._store.get(key).decode()
+            before, count = self._quiet.get(rank, ("", 0))
+            count = count + 1 if sign == before else 0
+            self._quiet[rank] = sign, count
+            if count < TICKS:
+                continue
+            stopped = _is_stopped(sign)
+            text = (
+                f"rank {rank} ({_process(sign)}) has given no sign of life for {count * self._patience / TICKS:.0f} s"
+                f"{': it is stopped' if stopped else ''}; rank {self._rank} waits for {_described(wait)}"
+            )
+            if rank not in self._warned:
+                self._warned.add(rank)
+                print(f"zeromesh: {text}", file=sys.stderr, flush=True)
+            if count >= TICKS * SILENT / (2 if stopped else 1):
+                advice = "" if stopped else "; it was stopped, or its machine is gone or has run out of memory"
+                self._end(text + advice, tell=True)
 
     def _give_up(self, states: list[Any]) -> None:
-        lines = [f"  rank {rank} waits in its collective {s['number']}: {s['what']}" for rank, s in enumerate(states)]
-        print(
-            f"zeromesh: every rank has waited for {self._patience:.0f} s or more and none got any further:\n"
-            + "\n".join(lines)
-            + "\n"
-            "All ranks must run the same forwards, backwards and steps in the same order. This rank was here:",
-            file=sys.stderr,
-            flush=True,
+        lines = [
+            f"  rank {rank} waits in its collective {s['number']}: {_described(s)}" for rank, s in enumerate(states)
+        ]
+        advice = "All ranks must run the same forwards, backwards and steps in the same order."
+        if len({state["what"] for state in states}) > 1 and any("parameters of" in state["what"] for state in states):
+            advice += (
+                " Where ranks use a block that they use several times in different numbers, or in different orders, "
+                "it must stay in memory: raise slots.parameter to the number of blocks, or use "
+                "zero_optimization.stage 2."
+            )
+        text = f"every rank has waited for {self._patience:.0f} s or more and none got any further"
+        self._end("\n".join([f"{text}:", *lines, advice]), tell=True)
+
+    def store_is_silent(self, ticks: int) -> None:
+        """Hear that the store has not answered for so many ticks; end the run if this rank waits, and has for long."""
+        if ticks < TICKS or not (self._what or _own_wait(sys._current_frames().get(self._thread))):
+            return
+        seconds = ticks * self._patience / TICKS
+        text = (
+            f"the store through which ranks meet has not answered rank {self._rank} for {seconds:.0f} s: the process "
+            "that holds it, rank 0 or the launcher of the first node, was stopped, or its machine is gone"
         )
+        if ticks == TICKS:
+            print(f"zeromesh: {text}", file=sys.stderr, flush=True)
+        if ticks >= SILENT * TICKS:
+            self._end(text, tell=False)
+
+    @property
+    def beat(self) -> int:
+        """How often this rank has given a sign of life."""
+        return self._beat
+
+    def _end(self, why: str, tell: bool) -> None:
+        """Say why, and where this rank is; leave the others the time to say where they are; end the process."""
+        if self._ends:
+            return
+        self._ends = True
+        if tell:
+            self._store.set("zeromesh/ended", why)
+        print(f"zeromesh: {why}\nThis rank, {self._rank}, was here:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
+        write_failure(f"{why.splitlines()[0].rstrip(':')}", f"{why}\n{_stack(self._thread)}", EXIT_CODE)
+        time.sleep(min(2.5 * self._patience / TICKS, 15.0))
         # The waiting thread is inside gloo, which cannot be interrupted.
         os._exit(EXIT_CODE)
 
 
+def where(frame: FrameType | None) -> str:
+    """Return ``FILE:LINE`` of the innermost call that is neither in this package nor in torch; empty if there is none.
+
+    Args:
+        frame: the innermost frame.
+    """
+    for one in _outwards(frame):
+        if not one.f_code.co_filename.startswith(_PACKAGES):
+            return f"{one.f_code.co_filename}:{one.f_lineno}"
+    return ""
+
+
+def told(store: Any, rank: int) -> dict[str, Any]:
+    """Return what a rank has said that it waits for; empty if it has not waited for long."""
+    key = f"zeromesh/waits/{rank}"
+    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
+    return found
+
+
+def _described(state: dict[str, Any]) -> str:
+    return f"{state['what']}, at {state['where']}" if state.get("where") else str(state["what"])
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _own_wait(frame: FrameType | None) -> str | None:
+    """Return the name of torch's function that the program waits in; None if it waits in none."""
+    found = None
+    for one in _outwards(frame):
+        if os.path.basename(one.f_code.co_filename) not in ("distributed_c10d.py", "c10d_logger.py"):
+            break
+        if any(part in one.f_code.co_name for part in _OWN_WAITS):
+            found = one.f_code.co_name
+    return found
+
+
+def _calls(group: Any) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0  # not every backend counts
+
+
+def _process(sign: str) -> str:
+    _, host, process = sign.split(" ")
+    return f"process {process} on {host}"
+
+
+def _is_stopped(sign: str) -> bool:
+    """Return whether the process that gave the sign runs on this machine, and is stopped or gone."""
+    _, host, process = sign.split(" ")
+    if host != socket.gethostname() or not Path("/proc/self/stat").exists():
+        return False
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in ("T", "t", "Z", "X")
+
+
+def _stack(thread: int) -> str:
+    text = io.StringIO()
+    traceback.print_stack(sys._current_frames().get(thread), file=text)
+    return text.getvalue()
+
+
 def _watch(watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event) -> None:
+    _repeat(watchdog, pause, gone, Watchdog.check)
+
+
+def _judge(watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event) -> None:
+    """Watch over the other thread, which the store may keep waiting."""
+    seen, ticks = -1, 0
+
+    def look(alive: Watchdog) -> None:
+        nonlocal seen, ticks
+        ticks = ticks + 1 if alive.beat == seen else 0
+        seen = alive.beat
+        alive.store_is_silent(ticks)
+
+    _repeat(watchdog, pause, gone, look)
+
+
+def _repeat(
+    watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event, act: Callable[[Watchdog], None]
+) -> None:  # fmt: skip
     while not gone.wait(pause):
         alive = watchdog()
         if alive is None:
             return
         try:
-            alive.check()
+            act(alive)
         except RuntimeError:
-            return  # the process group and its store are gone
+            gone.set()  # the process group and its store are gone
+            return
         del alive
