@@ -620,7 +620,7 @@ def save_where_it_cannot_be(folder: str, file: str) -> dict[str, str]:
         "model": message(lambda: engine.save_16bit_model(f"{file}/below"), (OSError, RuntimeError)),
         "client": message(lambda: engine.save_checkpoint(folder, client_state={"model": engine}), TypeError),
         "one rank": message(
-            lambda: engine.save_checkpoint(folder, client_state={"rank": {1} if engine.mesh.rank else 0}),
+            lambda: engine.save_checkpoint(folder, client_state={"rank": engine if engine.mesh.rank else 0}),
             (TypeError, RuntimeError),
         ),
     }
@@ -641,7 +641,7 @@ def test_a_folder_or_a_state_that_cannot_be_written_is_refused_on_every_rank(tmp
     assert second["folder"] == f"rank 0 could not save the checkpoint: {first['folder']}"
     assert "rank 0 could not write the model" in second["model"]
     assert "rank 1 could not save the checkpoint" in first["one rank"]
-    assert "client_state['rank'] is a set" in second["one rank"]
+    assert "client_state['rank'] is a Engine" in second["one rank"]
     for found in (first, second):
         assert "client_state['model'] is a Engine" in found["client"]
         assert "between a backward and its update" in found["half"]

@@ -57,7 +57,7 @@ def begin(row: int, mesh: dict[str, int], precision: str) -> zeromesh.Engine:
         "mesh": mesh,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 20}},
-        **({"fp16": FP16} if precision == "fp16" else {}),
+        **({"fp16": FP16, "data_types": {"buffer_dtype": "fp16"}} if precision == "fp16" else {}),
     }
     plain = [parameter for parameter in model.parameters() if parameter.ndim < 2 and parameter.requires_grad]
     rest = [parameter for parameter in model.parameters() if parameter.ndim >= 2 and parameter.requires_grad]

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "integrations"),
     ("__init__", "engine", "build", "report", "bounding", "export", "observing", "zero", "checkpointing", "pipe"),
     ("saving",),
-    ("agree", "batches", "offload", "training_data", "pretrained", "pipelined", "signatures", "fed"),
+    ("agree", "batches", "offload", "training_data", "pretrained", "pipelined", "replicas", "signatures", "fed"),
     (
         "shard",
         "tensor",

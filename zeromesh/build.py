@@ -163,6 +163,8 @@ def initialize(
     require_agreement(world, "the model", describe(model))
     mesh = mesh or make_mesh(settings, environment)
     resolved = settings.resolve(mesh.data_size, mesh.sizes, elastic=may_restart())
+    if resolved.debug.collectives:
+        mesh.compare_calls()
     _tell_batch(settings, resolved, mesh)
 
     def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor, Split | None, Offload]:

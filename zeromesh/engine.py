@@ -31,6 +31,7 @@ from zeromesh.optim.bound import bind
 from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
+from zeromesh.replicas import require_equal_replicas
 from zeromesh.saving import load, save, whole
 from zeromesh.shard.delayed import Delayed
 from zeromesh.shard.sharded import Agreement, Sharded
@@ -341,6 +342,10 @@ class Engine:
         self._asked, self._agreed = 0, int(agreement.notes[:, 4].max())
         self._stragglers.compare(agreement.notes[:, 5].tolist())
         self._require_same_losses(agreement)
+        interval = self.config.replica_check.interval
+        if interval is not None and (self.global_steps + 1) % interval == 0:
+            with span("compare_replicas"):
+                require_equal_replicas(self.sharded, f"before update {self.global_steps + 1}")
         factor, rates, scale = self.gradient_factor, self.get_lr(), self.loss_scale if self.loss_scaler else None
         self._norm = agreement.norm * factor
         self.global_steps += 1
@@ -819,6 +824,7 @@ class Engine:
             ValueError: there is no folder, the tag is one of the names that the folder itself needs, or an argument
                 cannot be honoured.
             RuntimeError: there are gradients that wait for their update, which a checkpoint does not hold.
+            ReplicaMismatch: ranks have different values of what updates keep equal; see ``replica_check``.
         """
         advice = "a checkpoint holds the whole model; save_16bit_model(folder, name, True) leaves frozen parameters out"
         refuse("save_checkpoint", "exclude_frozen_parameters", exclude_frozen_parameters, advice, False)
@@ -831,6 +837,8 @@ class Engine:
         with self.observer.phase("checkpoint"):
             self.sharded.take_changes()
             self.finish_update()
+            if self.config.replica_check.at_saves:
+                require_equal_replicas(self.sharded, f"after update {self.global_steps}")
             saved = save.save(self, Path(save_dir), tag, client_state or {}, save_latest)
             if self.sharded.swap is not None:
                 self.sharded.swap.recode()  # of 8-bit states there are in it the numbers, which are coded when loaded

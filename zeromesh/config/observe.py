@@ -54,3 +54,22 @@ class Trace(Section):
     steps: PositiveInt = Field(3, description="Updates that are recorded.")
     output: str = Field("profile", description="Folder of the files, one for each rank; older ones are kept.")
     memory: bool = Field(False, description="Record allocations, too.")
+
+
+class ReplicaCheck(Section):
+    """Comparisons of what several ranks hold copies of."""
+
+    interval: PositiveInt | None = Field(
+        None, description="Updates between two comparisons, to the bit. Null: none but those of at_saves."
+    )
+    at_saves: bool = Field(True, description="Compare before each checkpoint, too, which is then not written.")
+
+
+class Debug(Section):
+    """Checks that take time, to find out why a program hangs."""
+
+    collectives: bool = Field(
+        False,
+        description="Before each collective of torch.distributed that the program calls itself, compare name, dtype, "
+        "shape and line of code between ranks; where they differ, an error names the lines of all.",
+    )

@@ -17,7 +17,7 @@ from zeromesh.config.catalogue import Entry, catalogue
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.explain import explain, gone_problems, not_yet_problems, without_effect, without_gone
-from zeromesh.config.observe import CsvMonitor, FlopsProfiler, TensorBoard, Trace, Wandb
+from zeromesh.config.observe import CsvMonitor, Debug, FlopsProfiler, ReplicaCheck, TensorBoard, Trace, Wandb
 from zeromesh.config.parts import (
     ActivationCheckpointing,
     Aio,
@@ -143,6 +143,8 @@ class Settings(Section):
         False, description="Log where the time goes, every steps_per_print updates; every 10 where that is not set."
     )
     profile: Trace = Field(Trace(), description="A trace of some updates.")
+    replica_check: ReplicaCheck = Field(ReplicaCheck(), description="Comparisons of what several ranks hold copies of.")
+    debug: Debug = Field(Debug(), description="Checks that take time, to find out why a program hangs.")
     tensorboard: TensorBoard = Field(TensorBoard(), description="Metrics for TensorBoard.")
     wandb: Wandb = Field(Wandb(), description="Metrics for Weights & Biases.")
     csv_monitor: CsvMonitor = Field(CsvMonitor(), description="Metrics as CSV files.")

@@ -31,6 +31,8 @@ OURS: tuple[str, ...] = (
     "tensor_parallel.plan",
     "tensor_parallel.sequence",
     "profile",
+    "replica_check",
+    "debug",
     "checkpoint.keep_last",
     "checkpoint.on_failure",
     "model",

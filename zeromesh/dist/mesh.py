@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.dist import mpi, watchdog
+from zeromesh.dist.calls import compare_calls
 from zeromesh.dist.collectives import Group, Traffic, backend_for
 from zeromesh.dist.formats import Format
 
@@ -145,6 +146,12 @@ class Mesh:
         ranks = torch.tensor(self._order, device="cpu").view([self.sizes[a] for a in AXES])
         found: list[list[int]] = ranks.movedim(AXES.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
         return found
+
+    def compare_calls(self) -> None:
+        """From now on compare the collectives that the program calls itself, over all ranks of their groups."""
+        if self.world_size > 1:
+            store = mpi.store() if backend_for(self.device) == "mpi" else dist.distributed_c10d._get_default_store()
+            compare_calls(store, watchdog.PATIENCE)
 
     @property
     def waited(self) -> float | None:

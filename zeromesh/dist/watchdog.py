@@ -13,6 +13,7 @@ Ranks say what they wait for only once they have waited for long, so a run in wh
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import json
@@ -50,7 +51,7 @@ SLOWEST_LINK = 5e6
 
 EXIT_CODE = 70
 
-_PACKAGES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<frozen")
+_PACKAGES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
 _OWN_WAITS = ("barrier", "broadcast", "reduce", "gather", "scatter", "all_to_all")
 """Parts of the names of torch's functions in which a program waits for all ranks of a group."""
 

@@ -156,7 +156,7 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
         def __torch_function__(
             cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            if any(one is not Gathered for one in types):
+            if any(one not in (Gathered, nn.Parameter, torch.Tensor) for one in types):
                 return NotImplemented  # another library's tensors know best
             if func is torch.autograd.grad:
                 changed, named = with_edges(args, kwargs)

@@ -1,0 +1,98 @@
+"""Copies that differ between ranks are named, by rank and tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from zeromesh.replicas import ReplicaMismatch
+
+
+def engine_of(row: int, settings: dict[str, Any]) -> zeromesh.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].bias.requires_grad_(False)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": row},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        **settings,
+    }
+    return zeromesh.initialize(model=model, config=config)[0]
+
+
+def flip(engine: zeromesh.Engine, name: str, element: int) -> None:
+    """Change one bit of a parameter, as a fault of the memory does: no count of torch's notices it."""
+    unit = next(u for u in engine.sharded.units for f in u.flats for s in f.layout.segments if s.name == name)
+    flat = next(f for f in unit.flats for s in f.layout.segments if s.name == name)
+    segment = next(s for s in flat.layout.segments if s.name == name)
+    buffer = flat.home if unit.sharded else flat.full
+    at = buffer.detach()[segment.start + element : segment.start + element + 1]
+    at.view(torch.uint8).numpy()[0] ^= 1
+
+
+def said(engine: zeromesh.Engine, what: str, folder: str) -> str:
+    try:
+        if what == "save":
+            engine.save_checkpoint(folder)
+            return ""
+        for _ in range(4):
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            engine.step()
+    except ReplicaMismatch as error:
+        return str(error)
+    return ""
+
+
+def faults(folder: str) -> dict[str, str]:
+    """By case, what the rank was told."""
+    found = {}
+    cases: dict[str, tuple[int, dict[str, Any], str, str]] = {
+        "row 0, at a save": (0, {}, "save", "0.weight"),
+        "row 0, at updates": (0, {"replica_check": {"interval": 2}}, "train", "0.weight"),
+        "row 0, frozen": (0, {}, "save", "1.bias"),
+        "row 0, 16 bits": (0, {"bf16": {"enabled": True}}, "save", "0.weight"),
+        "row 2, at updates": (2, {"replica_check": {"interval": 1}}, "train", "0.weight"),
+        "row 3, replicas": (3, {"mesh": {"replicate": 2, "data": 1}}, "save", "0.weight"),
+        "switched off": (0, {"replica_check": {"at_saves": False}}, "save", "0.weight"),
+    }
+    for case, (row, settings, what, name) in cases.items():
+        engine = engine_of(row, settings)
+        assert said(engine, "train", folder) == ""  # nothing is wrong yet
+        engine(torch.ones(2, 8))
+        if engine.mesh.rank == 1:
+            flip(engine, name, 5)
+        found[case] = said(engine, what, f"{folder}/{case}")
+        engine.destroy()
+    return found
+
+
+def test_a_flipped_bit_of_one_replica_is_named_by_rank_and_tensor(tmp_path: Path) -> None:
+    first, second = run_ranks(faults, 2, str(tmp_path))
+    assert first == second
+    assert first.pop("switched off") == ""
+    for case, text in first.items():
+        name = "1.bias" if "frozen" in case else "0.weight"
+        assert f"parameter {name}: ranks 0-1 have different values" in text, (case, text)
+        assert text.count("have different") == 1, (case, text)
+    assert "after update 4" in first["row 0, at a save"]
+    assert not any(tmp_path.glob("row 0*/global_step*"))
+
+
+def three(folder: str) -> str:
+    engine = engine_of(0, {})
+    if engine.mesh.rank == 1:
+        flip(engine, "1.weight", 63)
+    return said(engine, "save", folder)
+
+
+@pytest.mark.full
+def test_of_three_replicas_the_one_that_differs_is_named(tmp_path: Path) -> None:
+    for text in run_ranks(three, 3, str(tmp_path)):
+        assert "parameter 1.weight: rank 1 differs from ranks 0, 2" in text

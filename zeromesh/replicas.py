@@ -1,0 +1,109 @@
+"""Compare, to the bit, what several ranks hold copies of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from zeromesh.agree import texts
+from zeromesh.dist.collectives import Group
+from zeromesh.dist.peers import ranges
+from zeromesh.kernels.sums import checksum
+from zeromesh.model.placement import Tier
+from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.unit import State
+
+SHOWN = 5
+"""Tensors that are named."""
+
+
+class ReplicaMismatch(Exception):
+    """Copies of a tensor, which updates keep equal, are not equal."""
+
+
+def require_equal_replicas(sharded: Sharded, when: str) -> None:
+    """Compare parameters and masters between the ranks that hold copies of them. All ranks call it.
+
+    Each rank hashes what it has, and the hashes are exchanged. Parameters that are gathered after each update are
+    compared where they are whole. What rests on NVMe has its own checksums.
+
+    Args:
+        sharded: the model's states.
+        when: for the message.
+
+    Raises:
+        ReplicaMismatch: the message names tensors and ranks; every rank raises it.
+    """
+    mesh = sharded.mesh
+    found = [
+        *_differences(mesh.shard, _whole(sharded), sharded),
+        *_differences(mesh.replicate, _kept(sharded), sharded),
+    ]
+    world = mesh.group("world")
+    if not bool(world.exchange(torch.tensor([float(bool(found))], dtype=torch.float64)).any()):
+        return
+    said = [line for text in texts(world, "\n".join(found)) for line in text.splitlines()]
+    lines = list(dict.fromkeys(said))
+    more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    raise ReplicaMismatch(
+        f"copies that updates keep equal differ {when}:\n  "
+        + "\n  ".join(lines[:SHOWN])
+        + more
+        + "\nA fault of the memory, or a program that wrote to the parameters of some ranks only, changed them; go on "
+        "from the last checkpoint with engine.load_checkpoint, and have the memory tested if no program does so"
+    )
+
+
+def _differences(group: Group, tensors: Iterator[tuple[str, torch.Tensor]], sharded: Sharded) -> list[str]:
+    """Return a line for each tensor that is not the same on all ranks of the group."""
+    if group.size == 1:
+        return []
+    named = [(name, _hash(tensor)) for name, tensor in tensors]
+    if not named:
+        return []
+    rows = group.exchange(torch.tensor([value for _, value in named], dtype=torch.int64))
+    members = torch.distributed.get_process_group_ranks(group.process_group)
+    lines = []
+    for (name, _), column in zip(named, rows.T.tolist(), strict=True):
+        (usual, count), *others = Counter(column).most_common()
+        if not others:
+            continue
+        odd = [rank for rank, value in zip(members, column, strict=True) if value != usual]
+        rest = [rank for rank in members if rank not in odd]
+        differ = f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(rest)}"
+        lines.append(f"{name}: {differ if count > 1 else f'{_ranks(sorted(members))} have different values'}")
+    return lines
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    value = checksum(tensor.detach().cpu().contiguous())
+    return int.from_bytes(value.to_bytes(8, "little"), "little", signed=True)
+
+
+def _whole(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what every rank of the shard group holds whole."""
+    for unit in sharded.units:
+        for flat in unit.flats:
+            if not unit.sharded and unit.state is State.FETCHED:
+                for segment in flat.layout.segments:
+                    yield f"parameter {segment.name}", flat.full[segment.start : segment.stop]
+            if flat.own.stop - flat.own.start == flat.layout.size and flat.master is not flat.home and not flat.comes:
+                for _, local, piece in flat.pieces:
+                    yield f"the master of {piece.name}", flat.master[local]
+
+
+def _kept(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a rank of the shard group keeps, of which replicas of the group have copies."""
+    for flat in sharded.flats:
+        for index, start, stop in flat.layout.owned(flat.own.start, flat.own.stop):
+            name, local = flat.layout.segments[index].name, slice(start - flat.own.start, stop - flat.own.start)
+            if flat.parameter_tier is not Tier.NVME and not flat.split:
+                yield f"parameter {name}", flat.home[local]
+            if flat.layout.trainable and flat.master is not flat.home and not flat.comes:
+                yield f"the master of {name}", flat.master[local]
