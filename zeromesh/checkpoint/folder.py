@@ -107,10 +107,7 @@ def begin(draft: Path, needed: int) -> None:
         remove(draft)
         draft.mkdir(parents=True)
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"cannot write a checkpoint to {draft.parent} ({error.strerror}); save to a folder that can be written to",
-        ) from error
+        raise unwritable(draft.parent, error) from error
     free = shutil.disk_usage(draft).free
     if free < needed:
         raise OSError(
@@ -118,6 +115,12 @@ def begin(draft: Path, needed: int) -> None:
             f"a checkpoint needs {needed:,} bytes in {draft.parent}, where {free:,} are free; make room, set "
             "checkpoint.keep_last, or save to another folder",
         )
+
+
+def unwritable(folder: Path, error: OSError) -> OSError:
+    """Return the error for a folder that cannot be written to."""
+    advice = "save to a folder that can be written to"
+    return OSError(error.errno, f"cannot write a checkpoint to {folder} ({error.strerror}); {advice}")
 
 
 def commit(draft: Path, final: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from zeromesh.checkpoint.folder import latest
 from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.config.settings import Resolved
 from zeromesh.data.making import TOKENIZER_FOLDER
+from zeromesh.tiers.lock import FolderInUse, locked
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,23 @@ class RunFolder:
             f"model in {str(Path(base.path).expanduser().absolute())!r}; put it back there, or a link to where it is "
             "now (zeromesh sample and export also take its new place from that file)"
         )
+
+    @contextmanager
+    def held(self, resume: bool) -> Iterator[None]:
+        """Keep other runs out of the folder.
+
+        Raises:
+            ValueError: another run is in it, or was in it after ``check``.
+        """
+        try:
+            with locked(self.path):
+                self.check(resume)
+                yield
+        except FolderInUse as error:
+            raise ValueError(
+                f"run.output = {str(self.path)!r} is in use: {error.strerror}; wait for that run to end, or choose "
+                "another folder with --set run.output=FOLDER"
+            ) from None
 
     def check(self, resume: bool) -> None:
         """Refuse a folder in which the run cannot start.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -49,9 +50,10 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
         tell_unset(config, settings, {}, overrides)
     job = check(settings)
     try:
-        if is_first():
-            _prepare(job, make_console())
-        launch(run_rank, job.run.ranks, settings, began)
+        with job.folder.held(job.run.resume is True) if is_first() else nullcontext():
+            if is_first():
+                _prepare(job, make_console())
+            launch(run_rank, job.run.ranks, settings, began)
     except (KeyboardInterrupt, RankFailure, FloatingPointError) as error:
         if is_first():
             error.add_note(_how_to_go_on(job))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import chain
@@ -20,6 +21,7 @@ from zeromesh.checkpoint.folder import (
     remove,
     require_free,
     require_tag,
+    unwritable,
     write_json,
     write_latest,
     write_manifest,
@@ -29,6 +31,7 @@ from zeromesh.checkpoint.shards import Box, write_shard
 from zeromesh.saving.contents import Run, boxes, model_fields, parameters, tied
 from zeromesh.saving.optimizer import options, scalars
 from zeromesh.saving.schedule import scheduler_name
+from zeromesh.tiers.lock import FolderInUse, locked
 
 MANIFEST_BYTES = 400
 """About so many of the manifest tell of one box."""
@@ -84,17 +87,28 @@ def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any
 
     together(world, "save the checkpoint", collect)
     sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
-    try:
-        together(world, "save the checkpoint", lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
-        together(world, "save the checkpoint", write)
-        together(world, "save the checkpoint", finish)
-    except Exception:
-        if rank == 0:
-            remove(draft)
-        raise
-    if rank == 0 and save_latest and (count := engine.config.checkpoint.keep_last) is not None:
-        keep_last(folder, tag, count)
+    with ExitStack() as held:
+        together(world, "save the checkpoint", lambda: _lock(held, folder) if rank == 0 else None)
+        try:
+            together(world, "save the checkpoint", lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
+            together(world, "save the checkpoint", write)
+            together(world, "save the checkpoint", finish)
+        except Exception:
+            if rank == 0:
+                remove(draft)
+            raise
+        if rank == 0 and save_latest and (count := engine.config.checkpoint.keep_last) is not None:
+            keep_last(folder, tag, count)
     return final
+
+
+def _lock(held: ExitStack, folder: Path) -> None:
+    try:
+        held.enter_context(locked(folder))
+    except FolderInUse as error:
+        raise FolderInUse(error.errno, f"{error.strerror}; let each run save to a folder of its own") from None
+    except OSError as error:
+        raise unwritable(folder, error) from error
 
 
 def _joined(draft: Path, ranks: int) -> dict[str, Any]:

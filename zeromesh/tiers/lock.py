@@ -1,0 +1,83 @@
+"""The lock of a folder that one process at a time may write to."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK = ".lock"
+"""File in a folder, as long as a process writes there; one that a killed process has left is taken over."""
+
+_log = logging.getLogger("zeromesh")
+
+
+class FolderInUse(OSError):
+    """Another process writes to the folder."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if it is missing.
+
+    The kernel gives the lock (``flock``) back however the process ends, so that none is left by one that was killed.
+    On a file system without such locks there is a warning, and no protection.
+
+    Raises:
+        FolderInUse: another process has it; the message names process, host and time.
+        OSError: the folder cannot be made, or not be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    descriptor = _take(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            try:
+                path.unlink(missing_ok=True)  # before the lock goes: nobody else deletes a file that is locked
+            finally:
+                os.close(descriptor)
+
+
+def _take(path: Path) -> int | None:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(descriptor, 4096, 0)
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise FolderInUse(errno.EBUSY, f"{_described(holder)} writes to {path.parent}") from None
+            _log.warning("%s: the file system has no locks (%s); start no second run there", path, error.strerror)
+            return None
+        if _is_at(path, descriptor):
+            break
+        os.close(descriptor)  # who had it before has just deleted the file
+    words = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(words).encode(), 0)
+    return descriptor
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _described(holder: bytes) -> str:
+    try:
+        words = json.loads(holder)
+        return f"process {words['process']} on {words['host']}, since {words['since']},"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
