@@ -342,3 +342,33 @@ def test_lines_are_python_if_each_tokenizes_by_itself() -> None:
     counted = count_lines(["\n".join([*good, *bad, "", "cut of"]), "x = 1\n"])
     assert (counted.lines, counted.tokenizing) == (8, 5)
     assert counted.share == 5 / 8
+
+
+@pytest.mark.parametrize("line", ["ab" * 1_500_000, " " * 3_000_000, "7" * 3_000_000, "=-" * 1_500_000])
+def test_a_line_without_an_end_is_learned_from_in_pieces(line: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = train_tokenizer([*TEXTS, f"{line}\n{TEXTS[0]}"], 300)
+    assert "1 words of more than 1,000 characters without a blank, the longest of 3,000,0" in caplog.text
+    ids = tokenizer.encode([line])[0]
+    assert tokenizer.decode(ids.tolist()) == line
+
+
+def test_words_of_the_usual_length_are_learned_from_whole(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["a" * 1000 + " " + "1" * 1000, *TEXTS]
+    train_tokenizer(words, 300)
+    assert "words of more than" not in caplog.text
+
+
+def test_files_of_zeros_and_pipes_are_left_out_and_named(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "zeros.py").write_bytes(bytes(5000))
+    os.mkfifo(folder / "pipe.py")
+    os.mkfifo(folder / "pipe.jsonl")
+    caplog.set_level("INFO")
+    prepared = prepare(TextData(train=[str(folder)], suffixes=[".py", ".jsonl"]), tmp_path / "run" / "text")
+    assert prepared.skipped == 3
+    assert "pipe.jsonl, pipe.py, zeros.py" in caplog.text
+    with pytest.raises(ValueError, match=r"no readable text in .*zeros.py"):
+        prepare(TextData(train=[str(folder / "zeros.py")]), tmp_path / "zeros" / "text")
+    with pytest.raises(ValueError, match="is a FIFO, a socket or a device"):
+        prepare(TextData(train=[str(folder / "pipe.py")]), tmp_path / "pipe" / "text")

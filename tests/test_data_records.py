@@ -420,6 +420,10 @@ GOOD = {"messages": CHAT[1:3]}
         ([{"prompt": "x", "response": "y"}, {"prompt": "x"}], r"line 2: .*lacks 'response'"),
         ([{"prompt": "x", "response": "y"}, {"prompt": 3, "response": "y"}], r"line 2: prompt = 3 must be a string"),
         ([{"text": "x"}, {"text": None}], r"line 2: text = null must be a string"),
+        (
+            [{"text": "x"}, '{"text": "a", "id": 1, "text": "b"}'],
+            r"line 2: is not JSON \(the key 'text' is there twice",
+        ),
         ([{"text": "x"}, '{"text": "\\ud800"}'], r"line 2: text has half of a surrogate pair"),
     ],
 )

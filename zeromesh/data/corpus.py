@@ -117,6 +117,11 @@ def _of_source(source: str, suffixes: tuple[str, ...], output: Path | None) -> I
         yield from _of_pattern(path, output)
 
 
+def is_special(path: Path) -> bool:
+    """Whether it is a FIFO, a socket or a device: there is no telling when opening it returns."""
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
 def is_dataset(folder: Path) -> bool:
     """Whether a folder is one that ``datasets`` wrote."""
     return all((folder / name).is_file() for name in DATASET_FILES)
@@ -144,7 +149,7 @@ def _of_folder(
             continue
         for name in files:
             path = here / name
-            if not name.startswith(".") and name.endswith(suffixes or "") and path.is_file():
+            if not name.startswith(".") and name.endswith(suffixes or "") and path.exists():
                 yield _of_file(path.relative_to(folder).as_posix(), path)
 
 
@@ -187,4 +192,6 @@ def _nothing_found(source: str, suffixes: Sequence[str]) -> str:
         wanted = f"no file whose name ends in {', '.join(suffixes)}" if suffixes else "no files"
         return f"data folder {source!r} has {wanted}; put text there, or set data.suffixes to what your files end in"
     known = f"name a file, a folder, a glob pattern or {STANDARD_LIBRARY!r}"
+    if is_special(path):
+        return f"data source {source!r} is a FIFO, a socket or a device, which is read only once; write it to a file"
     return f"data source {source!r} does not exist and matches no file; {known}"

@@ -138,9 +138,21 @@ def _parse(lines: bytes) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines.split(b"\n")):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                yield number, _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
             except (ValueError, RecursionError) as error:
                 raise RecordError(number, _wrong_line(line, error)) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice, and JSON does not say which counts")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _wrong_line(line: bytes, error: Exception) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zeromesh.config.train import TextData
-from zeromesh.data.corpus import Document
+from zeromesh.data.corpus import Document, is_special
 from zeromesh.data.encode import Side
 from zeromesh.data.portions import FORMATS, format_of, placed, read_portion
 from zeromesh.data.records import KINDS, kind_of
@@ -72,7 +72,9 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Known]:
         kind: str | None = None
         for document in source:
             form = format_of(document)
-            if form == INDEXED:
+            if is_special(document.path):
+                skipped.append(document)
+            elif form == INDEXED:
                 found.append(Known(document, INDEXED, None))
             elif form and (kind := kind or _kind(data, document)) is not None:
                 found.append(Known(document, kind, None))

@@ -46,16 +46,17 @@ def split_documents(documents: Sequence[Document], fraction: float) -> Split:
 
 
 def is_text(document: Document) -> bool:
-    """Whether a document can be read, is UTF-8, and is not empty. It is read piece by piece."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    """Whether a document can be read, is UTF-8, and has more than bytes of zero. It is read piece by piece."""
+    decoder, has_text = codecs.getincrementaldecoder("utf-8")(), False
     try:
         with document.path.open("rb") as file:
             while block := file.read(2**20):
                 decoder.decode(block)
+                has_text = has_text or bool(block.strip(b"\0"))
         decoder.decode(b"", final=True)
     except (OSError, UnicodeDecodeError):
         return False
-    return document.size > 0
+    return has_text
 
 
 def read_document(document: Document) -> str:

@@ -7,6 +7,8 @@ Rare Words with Subword Units", 2016; on bytes, as in GPT-2.
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,13 @@ KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 
 WEIGHTS = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
 """Ends of the names of files that are no part of a tokenizer, though they lie beside it."""
+
+LONGEST_WORD = 1000
+"""Characters of a word that a vocabulary is learned from; longer ones are cut."""
+
+_WORDS = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
+_BLANKS = re.compile(rf"\s{{{LONGEST_WORD + 1}}}")
+_log = logging.getLogger(__name__)
 
 SMALLEST_VOCABULARY = 257
 TOKENIZER_FILE = "tokenizer.json"
@@ -117,7 +126,9 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    cuts = _Cuts(texts)
+    tokenizer.train_from_iterator(cuts, trainer)
+    cuts.warn()
     reached = tokenizer.get_vocab_size()
     if fill and reached < size:
         raise ValueError(
@@ -125,6 +136,45 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
             f"set it to {reached} or less, or add text"
         )
     return _wrapped(tokenizer, "the tokenizer")
+
+
+class _Cuts:
+    """Texts, of which words without end are cut: what learning takes grows with the square of their length.
+
+    A word is a run of letters, of digits, of blanks, or of others, as the tokenizer divides texts. Only pairs across a
+    cut are not counted; texts are encoded as they are.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self._count = self._longest = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            if max(map(len, text.split()), default=0) > LONGEST_WORD or _BLANKS.search(text):
+                yield from self._parts(text)
+            else:
+                yield text
+
+    def _parts(self, text: str) -> Iterator[str]:
+        start = 0
+        for word in _WORDS.finditer(text):
+            length = word.end() - word.start()
+            if length > LONGEST_WORD:
+                self._count, self._longest = self._count + 1, max(self._longest, length)
+                for cut in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
+                    yield text[start:cut]
+                    start = cut
+        yield text[start:]
+
+    def warn(self) -> None:
+        """Say what was cut."""
+        if self._count:
+            _log.warning(
+                "the training text has %d words of more than %s characters without a blank, the longest of %s: the "
+                "vocabulary is learned from pieces of them; is it text, or are these data in a text file?",
+                self._count, f"{LONGEST_WORD:,}", f"{self._longest:,}",
+            )  # fmt: skip
 
 
 def stream_text(tokenizer: TextTokenizer, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
