@@ -16,6 +16,27 @@ from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.dist.environment import shutdown
 
+
+class Tables(nn.Module):
+    """Two embeddings with sparse gradients, and one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4, sparse=True)
+        self.bags = nn.ModuleList([nn.EmbeddingBag(8, 4, sparse=True)])
+        self.plain = nn.Embedding(8, 4)
+
+
+def test_embeddings_with_sparse_gradients_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    zeromesh.initialize(model=Tables(), config=ADAM)[0].destroy()
+    found = [line for line in warnings(caplog) if "sparse=True" in line]
+    assert len(found) == 1
+    assert found[0].startswith("gradients of words, bags.0 are dense here")
+    model = Tables()
+    with pytest.raises(ValueError, match="SparseAdam.*updates only the rows that a batch used.*another algorithm"):
+        zeromesh.initialize(model=model, optimizer=torch.optim.SparseAdam([model.words.weight]), config={})
+
+
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
 

@@ -15,6 +15,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import GPT2, GROUPED, SPECIAL, USUAL
+from zeromesh import build
 from zeromesh.config.settings import Settings
 from zeromesh.optim.groups import no_decay_groups
 from zeromesh.shard import deferred
@@ -743,3 +744,21 @@ def test_a_copy_of_a_split_model_is_split_and_its_own() -> None:
     for (first, same, later, still), shapes in run_ranks(copied, 2, timeout=LIMIT):
         assert first == same == still != later
         assert shapes == [(48, 32)] * 2
+
+
+def said_of_the_share() -> list[str]:
+    said: list[str] = []
+    with patch.object(build._log, "info", lambda text, *values: said.append(text % values)):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False))
+        plan = {"0": "colwise", "1": "rowwise", "2": "replicate"}
+        settings = {"mesh": {"tensor": 2}, "tensor_parallel": {"plan": plan}}
+        zeromesh.initialize(model=model, config=settings | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    return said
+
+
+def test_the_share_of_bytes_that_is_split_is_told() -> None:
+    first, second = run_ranks(said_of_the_share, 2, timeout=LIMIT)
+    assert (
+        "the tensor axis splits 88.9 % of the bytes of the parameters; each of its 2 ranks has 55.6 % of all" in first
+    )
+    assert second == []

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -166,6 +167,8 @@ def initialize(
     if resolved.debug.collectives:
         mesh.compare_calls()
     _tell_batch(settings, resolved, mesh)
+    if mesh.rank == 0:
+        _tell_sparse(model)
 
     def prepare() -> tuple[list[dict[str, Any]], Optimizer | None, Any, Loader | None, Monitor, Split | None, Offload]:
         """What can be made, or tried, while the model is as it was."""
@@ -380,6 +383,18 @@ def shard(
     )
 
 
+def _tell_sparse(model: nn.Module) -> None:
+    """Warn of embeddings whose gradients torch would make sparse."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    names = [name or "the model" for name, m in model.named_modules() if isinstance(m, tables) and m.sparse]
+    if names:
+        _log.warning(
+            "gradients of %s are dense here, in spite of sparse=True: optimizers with moments or weight decay change "
+            "rows that no batch used, which in torch they refuse to do; leave sparse=True out if that is what you want",
+            ", ".join(names),
+        )
+
+
 def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None:
     """What of the model is split along the tensor axis, and where the sequence is; None where that has one rank.
 
@@ -396,6 +411,15 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
         whole = "".join(f"\n  {note}" for note in notes)
         _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(found | given), whole)
     resolved = resolve(model, given, found, group.rank, group.size)
+    if mesh.rank == 0:
+        parameters = [(one, resolved.of_parameter.get(id(one))) for one in model.parameters()]
+        every = sum(one.nbytes for one, _ in parameters)
+        here = sum(one.nbytes if held is None else prod(held.shape) * one.itemsize for one, held in parameters)
+        split = sum(one.nbytes for one, held in parameters if held is not None and held.split is not None)
+        _log.info(
+            "the tensor axis splits %.1f %% of the bytes of the parameters; each of its %d ranks has %.1f %% of all",
+            100 * split / every, group.size, 100 * here / every,
+        )  # fmt: skip
     return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
 
 

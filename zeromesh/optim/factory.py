@@ -47,7 +47,8 @@ _EXCHANGING: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
 
 _NEVER: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
-    torch.optim.SparseAdam: "gradients are dense here; use Adam",
+    torch.optim.SparseAdam: "it updates only the rows that a batch used, and gradients are dense here; under Adam, "
+    "which takes them, the moments of all rows decay: that is another algorithm",
 }
 
 _WHOLE: dict[type[Optimizer], str] = {

@@ -24,7 +24,7 @@ from zeromesh.model.linear import Columns, multiply
 from zeromesh.model.split import Held
 from zeromesh.tensor.attention import Attention
 from zeromesh.tensor.guard import REMEDY, Apart, Guard, summed
-from zeromesh.tensor.heads import take_part
+from zeromesh.tensor.heads import take_part, take_part_of_experts
 from zeromesh.tensor.linear import Layer, enter, leave
 from zeromesh.tensor.logits import Logits, Using
 from zeromesh.tensor.loss import Vocabulary
@@ -406,8 +406,12 @@ def _hooks(member: Member, resolved: Resolved, place: Place, tag: int) -> None:
         module.register_forward_pre_hook(_Eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
     if style.before == "copy":
         module.register_forward_pre_hook(_Eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
+    elif style.before == "split":
+        module.register_forward_pre_hook(lambda _, args: (move(args[0], "split", group, tag, -1), *args[1:]))
     elif style.before == "share":
         module.register_forward_pre_hook(lambda _, args: (args[0] / group.size, *args[1:]))
+    if member.rule.style == "moe_tp_experts":
+        take_part_of_experts(module, group.size)
     if style.after == "sum":
         module.register_forward_hook(lambda _, args, output: move(output, "sum", group, tag + 2))
     elif style.after == "join":

@@ -78,7 +78,8 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]
             continue
         plan |= {path: rule for path, rule in region.items() if path not in plan}
         if not any(f"{name}.{key}" in own for key, _ in module.named_parameters(recurse=False)):
-            plan |= dict(_experts(name, module))
+            plan |= dict(_experts(name, module)) | dict(_stacked_experts(name, module, ranks))
+            plan |= dict(_layers_of_experts(name, module, ranks))
     plan |= own | _vocabulary(model, modules)
     for name, module in modules.items():
         fits = isinstance(module, nn.EmbeddingBag) and module.max_norm is None and module.embedding_dim % ranks == 0
@@ -212,6 +213,44 @@ def _experts(name: str, module: nn.Module) -> Iterator[tuple[str, Rule]]:
     if "down_proj_bias" in shapes:
         yield f"{name}.down_proj_bias", Rule("moe_shared_bias")
     yield name, Rule("moe_tp_experts")
+
+
+def _stacked_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tuple[str, Rule]]:
+    """Rules for experts whose matrices are the rows of one weight each: DBRX's."""
+    layers = getattr(module, "mlp", None)
+    if not type(module).__name__.endswith("DbrxExperts") or layers is None:
+        return
+    count, width = int(module.num_experts), int(module.ffn_hidden_size)  # type: ignore[arg-type]
+    if width % ranks == 0:
+        for key in ("w1", "v1", "w2"):
+            yield f"{name}.mlp.{key}", Rule("packed_colwise", (width,) * count)
+        yield name, Rule("moe_tp_experts")
+
+
+def _layers_of_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tuple[str, Rule]]:
+    """Rules for two modules that each hold one layer of all experts, weights of shape (experts, outputs, inputs).
+
+    Where the second reads what the first made, with a gate or without, activations between them are split; where
+    something else looks at all of it, as JetMoe's attention does, they are gathered.
+    """
+    first, last = (getattr(module, key, None) for key in ("input_linear", "output_linear"))
+    if not (isinstance(first, nn.Module) and isinstance(last, nn.Module) and _is_layer_of_experts(first)):
+        return
+    outputs, inputs = int(first.output_size), int(last.input_size)  # type: ignore[arg-type]
+    gathers, gated = hasattr(module, "reduce"), outputs == 2 * inputs
+    if not _is_layer_of_experts(last) or not (gated or outputs == inputs) or inputs % ranks:
+        return
+    more = ("_gather_output", "_split_input") if gathers else ("", "")
+    yield f"{name}.input_linear.weight", Rule("packed_colwise" if gated else "colwise", block=1)
+    yield f"{name}.input_linear", Rule(f"moe_colwise{more[0]}")
+    yield f"{name}.output_linear.weight", Rule("rowwise", block=1)
+    yield f"{name}.output_linear", Rule(f"moe_rowwise{more[1]}")
+
+
+def _is_layer_of_experts(module: nn.Module) -> bool:
+    shapes = {key: tuple(p.shape) for key, p in module.named_parameters()}
+    sizes = tuple(getattr(module, key, None) for key in ("num_experts", "output_size", "input_size"))
+    return type(module).__name__.endswith("ParallelExperts") and shapes == {"weight": sizes}
 
 
 def _regions(

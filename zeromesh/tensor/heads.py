@@ -20,6 +20,10 @@ GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "num_groups")
 KEY_TOTALS = ("kv_dim", "kv_size", "num_key_value_size")
 
 
+EXPERT_WIDTH = "ffn_hidden_size"
+"""Rows of one expert in the weight of all."""
+
+
 @dataclass(frozen=True)
 class Heads:
     """How many heads of queries and of keys (and values) an attention has, and their width."""
@@ -82,6 +86,13 @@ def take_part(module: nn.Module, heads: Heads, ranks: int) -> None:
     if hasattr(module, "config"):
         told = {name: part for names, whole, part in changes[:2] for name in names}
         module.config = _Config(module.config, told)  # type: ignore[assignment]
+
+
+def take_part_of_experts(module: nn.Module, ranks: int) -> None:
+    """Let experts whose matrices are the rows of one weight (DBRX) count the rows of one rank of each."""
+    for inner in module.modules():
+        if EXPERT_WIDTH in vars(inner):
+            setattr(inner, EXPERT_WIDTH, vars(inner)[EXPERT_WIDTH] // ranks)
 
 
 class _Config:

@@ -1,7 +1,8 @@
 """The ways in which a module can be split over the tensor axis: one table.
 
 The names are those of transformers' ``base_model_tp_plan``, and mean the same; ours are ``vocabulary``, of a head,
-``heads``, of torch's own attention, and ``moe_shared_bias``, for what experts add after the layer split by rows.
+``heads``, of torch's own attention, ``moe_shared_bias``, for what experts add after the layer split by rows, and
+``moe_colwise`` to ``moe_rowwise_split_input``, of modules that hold one layer of all experts.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ STYLES: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": Style(partial=True, kinds=ANY),
     "mla_kv_a_proj": Style(after="sum_rotary"),
     "moe_tp_experts": Style(before="copy", after="sum", kinds=("module",)),
+    "moe_colwise": Style(before="copy", kinds=("module",)),
+    "moe_rowwise": Style(after="sum", kinds=("module",)),
+    "moe_colwise_gather_output": Style(before="copy", after="join", kinds=("module",)),
+    "moe_rowwise_split_input": Style(before="split", after="sum", kinds=("module",)),
     "moe_identity_expert": Style(before="share", kinds=("module",)),
     "moe_shared_bias": Style(before="divide", partial=True, kinds=("parameter",)),
     "all_reduce": Style(before="copy", after="sum", kinds=("module",)),
