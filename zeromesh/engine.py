@@ -35,6 +35,7 @@ from zeromesh.replicas import require_equal_replicas
 from zeromesh.saving import load, save, whole
 from zeromesh.shard.delayed import Delayed
 from zeromesh.shard.sharded import Agreement, Sharded
+from zeromesh.shortage import Explained, explain
 from zeromesh.signatures import refuse
 from zeromesh.tensor.logits import expire
 
@@ -179,7 +180,13 @@ class Engine:
                 _require_same_inputs(ranks, found)
 
     def _computing(self) -> AbstractContextManager[object]:
-        return self.observer.phase("forward" if torch.is_grad_enabled() else "evaluation")
+        return self._phase("forward" if torch.is_grad_enabled() else "evaluation")
+
+    def _phase(self, name: str) -> AbstractContextManager[object]:
+        return Explained(self.observer.phase(name), self._explain_shortage)
+
+    def _explain_shortage(self) -> str:
+        return explain(self.memory_report(), self.sharded.row, self.mesh.shard.size, self.config)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.config.precision.autocast
@@ -238,7 +245,7 @@ class Engine:
         retain_graph: bool = False, reduces: bool = True,
     ) -> None:  # fmt: skip
         """Have autograd compute gradients, and units reduced that are done with; ``last`` before an update."""
-        with self.observer.phase("backward"), self.sharded.events.backward(roots, last, reduces):
+        with self._phase("backward"), self.sharded.events.backward(roots, last, reduces):
             if roots:
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 
@@ -331,7 +338,7 @@ class Engine:
         return self._updating
 
     def _step(self, optimizer: Optimizer, schedule: Any) -> None:
-        with self.observer.phase("step"):
+        with self._phase("step"):
             self._agree_and_update(optimizer, schedule)
         self.observer.after_update(self.global_steps)
         record_step(self.global_steps + 1)

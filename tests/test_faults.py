@@ -1,0 +1,138 @@
+"""Faults of a run that no other file is about: killed ranks, loaders that raise, short batches, no memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import run_command, run_ranks
+from zeromesh.dist.environment import shutdown
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+SCRIPT = """
+import os, signal, sys
+import torch, zeromesh
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if sys.argv[1] == "loader" and engine.global_steps == 2 and engine.mesh.rank == 1:
+            raise ValueError("sample %d is broken" % index)
+        return torch.ones(4), torch.ones(1)
+
+model = torch.nn.Linear(4, 1)
+engine, _, loader, _ = zeromesh.initialize(model=model, config=__CONFIG__, training_data=Samples())
+for x, y in loader:
+    loss = (engine(x) - y).square().mean()
+    engine.backward(loss)
+    if sys.argv[1] == "killed" and engine.global_steps == 3 and engine.mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine.step()
+"""
+
+
+def launched(folder: Path, fault: str) -> str:
+    path = folder / "script.py"
+    path.write_text(SCRIPT.replace("__CONFIG__", repr(CONFIG)))
+    command = [sys.executable, "-m", "zeromesh.cli.main", "launch", "--nproc", "2", path, fault]
+    result = run_command(command, timeout=120)
+    assert result.returncode != 0
+    return result.stdout
+
+
+def test_a_rank_that_is_killed_in_a_step_is_named_with_step_and_signal(tmp_path: Path) -> None:
+    said = launched(tmp_path, "killed")
+    assert "rank 1 failed first: killed by SIGKILL in step 4" in " ".join(said.split())
+
+
+@pytest.mark.full
+def test_an_error_of_one_ranks_data_is_shown_and_not_that_of_its_peers(tmp_path: Path) -> None:
+    said = launched(tmp_path, "loader")
+    assert "rank 1 failed first: ValueError: sample" in " ".join(said.split())
+    assert "in __getitem__" in said
+    assert "could not be finished" not in said
+
+
+def losses_of_a_short_pass() -> list[tuple[float, list[float]]]:
+    """Return the losses and samples of two passes over five samples, in micro-batches of two on two ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 2.0)
+    data = [(torch.tensor([float(number)]), torch.tensor([0.0])) for number in range(1, 6)]
+    engine, _, loader, _ = zeromesh.initialize(
+        model=model, config=CONFIG | {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}}, training_data=data
+    )
+    found = []
+    for _ in range(2):
+        for x, y in loader:
+            loss = (engine(x) - y).abs().mean()
+            engine.backward(loss)
+            engine.step()
+            found.append((loss.item(), x.flatten().tolist()))
+    return found
+
+
+def test_what_is_left_of_a_pass_is_divided_evenly_so_that_every_update_is_a_mean() -> None:
+    """Five samples in updates of four: two are left over with one that is taken again, one for each rank."""
+    by_rank = run_ranks(losses_of_a_short_pass, 2, timeout=60)
+    assert [len(found) for found in by_rank] == [4, 4]  # two updates in each of two passes, on both ranks
+    for steps in zip(*by_rank, strict=True):
+        assert len({len(samples) for _, samples in steps}) == 1
+        for loss, samples in steps:
+            assert loss == 2.0 * sum(samples) / len(samples)  # exact: small whole numbers
+    for first in (0, 2):
+        seen = [sample for found in by_rank for _, samples in found[first : first + 2] for sample in samples]
+        assert {*seen} == {1.0, 2.0, 3.0, 4.0, 5.0}
+
+
+class Hungry(nn.Module):
+    """Asks for more memory than there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1000, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + (torch.empty(2**50, dtype=torch.uint8)[:1000] if len(x) == 2 else 0)
+
+
+def test_out_of_memory_tells_what_was_planned_what_is_used_and_three_remedies() -> None:
+    settings = {**CONFIG, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    engine = zeromesh.initialize(model=Hungry(), config=settings)[0]
+    try:
+        engine.backward(engine(torch.ones(1, 1000)).sum())
+        engine.step()
+        with pytest.raises(RuntimeError, match="allocate") as caught:
+            engine(torch.ones(2, 1000))
+        notes = "\n".join(caught.value.__notes__)
+        engine.destroy()
+    finally:
+        shutdown()
+    assert "zeromesh had planned" in notes
+    assert "  parameter: 4.00 MB on device" in notes
+    assert "were in use at the most" in notes
+    assert '1. "zero_optimization": {"offload_optimizer": {"device": "cpu"}} moves ' in notes
+    assert '2. "train_micro_batch_size_per_gpu": 1 with "gradient_accumulation_steps": 2 halves activations' in notes
+    assert '3. "activation_checkpointing": {"enabled": true}' in notes
+
+
+def remedies_on_two_ranks() -> str:
+    engine = zeromesh.initialize(model=Hungry(), config=CONFIG)[0]
+    try:
+        engine(torch.ones(2, 1000))
+    except RuntimeError as error:
+        return "\n".join(error.__notes__)
+    return ""
+
+
+@pytest.mark.full
+def test_out_of_memory_on_several_ranks_advises_to_shard() -> None:
+    for notes in run_ranks(remedies_on_two_ranks, 2, timeout=60):
+        assert '1. "zero_optimization": {"stage": 3} shards parameter and gradient and optimizer over 2 ranks' in notes
