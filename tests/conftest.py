@@ -20,6 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Instruction sets by which results of 16-bit computations differ, as ``/proc/cpuinfo`` names them."""
+LIMITING = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Environment variables that keep torch from using some of them."""
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,6 +46,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generation = folder / "generation_config.json"
     generation.write_text(json.dumps(json.loads(generation.read_text()) | {"top_k": 7}))  # config.json has it not
     return folder
+
+
+def pytest_report_header() -> str:
+    """Name the processor's instruction sets, which decide how 16-bit products are rounded."""
+    import torch  # not before its variables are set above
+
+    parts = [f"torch {torch.backends.cpu.get_cpu_capability()}"]
+    described = Path("/proc/cpuinfo")
+    if described.is_file():
+        words = set(described.read_text().split())
+        parts.append(" ".join(flag for flag in FLAGS if flag in words) or f"none of {', '.join(FLAGS)}")
+    parts += [f"{name}={os.environ[name]}" for name in LIMITING if name in os.environ]
+    return f"instruction sets: {'; '.join(parts)}"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

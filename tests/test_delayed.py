@@ -244,7 +244,7 @@ def test_stages_and_split_layers_are_updated_late(mesh: dict[str, int]) -> None:
     assert alone[0] == plain[0]
     assert alone[2] != plain[2]
     for found in run_ranks(in_stages, 2, zero_, mesh):
-        assert found == pytest.approx(alone, rel=1e-5)
+        assert found == pytest.approx(alone, rel=1e-9)  # float64, whose sums over ranks are in another order
 
 
 def with_full_disk(folder: str) -> str:

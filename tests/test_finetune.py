@@ -193,7 +193,9 @@ def test_adapters_are_written_for_peft_and_merged_on_request(tiny: Path, adapted
     plain = base(tokens).logits
     expected = peft.PeftModel.from_pretrained(base, tmp_path / "alone")(tokens).logits
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(tokens).logits
-    assert float((found - expected).abs().max()) < 0.1 * float((plain - expected).abs().max())
+    # On the way to a logit each of the 16 merged weights is rounded once, by the unit roundoff of bf16.
+    limit = 16 * 2**-8 * float(expected.abs().max())
+    assert float((found - expected).abs().max()) < limit < 0.5 * float((plain - expected).abs().max())
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 

@@ -322,6 +322,12 @@ def train(config: dict[str, Any]) -> tuple[list[float], dict[str, Any], dict[str
 
 
 QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+NEAR = 0.015
+"""How far numbers in 8 bits are off, as a part of their norm.
+
+The largest of 256 normal numbers is some three deviations, a step 3 / 127, and the error a step over the root of 12:
+0.007. Gradients, of which few are large, may be off by twice as much.
+"""
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -330,9 +336,10 @@ def test_training_in_8_bits_between_nodes_is_near_and_says_how_near(stage: int) 
     plain = run_ranks(train, 4, {**base, "zero_optimization": {"stage": stage}})
     rounded = run_ranks(train, 4, {**base, "zero_optimization": {"stage": stage, **QUANTISED}})
     for (losses, *_), (other, report, *_) in zip(plain, rounded, strict=True):
-        assert other == pytest.approx(losses, rel=0.02)
+        # The loss is a mean of squares, which are off by twice what weights are; updates are a small part of these.
+        assert other == pytest.approx(losses, rel=2 * NEAR)
         for kind in ("all_gather/data", "reduce_scatter/data"):
-            assert 1e-3 < report[kind]["relative_error"] < 0.015
+            assert 1e-3 < report[kind]["relative_error"] < NEAR
     state, masters = rounded[0][2], rounded[0][3]
     for (name, value), master in zip(state.items(), masters, strict=True):
         assert torch.equal(value, master.to(value.dtype)), f"{name} is written as it was rounded for the wire"

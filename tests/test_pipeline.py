@@ -219,6 +219,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 10}},
 }
+ROUNDOFF = {"bf16": 2**-8, "fp16": 2**-11}
 EXACT = ("float64", "checkpointing")
 
 
@@ -228,18 +229,27 @@ def compare(kind: str, further: str, run: Callable[..., list[Any]] = run_ranks, 
     ranks = layout["pipeline"] * layout["data"] * layout["tensor"]
     chunks = CHUNKS.get(layout["schedule"])
     runs = run(train, ranks, kind, timeout=LIMIT, **{**layout, **options, "chunks": chunks})
-    # Losses of transformers are computed in fp32; 16 bits are rounded where ranks sum.
-    limit = 1e-9 if further in EXACT and kind not in ("gpt2", "llama", "bert", "t5") else 1e-5
-    limit = limit if further in EXACT else 0.05
+    # Losses of transformers are computed in fp32.
+    limit = 1e-9 if kind not in ("gpt2", "llama", "bert", "t5") else 1e-5
+    of_weights, of_values, of_last_norm = limit * 10, 0.0, limit
+    if further not in EXACT:
+        # A number on its way through 8 layers has some 64 roundings, of either sign: they add up to eight.
+        limit = 8 * ROUNDOFF[further]
+        # A gradient within its rounding may have either sign, and an update of Adam's is the learning rate at most.
+        of_weights, of_values = 2 * STEPS * ADAMW["params"]["lr"], 2 * ROUNDOFF[further]
+        # Such are a limit's part of the elements. Turned around, they are twice its root of the update's norm, and of
+        # what the update does to the next gradient's norm. A loss does not follow them, as their gradient is none.
+        of_last_norm = limit + 2 * limit**0.5 * abs(expected[-2] - expected[2])
     seen = set()
     for found, whole, held, skipped in runs:
-        assert found == pytest.approx(expected, rel=limit, abs=limit)
+        assert found[:-2] + found[-1:] == pytest.approx(expected[:-2] + expected[-1:], rel=limit, abs=limit)
+        assert found[-2] == pytest.approx(expected[-2], rel=limit, abs=of_last_norm)
         assert skipped == 0
         assert held < total
         for name, value in whole.items():
             seen.add(name)
-            difference = float((value.double() - values[name].double()).abs().max())
-            assert difference <= limit * 10, (name, difference)
+            gap = (value.double() - values[name].double()).abs() - of_values * values[name].double().abs()
+            assert float(gap.max()) <= of_weights, (name, float(gap.max()))
     assert seen == set(values)
 
 

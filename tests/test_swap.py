@@ -77,17 +77,26 @@ def test_a_run_is_the_same_to_the_bit_as_with_states_on_the_host(
     assert sorted(os.listdir(tmp_path)) == ["cpu", "nvme"]
 
 
+def masters(engine: Any) -> list[torch.Tensor]:
+    found = [zero.safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
+    assert all(master is not None for master in found)
+    return [master.clone() for master in found if master is not None]
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [("nvme", "none"), ("none", "nvme")])
 def test_a_checkpoint_does_not_know_where_states_rested(saved: str, loaded: str, tmp_path: Path) -> None:
     engine = start({"stage": 3, "offload_optimizer": {"device": saved, "nvme_path": str(tmp_path)}})
     update(engine)
     engine.save_checkpoint(tmp_path / "checkpoints")
-    expected = [update(engine, number) for number in range(3)]
+    expected = update(engine), masters(engine)
     engine.destroy()
     engine = start({"stage": 3, "offload_optimizer": {"device": loaded, "nvme_path": str(tmp_path)}})
     engine.load_checkpoint(tmp_path / "checkpoints")
-    # Torch's own update, of states on the device, rounds otherwise in the last place.
-    assert [update(engine, number) for number in range(3)] == pytest.approx(expected, rel=1e-3)
+    assert update(engine) == expected[0]
+    for found, want in zip(masters(engine), expected[1], strict=True):
+        # Torch's own update, of states on the device, has eight roundings to fp32 that may fall otherwise: of the
+        # number, or of the step, which is at most a few times the learning rate.
+        assert bool(((found - want).abs() <= 8 * 2**-24 * (want.abs() + 4e-3)).all())
     engine.destroy()
 
 

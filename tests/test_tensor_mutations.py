@@ -106,7 +106,8 @@ def test_the_clipped_norm_does_not_depend_on_the_loss_scale() -> None:
     assert norm > 0.1  # so that it is clipped
     for power in (4, 10):
         for found in run_ranks(scaled, 2, 2, power, timeout=LIMIT):
-            assert found == pytest.approx((norm, change), rel=2e-2)
+            # One layer, forth and back, has up to 64 roundings to fp16, of either sign: they add up to eight.
+            assert found == pytest.approx((norm, change), rel=8 * 2**-11)
 
 
 # 14: a rank's own stream goes on.

@@ -741,4 +741,5 @@ def smallest_gradient(row: int) -> float:
 
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_the_loss_scale_is_taken_off_in_the_masters_dtype(row: int) -> None:
-    assert run_ranks(smallest_gradient, RANKS, row) == pytest.approx([3e-9] * RANKS, rel=1e-2)
+    # A gradient is rounded to fp16 when it is computed, and when it is divided among the ranks or summed.
+    assert run_ranks(smallest_gradient, RANKS, row) == pytest.approx([3e-9] * RANKS, rel=2 * 2**-11)
