@@ -73,6 +73,9 @@ class Store(dict[str, str]):
     def set(self, key: str, value: str) -> None:
         self[key] = value
 
+    def delete_key(self, key: str) -> bool:
+        return self.pop(key, None) is not None
+
 
 def test_a_wait_that_an_earlier_engine_told_of_is_taken_back() -> None:
     """Else the other ranks, if they wait now, would take this one, which computes, for one that waits, too."""
@@ -137,6 +140,20 @@ def test_a_store_that_does_not_answer_ends_the_run() -> None:
         time.sleep(0.1)
     assert "has not answered rank 0" in said[0]
     assert "rank 0 or the launcher of the first node, was stopped" in said[0]
+
+
+def test_a_rank_whose_engine_is_gone_owes_no_sign() -> None:
+    """It may prepare data for hours before it makes another engine, for which the others wait."""
+    store = Store()
+    watched = watchdog.Watchdog(store, 0, 2, patience=0.03)
+    end = time.monotonic() + 20
+    while "zeromesh/signs/0" not in store and time.monotonic() < end:
+        time.sleep(0.01)
+    assert "zeromesh/signs/0" in store
+    del watched
+    while "zeromesh/signs/0" in store and time.monotonic() < end:
+        time.sleep(0.01)
+    assert "zeromesh/signs/0" not in store
 
 
 @pytest.mark.full

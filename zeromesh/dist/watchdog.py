@@ -43,8 +43,11 @@ OWN = 10
 TICKS = 6
 """Looks per ``PATIENCE``."""
 
-SILENT = 4
-"""Times ``PATIENCE`` without a sign of life after which a rank is given up; half of it if the kernel says so, too."""
+STOPPED = 2
+"""Times ``PATIENCE`` without a sign of life after which a rank is given up whose process is stopped or gone."""
+
+SILENT = 10
+"""The same where that is not known: native code may keep Python from running for minutes."""
 
 SLOWEST_LINK = 5e6
 """Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer."""
@@ -89,10 +92,12 @@ class Watchdog:
         self._quiet: dict[int, tuple[str, int]] = {}
         self._warned: set[int] = set()
         self._ends = False
+        self._holder = ""  # the sign of the rank that mostly holds the store
         self._gone = threading.Event()
         weakref.finalize(self, self._gone.set)
-        for run in (_watch, _judge):
-            threading.Thread(target=run, args=(weakref.ref(self), patience / TICKS, self._gone), daemon=True).start()
+        arguments = (weakref.ref(self), patience / TICKS, self._gone)
+        threading.Thread(target=_watch, args=(*arguments, store, f"zeromesh/signs/{rank}"), daemon=True).start()
+        threading.Thread(target=_judge, args=arguments, daemon=True).start()
 
     def begin(self, what: str, nbytes: int = 0) -> None:
         """Note that a wait begins, for a collective that carries so many bytes."""
@@ -115,6 +120,8 @@ class Watchdog:
         """Give a sign of life. If this rank has waited for long, look for a reason to end the run."""
         self._beat += 1
         self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {socket.gethostname()} {os.getpid()}")
+        if not self._holder and self._store.check(["zeromesh/signs/0"]):
+            self._holder = self._store.get("zeromesh/signs/0").decode()
         if self._store.check(["zeromesh/ended"]):
             self._end(self._store.get("zeromesh/ended").decode(), tell=False)
         wait = self._wait()
@@ -177,7 +184,7 @@ class Watchdog:
             if rank not in self._warned:
                 self._warned.add(rank)
                 print(f"zeromesh: {text}", file=sys.stderr, flush=True)
-            if count >= TICKS * SILENT / (2 if stopped else 1):
+            if count >= TICKS * (STOPPED if stopped else SILENT):
                 advice = "" if stopped else "; it was stopped, or its machine is gone or has run out of memory"
                 self._end(text + advice, tell=True)
 
@@ -206,7 +213,7 @@ class Watchdog:
         )
         if ticks == TICKS:
             print(f"zeromesh: {text}", file=sys.stderr, flush=True)
-        if ticks >= SILENT * TICKS:
+        if ticks >= TICKS * (STOPPED if self._holder and _is_stopped(self._holder) else SILENT):
             self._end(text, tell=False)
 
     @property
@@ -299,8 +306,12 @@ def _stack(thread: int) -> str:
     return text.getvalue()
 
 
-def _watch(watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event) -> None:
+def _watch(
+    watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event, store: Any, key: str
+) -> None:  # fmt: skip
     _repeat(watchdog, pause, gone, Watchdog.check)
+    with contextlib.suppress(RuntimeError):
+        store.delete_key(key)  # a rank without an engine owes nobody a sign
 
 
 def _judge(watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event) -> None:
