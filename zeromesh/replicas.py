@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,7 +14,11 @@ from zeromesh.dist.peers import ranges
 from zeromesh.kernels.sums import checksum
 from zeromesh.model.placement import Tier
 from zeromesh.shard.sharded import Sharded
-from zeromesh.shard.unit import State
+from zeromesh.shard.unit import Flat, State
+
+FROZEN = "frozen parameter "
+
+_log = logging.getLogger("zeromesh")
 
 SHOWN = 5
 """Tensors that are named."""
@@ -27,7 +32,8 @@ def require_equal_replicas(sharded: Sharded, when: str) -> None:
     """Compare parameters and masters between the ranks that hold copies of them. All ranks call it.
 
     Each rank hashes what it has, and the hashes are exchanged. Parameters that are gathered after each update are
-    compared where they are whole. What rests on NVMe has its own checksums.
+    compared where they are whole. What rests on NVMe has its own checksums. Frozen parameters, which updates do not
+    keep equal, are named in a warning.
 
     Args:
         sharded: the model's states.
@@ -45,7 +51,12 @@ def require_equal_replicas(sharded: Sharded, when: str) -> None:
     if not bool(world.exchange(torch.tensor([float(bool(found))], dtype=torch.float64)).any()):
         return
     said = [line for text in texts(world, "\n".join(found)) for line in text.splitlines()]
-    lines = list(dict.fromkeys(said))
+    every = list(dict.fromkeys(said))
+    lines = [line for line in every if not line.startswith(FROZEN)]
+    if not lines:
+        if mesh.rank == 0:
+            _log.warning("ranks have changed frozen parameters differently, %s: %s", when, "; ".join(every[:SHOWN]))
+        return
     more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     raise ReplicaMismatch(
         f"copies that updates keep equal differ {when}:\n  "
@@ -92,10 +103,14 @@ def _whole(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
         for flat in unit.flats:
             if not unit.sharded and unit.state is State.FETCHED:
                 for segment in flat.layout.segments:
-                    yield f"parameter {segment.name}", flat.full[segment.start : segment.stop]
+                    yield _kind(flat) + segment.name, flat.full[segment.start : segment.stop]
             if flat.own.stop - flat.own.start == flat.layout.size and flat.master is not flat.home and not flat.comes:
                 for _, local, piece in flat.pieces:
                     yield f"the master of {piece.name}", flat.master[local]
+
+
+def _kind(flat: Flat) -> str:
+    return "parameter " if flat.layout.trainable else FROZEN
 
 
 def _kept(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,6 +119,6 @@ def _kept(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
         for index, start, stop in flat.layout.owned(flat.own.start, flat.own.stop):
             name, local = flat.layout.segments[index].name, slice(start - flat.own.start, stop - flat.own.start)
             if flat.parameter_tier is not Tier.NVME and not flat.split:
-                yield f"parameter {name}", flat.home[local]
+                yield _kind(flat) + name, flat.home[local]
             if flat.layout.trainable and flat.master is not flat.home and not flat.comes:
                 yield f"the master of {name}", flat.master[local]
