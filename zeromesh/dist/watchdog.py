@@ -52,6 +52,9 @@ SILENT = 10
 SLOWEST_LINK = 5e6
 """Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer."""
 
+LEAVE = 2.0
+"""Seconds that a process which ends waits for an answer of the store."""
+
 EXIT_CODE = 70
 
 _PACKAGES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
@@ -94,10 +97,14 @@ class Watchdog:
         self._ends = False
         self._holder = ""  # the sign of the rank that mostly holds the store
         self._gone = threading.Event()
-        weakref.finalize(self, self._gone.set)
         arguments = (weakref.ref(self), patience / TICKS, self._gone)
-        threading.Thread(target=_watch, args=(*arguments, store, f"zeromesh/signs/{rank}"), daemon=True).start()
-        threading.Thread(target=_judge, args=arguments, daemon=True).start()
+        threads = [
+            threading.Thread(target=_watch, args=(*arguments, store, f"zeromesh/signs/{rank}"), daemon=True),
+            threading.Thread(target=_judge, args=arguments, daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, _stop, self._gone, threads)
 
     def begin(self, what: str, nbytes: int = 0) -> None:
         """Note that a wait begins, for a collective that carries so many bytes."""
@@ -325,6 +332,14 @@ def _judge(watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event)
         alive.store_is_silent(ticks)
 
     _repeat(watchdog, pause, gone, look)
+
+
+def _stop(gone: threading.Event, threads: list[threading.Thread]) -> None:
+    """End the threads, also as the process ends: one that comes back from the store when Python is gone aborts it."""
+    gone.set()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(LEAVE)
 
 
 def _repeat(
