@@ -12,9 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
 
+import zeromesh
 from test_train_cli import call, config
 from zeromesh.cli.folder import RunFolder
+from zeromesh.dist.environment import shutdown
 from zeromesh.engine import Engine
 
 TRAIN = [sys.executable, "-m", "zeromesh.cli.main"]
@@ -59,6 +63,30 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(prefix: list[str], corpus: Pat
     assert process.returncode == 75, output
     assert "ended by a signal" in output
     assert run.last_checkpoint not in (None, saved)
+
+
+def test_what_is_asked_for_while_ranks_agree_counts_at_the_next_update() -> None:
+    engine = zeromesh.initialize(model=nn.Linear(2, 1), config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
+
+    def update() -> int:
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        return engine.asked
+
+    complete = engine.sharded.complete
+
+    def signalled(notes: Any) -> Any:
+        engine.ask(2)
+        return complete(notes)
+
+    try:
+        with patch.object(engine.sharded, "complete", signalled):
+            assert update() == 0
+        assert update() == 2
+        assert update() == 0
+    finally:
+        engine.destroy()
+        shutdown()
 
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])

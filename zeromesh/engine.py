@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zeromesh import batches, export, report
 from zeromesh.activation.checkpoint import compile_forward
+from zeromesh.agree import together
 from zeromesh.bounding import find_bounds
 from zeromesh.dist.rank import record_step
 from zeromesh.dist.stragglers import Stragglers
@@ -346,7 +347,7 @@ class Engine:
     def _agree_and_update(self, optimizer: Optimizer, schedule: Any) -> None:
         agreement = self.sharded.complete(self._notes())
         self._accumulation.restart()
-        self._asked, self._agreed = 0, int(agreement.notes[:, 4].max())
+        self._agreed = int(agreement.notes[:, 4].max())
         self._stragglers.compare(agreement.notes[:, 5].tolist())
         self._require_same_losses(agreement)
         interval = self.config.replica_check.interval
@@ -436,7 +437,8 @@ class Engine:
         finite = [isfinite(loss) for loss in losses]
         inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
         bad = 0.0 if all(finite) else 1.0 + finite.index(False)
-        return [bad, sum(losses), float(len(losses)), inputs, float(self._asked), self._stragglers.busy()]
+        asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
+        return [bad, sum(losses), float(len(losses)), inputs, float(asked), self._stragglers.busy()]
 
     def _require_same_losses(self, agreement: Agreement) -> None:
         """Ranks that split one model, or one sequence, are given one batch and compute one loss; all see whether.
@@ -842,7 +844,7 @@ class Engine:
                 "save_checkpoint() between a backward and its update: call it after the step that updates"
             )
         with self.observer.phase("checkpoint"):
-            self.sharded.take_changes()
+            together(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
             self.finish_update()
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")

@@ -89,7 +89,7 @@ def _remedies(
         size = on_device("optimizer") // (ranks if "optimizer" in whole else 1)
         yield f'"zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}} moves {bytes_text(size)} to the host'
     micro = settings.train_micro_batch_size_per_gpu
-    if micro > 1:
+    if micro % 2 == 0:
         steps = 2 * settings.gradient_accumulation_steps
         yield (
             f'"train_micro_batch_size_per_gpu": {micro // 2} with "gradient_accumulation_steps": {steps} halves '

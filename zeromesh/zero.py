@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
 _OWNERS: Any = WeakIdKeyDictionary()
 _ELSEWHERE: Any = WeakIdKeyDictionary()
-"""What stands in the places of other stages' parameters."""
+"""What stands in the places of other stages' parameters, and their engine."""
 
 
 def register(engine: Engine) -> None:
@@ -45,7 +45,7 @@ def register(engine: Engine) -> None:
             _OWNERS[parameter] = ref(engine)
     if engine.pipelined is not None:
         for module, name in engine.pipelined.taken:
-            _ELSEWHERE[vars(module)[name]] = True
+            _ELSEWHERE[vars(module)[name]] = ref(engine)
 
 
 class Init:
@@ -251,9 +251,10 @@ def clip_grad_norm_(
         ValueError: a parameter belongs to no engine, or the parameters belong to several.
         RuntimeError: there is no gradient to clip, or the norm is not finite.
     """
-    members: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    members = [parameter for parameter in members if not _is_elsewhere(parameter) and parameter.requires_grad]
-    engines = {_owner(parameter) for parameter in members}
+    given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    members = [parameter for parameter in given if not _is_elsewhere(parameter) and parameter.requires_grad]
+    # A stage that has none of them takes part all the same.
+    engines = {_owner(one) for one in members} | {_ELSEWHERE[one]() for one in given if _is_elsewhere(one)}
     if len(engines) != 1:
         raise ValueError(f"the parameters belong to {len(engines)} engines; pass those of one model")
     engine = engines.pop()
@@ -262,7 +263,8 @@ def clip_grad_norm_(
     norm = engine.sharded.grads.clip(members, float(max_norm), float(norm_type))
     if error_if_nonfinite and not isfinite(norm):
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm}, so it cannot be clipped")
-    return torch.tensor(norm, dtype=torch.float64 if members[0].dtype is torch.float64 else torch.float32)
+    wide = bool(members) and members[0].dtype is torch.float64
+    return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

@@ -22,12 +22,21 @@ class _Kind(NamedTuple):
     """How values of one type are written, and read; ``to`` gives what ``pack`` takes."""
 
     mark: str
-    type: type
+    type: type | tuple[type, ...]
     to: Callable[[Any], Any]
     back: Callable[[Any], Any]
 
 
 KINDS = (
+    _Kind(
+        "__numpy_time__", (numpy.datetime64, numpy.timedelta64),
+        lambda value: [value.dtype.str, int(value.astype("i8"))],
+        lambda parts: numpy.array(parts[1], "i8").view(parts[0])[()],
+    ),
+    _Kind(
+        "__numpy__", (numpy.number, numpy.bool_, numpy.character), lambda value: [value.dtype.str, value.item()],
+        lambda parts: numpy.dtype(parts[0]).type(parts[1]),
+    ),
     _Kind("__tuple__", tuple, list, tuple),
     _Kind("__set__", set, list, set),
     _Kind("__frozenset__", frozenset, list, frozenset),
@@ -44,10 +53,6 @@ KINDS = (
     _Kind("__namespace__", Namespace, vars, lambda fields: Namespace(**fields)),
     _Kind("__simplenamespace__", SimpleNamespace, vars, lambda fields: SimpleNamespace(**fields)),
     _Kind("__path__", Path, str, Path),
-    _Kind(
-        "__numpy__", numpy.generic, lambda value: [value.dtype.str, value.item()],
-        lambda parts: numpy.dtype(parts[0]).type(parts[1]),
-    ),
 )  # fmt: skip
 """The first that fits counts."""
 
@@ -78,7 +83,7 @@ def pack(value: Any, path: str = "the value", apart: dict[str, torch.Tensor] | N
     if isinstance(value, torch.Tensor | numpy.ndarray):
         return _pack_tensor(value, path, apart)
     kind = next((kind for kind in KINDS if isinstance(value, kind.type)), None)
-    if kind is not None:
+    if kind is not None and not isinstance(value, numpy.longdouble | numpy.clongdouble):  # JSON's numbers are narrower
         return {kind.mark: pack(kind.to(value), path, apart)}
     if isinstance(value, bool | int | float | str):  # an enumeration, or another subclass
         return value
@@ -96,7 +101,7 @@ def _pack_tensor(
     library = "torch" if isinstance(value, torch.Tensor) else "numpy"
     try:
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(numpy.ascontiguousarray(value))
-    except TypeError:
+    except (TypeError, ValueError):
         tensor = None
     if tensor is None or apart is None or tensor.layout is not torch.strided or tensor.dtype is torch.complex128:
         raise TypeError(

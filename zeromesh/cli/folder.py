@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,15 +114,16 @@ class RunFolder:
         Raises:
             ValueError: another run is in it, or was in it after ``check``.
         """
-        try:
-            with locked(self.path):
-                self.check(resume)
-                yield
-        except FolderInUse as error:
-            raise ValueError(
-                f"run.output = {str(self.path)!r} is in use: {error.strerror}; wait for that run to end, or choose "
-                "another folder with --set run.output=FOLDER"
-            ) from None
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.path))
+            except FolderInUse as error:
+                raise ValueError(
+                    f"run.output = {str(self.path)!r} is in use: {error.strerror}; wait for that run to end, or choose "
+                    "another folder with --set run.output=FOLDER"
+                ) from None
+            self.check(resume)
+            yield
 
     def check(self, resume: bool) -> None:
         """Refuse a folder in which the run cannot start.

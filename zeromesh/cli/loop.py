@@ -171,15 +171,21 @@ class Loop:
         says so: the next save is another try. After the last step there is none.
         """
         state = {"samples": progress.samples, "seconds": progress.seconds}
+        self.engine.finish_update()
+        failure: OSError | RuntimeError | None = None
         try:
             self.engine.save_checkpoint(self.job.folder.checkpoints, client_state=state)
         except (OSError, RuntimeError) as error:  # all ranks raise, one of them what went wrong
-            if last or self.engine.config.checkpoint.on_failure == "stop":
-                raise
+            failure = error
+        failed = self.engine.mesh.group("world").exchange(torch.tensor([float(failure is not None)]))
+        if bool(failed.any()):
+            reason = failure or RuntimeError("the checkpoint was written, but another rank failed right after that")
+            if last or self.engine.config.checkpoint.on_failure == "stop" or not bool(failed.all()):
+                raise reason
             kept = self.job.folder.last_checkpoint
             _log.warning(
                 "step %d: no checkpoint was written (%s); training goes on, and the next save is another try; %s",
-                progress.step, error, f"the last one is {kept}" if kept else "there is none yet",
+                progress.step, reason, f"the last one is {kept}" if kept else "there is none yet",
             )  # fmt: skip
             return False
         return True

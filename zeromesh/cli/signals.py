@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -24,6 +25,9 @@ class Request(IntEnum):
     SAVE_AND_END = 2
 
 
+SAME = 5.0
+"""Seconds in which another SIGTERM is the same one."""
+
 SIGNALS = {signal.SIGTERM: Request.SAVE_AND_END, signal.SIGUSR1: Request.SAVE}
 
 
@@ -38,15 +42,20 @@ class Ended(SystemExit):
 def heeded(engine: Engine) -> Iterator[None]:
     """In this context the engine hears of signals at its next update. A second SIGTERM ends the process at once.
 
-    Only the main thread of a process can do so; elsewhere nothing happens.
+    One that comes soon after the first is the same: batch systems tell the launcher and the ranks, and the launcher
+    tells the ranks again. Only the main thread of a process can do so; elsewhere nothing happens.
     """
+    first: list[float] = []
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)
+            first.append(time.monotonic())
+            if first[-1] - first[0] > SAME:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
         engine.ask(SIGNALS[signal.Signals(number)])
 
     before = {number: signal.signal(number, ask) for number in SIGNALS}
@@ -55,6 +64,12 @@ def heeded(engine: Engine) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def ignore_requests() -> None:
+    """Let SIGUSR1, which asks for a checkpoint, do nothing where there is nothing to save."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def leave_word() -> None:

@@ -21,7 +21,7 @@ from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.loop import Loop, Progress
 from zeromesh.cli.model import require_causal, require_document_attention
 from zeromesh.cli.screen import is_first, make_console, shown_log
-from zeromesh.cli.signals import heeded
+from zeromesh.cli.signals import heeded, ignore_requests
 from zeromesh.config.printing import jsonable
 from zeromesh.config.settings import Settings
 from zeromesh.config.unset import tell_unset
@@ -44,6 +44,7 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
         RankFailure: if a rank failed.
     """
     began = time.time()
+    ignore_requests()
     overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
     settings = _decided(Settings.load(config, overrides))
     if is_first():
@@ -110,6 +111,7 @@ def run_rank(settings: Settings, began: float) -> None:
         settings: the same on all ranks, and checked.
         began: time at which the command was given, in seconds since the epoch.
     """
+    ignore_requests()
     with shown_log():
         _run_rank(Job.of(settings), began)
 

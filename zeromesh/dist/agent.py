@@ -216,6 +216,8 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
+            if (self._folder / SAVED).exists() and {f.exitcode for f in result.failures.values()} == {SAVED_AND_ENDED}:
+                raise SystemExit(SAVED_AND_ENDED)  # a batch system told the ranks alone
             exitcodes = {rank: failure.exitcode for rank, failure in result.failures.items()}
             self.failure = first_failure(self._folder, exitcodes)
             if self._left:

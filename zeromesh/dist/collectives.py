@@ -469,7 +469,8 @@ class Group:
         if self.rank == root:
             self._count("broadcast", dict.fromkeys(self._others(), tensor.nbytes))
         source = dist.get_global_rank(self.process_group, root)
-        dist.broadcast(tensor, source, group=self.process_group)
+        work = dist.broadcast(tensor, source, group=self.process_group, async_op=True)
+        Pending(f"broadcast over the axis {self.axis}", [work], None, self._watchdog, tensor.nbytes).wait()
 
     def all_reduce(self, tensor: torch.Tensor, tag: int, form: Format | None = None) -> None:
         """Sum a 1-D tensor over the ranks, in place; 16-bit values are summed in fp32 and rounded once.

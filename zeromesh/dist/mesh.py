@@ -151,7 +151,7 @@ class Mesh:
         """From now on compare the collectives that the program calls itself, over all ranks of their groups."""
         if self.world_size > 1:
             store = mpi.store() if backend_for(self.device) == "mpi" else dist.distributed_c10d._get_default_store()
-            compare_calls(store, watchdog.PATIENCE)
+            compare_calls(store, self._watchdog, watchdog.PATIENCE)
 
     @property
     def waited(self) -> float | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeromesh.dist.failure import HASTE, first_failure, grace
+from zeromesh.dist.failure import HASTE, SAVED, SAVED_AND_ENDED, first_failure, grace
 from zeromesh.dist.rank import FAILURES
 
 PATIENCE = 10.0
@@ -97,8 +97,13 @@ def run(
             process.send_signal(signal.SIGKILL if got else number)
         got.append(number)
 
+    def hand_on(number: int, _: Any) -> None:
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, pass_on) for number in numbers}
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, hand_on)
     try:
         status = _wait(process, got, folder)
     finally:
@@ -106,6 +111,8 @@ def run(
             os.killpg(process.pid, signal.SIGKILL)  # what it left behind
         for number, old in before.items():
             signal.signal(number, old)
+    if (folder / SAVED).exists():
+        raise SystemExit(SAVED_AND_ENDED)
     if got:
         if got[0] == signal.SIGINT:
             raise KeyboardInterrupt

@@ -4,8 +4,8 @@ Ranks that issue different collectives, or the same ones in different orders, wa
 inside one rank that looks like a slow peer. Three things tell the difference, and each ends the run:
 
 - Every rank has waited for ``PATIENCE`` seconds, and none got any further: nobody is left who could send.
-- A rank gives no sign of life while another one waits for it: it was stopped, or its machine is gone. Every rank counts
-  on aloud, in a thread of its own, so that one which computes for hours is not taken for such a one.
+- A rank gives no sign of life while another one waits: it was stopped, or its machine is gone. Every rank counts on
+  aloud, in a thread of its own. Native code may keep that from running, so a process that runs is only named.
 - The store through which ranks tell each other so does not answer: the process that holds it was stopped.
 
 Ranks say what they wait for only once they have waited for long, so a run in which all is well pays next to nothing.
@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,11 +43,17 @@ OWN = 10
 TICKS = 6
 """Looks per ``PATIENCE``."""
 
-STOPPED = 2
-"""Times ``PATIENCE`` without a sign of life after which a rank is given up whose process is stopped or gone."""
-
 SILENT = 10
-"""The same where that is not known: native code may keep Python from running for minutes."""
+"""Times ``PATIENCE`` without a sign of life after which a rank on another host, or the store, is given up."""
+
+LIMITS = {"stopped": 1, "alive": None, "unknown": SILENT}
+"""The same by what is known of its process; native code may keep Python from running for as long as it likes."""
+
+_LIVES = {
+    "stopped": ": it is stopped, or gone",
+    "alive": ", though its process runs: native code keeps Python from running there",
+    "unknown": "; it was stopped, or its machine is gone or has run out of memory",
+}
 
 SLOWEST_LINK = 5e6
 """Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer."""
@@ -77,7 +83,7 @@ class Watchdog:
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: float) -> None:
         self.waited = 0.0
-        self._store = store
+        self._store = store = store.clone()  # of its own: another thread's wait for a key holds the connection
         self._rank = rank
         self._world_size = world_size
         self._patience = patience
@@ -87,11 +93,10 @@ class Watchdog:
         self._began = self._due = 0.0
         self._what = ""
         self._own: tuple[str, int] | None = None
-        self._own_due = 0.0
+        self._own_began = self._since = 0.0
         self._told: dict[str, Any] | None = None  # an engine before this one may have left word of a wait
-        self._seen: list[Any] | None = None
+        self._seen: tuple[list[Any], list[str]] | None = None
         self._beat = 0
-        self._number = -1
         self._quiet: dict[int, tuple[str, int]] = {}
         self._warned: set[int] = set()
         self._ends = False
@@ -126,41 +131,44 @@ class Watchdog:
     def check(self) -> None:
         """Give a sign of life. If this rank has waited for long, look for a reason to end the run."""
         self._beat += 1
-        self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {socket.gethostname()} {os.getpid()}")
-        if not self._holder and self._store.check(["zeromesh/signs/0"]):
-            self._holder = self._store.get("zeromesh/signs/0").decode()
+        self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {_PLACE} {os.getpid()} {socket.gethostname()}")
+        self._holder = self._holder or self._signs([0])[0]
         if self._store.check(["zeromesh/ended"]):
             self._end(self._store.get("zeromesh/ended").decode(), tell=False)
-        wait = self._wait()
-        if wait is None or wait["number"] != self._number:
+        wait, now = self._wait(), time.monotonic()
+        if wait is None or now < self._since + self._patience:
             self._quiet.clear()
             self._warned.clear()
-        elif self._world_size > 1:
-            self._look_for_silent(wait)
-        self._number = -1 if wait is None else wait["number"]
-        if wait is None or time.monotonic() < (self._due if self._what else self._own_due):
+            signs = None
+        else:
+            signs = self._signs(range(self._world_size))
+            self._look_for_silent(wait, signs)
+        if wait is None or signs is None or now < (self._due if self._what else self._since + OWN * self._patience):
             self._tell({})
             self._seen = None
             return
         self._tell(wait)
         states = self._states()
+        if self._seen is None or self._seen[0] != states:
+            self._seen = states, signs
         still = self._wait()
-        if all(states) and states == self._seen and still is not None and still["number"] == wait["number"]:
+        alive = all(sign != before for sign, before in zip(signs, self._seen[1], strict=True))
+        if all(states) and alive and still is not None and still["number"] == wait["number"]:
             self._give_up(states)
-        self._seen = states
 
     def _wait(self) -> dict[str, Any] | None:
         """Return what this rank waits for: a collective of the engine, or one that the program called itself."""
         what, number, frame = self._what, self._waits, sys._current_frames().get(self._thread)
         if what:
+            self._since = self._began
             return {"what": what, "number": number, "where": where(frame)}
-        own = _own_wait(frame)
-        if own is None:
+        own, calls = _own_wait(frame), _calls()
+        if own is None or calls is None:
             self._own = None
             return None
-        calls = sum(_calls(group) for group in list(dist.distributed_c10d._world.pg_map))
         if self._own != (own, calls):
-            self._own, self._own_due = (own, calls), time.monotonic() + OWN * self._patience
+            self._own, self._own_began = (own, calls), time.monotonic()
+        self._since = self._own_began
         return {"what": f"{own} of the program's own", "number": calls, "where": where(frame)}
 
     def _tell(self, state: dict[str, Any]) -> None:
@@ -171,29 +179,30 @@ class Watchdog:
     def _states(self) -> list[Any]:
         return [told(self._store, rank) for rank in range(self._world_size)]
 
-    def _look_for_silent(self, wait: dict[str, Any]) -> None:
-        """End the run if a rank has given no sign for long; ticks are counted, as this process may stop, too."""
-        for rank in range(self._world_size):
-            key = f"zeromesh/signs/{rank}"
-            if rank == self._rank or not self._store.check([key]):
-                continue
-            sign = self._store.get(key).decode()
+    def _signs(self, ranks: Sequence[int]) -> list[str]:
+        """Return the last sign of each rank; empty where there is none, as no engine is there."""
+        keys = [f"zeromesh/signs/{rank}" for rank in ranks]
+        return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
+
+    def _look_for_silent(self, wait: dict[str, Any], signs: Sequence[str]) -> None:
+        """End the run if a rank has given no sign for long; looks are counted, as this process may stop, too."""
+        for rank, sign in enumerate(signs):
             before, count = self._quiet.get(rank, ("", 0))
-            count = count + 1 if sign == before else 0
+            count = count + 1 if sign and sign == before else 0
             self._quiet[rank] = sign, count
-            if count < TICKS:
+            if count < TICKS // 2 or rank == self._rank:
                 continue
-            stopped = _is_stopped(sign)
+            life = _life(sign)
             text = (
                 f"rank {rank} ({_process(sign)}) has given no sign of life for {count * self._patience / TICKS:.0f} s"
-                f"{': it is stopped' if stopped else ''}; rank {self._rank} waits for {_described(wait)}"
+                f"{_LIVES[life]}; rank {self._rank} waits for {_described(wait)}"
             )
             if rank not in self._warned:
                 self._warned.add(rank)
                 print(f"zeromesh: {text}", file=sys.stderr, flush=True)
-            if count >= TICKS * (STOPPED if stopped else SILENT):
-                advice = "" if stopped else "; it was stopped, or its machine is gone or has run out of memory"
-                self._end(text + advice, tell=True)
+            limit = LIMITS[life]
+            if limit is not None and count >= TICKS * limit:
+                self._end(text, tell=True)
 
     def _give_up(self, states: list[Any]) -> None:
         lines = [
@@ -220,7 +229,8 @@ class Watchdog:
         )
         if ticks == TICKS:
             print(f"zeromesh: {text}", file=sys.stderr, flush=True)
-        if ticks >= TICKS * (STOPPED if self._holder and _is_stopped(self._holder) else SILENT):
+        stopped = bool(self._holder) and _life(self._holder) == "stopped"
+        if ticks >= TICKS * ((LIMITS["stopped"] if stopped else None) or SILENT):
             self._end(text, tell=False)
 
     @property
@@ -283,28 +293,41 @@ def _own_wait(frame: FrameType | None) -> str | None:
     return found
 
 
-def _calls(group: Any) -> int:
+def _calls() -> int | None:
+    """Return how many collectives this process has called; None where a backend does not count, such as MPI's."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     try:
-        return int(group._get_sequence_number_for_group())
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)
     except RuntimeError:
-        return 0  # not every backend counts
+        return None
 
 
 def _process(sign: str) -> str:
-    _, host, process = sign.split(" ")
+    _, _, process, host = sign.split(" ", 3)
     return f"process {process} on {host}"
 
 
-def _is_stopped(sign: str) -> bool:
-    """Return whether the process that gave the sign runs on this machine, and is stopped or gone."""
-    _, host, process = sign.split(" ")
-    if host != socket.gethostname() or not Path("/proc/self/stat").exists():
-        return False
+def _place() -> str:
+    """Return what tells machines, and containers on one, apart: process numbers of another one mean nothing here."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()}/?"
+
+
+_PLACE = _place()
+
+
+def _life(sign: str) -> str:
+    """Return what the kernel says of the process that gave the sign: a key of ``LIMITS``."""
+    _, place, process, _ = sign.split(" ", 3)
+    if place != _PLACE or place.endswith("?"):
+        return "unknown"
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:
-        return True
-    return stat.rpartition(")")[2].split()[0] in ("T", "t", "Z", "X")
+        return "stopped"
+    return "stopped" if stat.rpartition(")")[2].split()[0] in ("T", "t", "Z", "X") else "alive"
 
 
 def _stack(thread: int) -> str:
@@ -318,7 +341,7 @@ def _watch(
 ) -> None:  # fmt: skip
     _repeat(watchdog, pause, gone, Watchdog.check)
     with contextlib.suppress(RuntimeError):
-        store.delete_key(key)  # a rank without an engine owes nobody a sign
+        store.set(key, "")  # a rank without an engine owes nobody a sign
 
 
 def _judge(watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event) -> None:

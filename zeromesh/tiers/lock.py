@@ -16,6 +16,9 @@ from pathlib import Path
 LOCK = ".lock"
 """File in a folder, as long as a process writes there; one that a killed process has left is taken over."""
 
+OTHER_HOST = 60.0
+"""Seconds for which a lock of another host is waited for."""
+
 _log = logging.getLogger("zeromesh")
 
 
@@ -28,7 +31,8 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which is made if it is missing.
 
     The kernel gives the lock (``flock``) back however the process ends, so that none is left by one that was killed.
-    On a file system without such locks there is a warning, and no protection.
+    A file server may need a while to notice that another machine is gone, so a lock of another host is waited for. On a
+    file system without locks there is a warning, and no protection.
 
     Raises:
         FolderInUse: another process has it; the message names process, host and time.
@@ -48,6 +52,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _take(path: Path) -> int | None:
+    end = time.monotonic() + OTHER_HOST
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -56,6 +61,9 @@ def _take(path: Path) -> int | None:
             holder = os.pread(descriptor, 4096, 0)
             os.close(descriptor)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                if _is_elsewhere(holder) and time.monotonic() < end:
+                    time.sleep(1.0)
+                    continue
                 raise FolderInUse(errno.EBUSY, f"{_described(holder)} writes to {path.parent}") from None
             _log.warning("%s: the file system has no locks (%s); start no second run there", path, error.strerror)
             return None
@@ -72,6 +80,13 @@ def _is_at(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
+        return False
+
+
+def _is_elsewhere(holder: bytes) -> bool:
+    try:
+        return bool(json.loads(holder)["host"] != socket.gethostname())
+    except (ValueError, KeyError, TypeError):
         return False
 
 
