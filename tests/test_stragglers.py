@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -32,11 +34,58 @@ def train(slow: int | None, pause: float) -> list[str]:
     return said
 
 
+@dataclass
+class FourRanks:
+    """A mesh of four ranks, or of two stages of two, and a clock; this process is the first of them."""
+
+    stages: int = 1
+    now: float = 0.0
+    waited: float | None = 0.0
+    rank: int = 0
+    world_size: int = 4
+
+    def lines(self, axis: str) -> list[list[int]]:
+        assert axis == "pipeline"
+        return [[0], [1], [2], [3]] if self.stages == 1 else [[0, 2], [1, 3]]
+
+
+def warned(mesh: FourRanks, busy: list[float], updates: int) -> list[str]:
+    """Return the warnings of updates in which ranks compute so many seconds each."""
+    said: list[str] = []
+    watched = stragglers.Stragglers(cast(Any, mesh), lambda: mesh.now)
+    with patch.object(stragglers._log, "warning", lambda text, *values: said.append(text % values)):
+        for _ in range(updates):
+            mesh.now += max(busy)
+            watched.compare(busy)
+    return said
+
+
 def test_a_rank_that_is_three_times_slower_is_named_with_the_ratio_once_per_interval() -> None:
-    first, second = run_ranks(train, 2, 1, 0.1)
-    assert len(first) == 2
-    assert first[0].startswith("rank 1 computed ")
-    assert 2.0 <= float(first[0].split()[3]) <= 4.0
+    said = warned(FourRanks(), [1.0, 1.0, 3.0, 1.0], 100)  # 300 seconds
+    assert len(said) == 5
+    assert said[0].startswith(
+        "rank 2 computed 3.0 times as long as the others in the last 20 updates (3 s instead of 1 s each)"
+    )
+    assert warned(FourRanks(), [1.0, 1.9, 1.0, 1.0], 100) == []
+    assert warned(FourRanks(), [100.0, 1.0, 1.0, 1.0], 9) == []  # too few updates to tell
+    assert warned(FourRanks(stages=2), [1.0, 1.0, 5.0, 5.0], 100) == []  # stages may differ
+
+
+def test_the_time_that_counts_is_the_one_in_which_a_rank_does_not_wait() -> None:
+    mesh = FourRanks()
+    watched = stragglers.Stragglers(cast(Any, mesh), lambda: mesh.now)
+    assert watched.busy() == 0.0
+    mesh.now, mesh.waited = 10.0, 7.0
+    assert watched.busy() == 3.0
+    mesh.waited = None  # nccl's waits are on the device
+    assert watched.busy() == 0.0
+
+
+@pytest.mark.full
+def test_a_slow_rank_is_named_on_real_ranks() -> None:
+    first, second = run_ranks(train, 2, 1, 0.5, timeout=120)
+    assert first
+    assert all(line.startswith("rank 1 computed ") for line in first)
     assert second == []
 
 
