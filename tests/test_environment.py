@@ -290,7 +290,7 @@ def test_a_process_that_ends_lets_threads_of_gloo_put_down_their_tensors() -> No
 
 def test_the_first_failure_is_the_earliest_exception_or_a_killed_rank(tmp_path: Path) -> None:
     for rank, at in ((0, 20.5), (1, 20.25), (2, 30.0)):
-        record = {"at": at, "summary": f"OSError: {rank}", "details": "Traceback", "status": 1}
+        record = {"at": at, "summary": f"OSError: {rank}", "details": "Traceback", "status": 1, "lingers": 0.0}
         (tmp_path / f"{rank}.failure").write_text(json.dumps(record))
     assert str(first_failure(tmp_path, {0: 1})) == "rank 1 failed first: OSError: 1\nTraceback"
     assert str(first_failure(tmp_path, {0: 1, 2: -11})).startswith("rank 2 failed first: killed by SIGSEGV")

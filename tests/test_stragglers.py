@@ -17,7 +17,7 @@ import zeromesh
 from harness import run_ranks
 from zeromesh.dist import stragglers
 from zeromesh.dist.failure import first_failure
-from zeromesh.dist.rank import FAILURES, record_step
+from zeromesh.dist.rank import FAILURES, record_step, write_failure
 
 
 def train(slow: int | None, pause: float) -> list[str]:
@@ -98,3 +98,15 @@ def test_the_report_of_a_killed_rank_names_its_step(tmp_path: Path, monkeypatch:
         "rank 1 failed first: killed by SIGKILL in step 12; "
     )
     assert "in step" not in str(first_failure(tmp_path, {0: -signal.SIGKILL}))
+
+
+def test_a_rank_that_ends_the_run_is_the_failure_and_not_those_that_are_killed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILURES, str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    assert write_failure("rank 1 has given no sign of life", "the stack", 70, 12.5)
+    assert write_failure("PeerLost", "as rank 1 is killed now", 1)
+    found = first_failure(tmp_path, {0: 70, 1: -signal.SIGKILL})
+    assert str(found) == "rank 0 failed first: rank 1 has given no sign of life\nthe stack"
+    assert found.exitcode == 70

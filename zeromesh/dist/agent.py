@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -31,6 +33,9 @@ from zeromesh.dist.meeting import in_background, reach
 from zeromesh.dist.output import Relay, Streams
 from zeromesh.dist.rank import FAILURES
 from zeromesh.dist.rendezvous import RUN, LoopbackRendezvous, signed_rendezvous
+
+KILLED_BEFORE = 1.0
+"""Seconds before a rank that ends the run goes, in which stopped ones are killed."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Those that are passed on to the ranks, and end the run."""
@@ -214,6 +219,7 @@ class _Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._kill_stopped()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             if (self._folder / SAVED).exists() and {f.exitcode for f in result.failures.values()} == {SAVED_AND_ENDED}:
@@ -225,6 +231,16 @@ class _Agent(LocalElasticAgent):
                 made = worker_group.spec.max_restarts - self._left
                 self._tell(f"{self.failure}\nall ranks are started again ({made} of {worker_group.spec.max_restarts})")
         return result
+
+    def _kill_stopped(self) -> None:
+        """Kill stopped ranks of a run that another rank is about to end: torch would wait for them for 30 seconds."""
+        records = [json.loads(file.read_text(encoding="utf-8")) for file in self._folder.glob("*.failure")]
+        ends = min((one["at"] + one["lingers"] for one in records if one["lingers"]), default=math.inf)
+        if time.time() > ends - KILLED_BEFORE and self._pcontext is not None:
+            for pid in self._pcontext.pids().values():
+                with suppress(OSError):
+                    if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
+                        os.kill(pid, signal.SIGKILL)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         with _handlers(self._end_at_once):

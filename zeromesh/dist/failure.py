@@ -73,11 +73,15 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
         folder: with the records of the ranks, ``RANK.failure``.
         exitcodes: by rank, of those that failed; the negative number of the signal where one ended it.
     """
+    records = {int(file.stem): json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.failure")}
+    deciding = [rank for rank in records if records[rank]["lingers"]]
+    if deciding:  # the run was ended on purpose, and with it ranks that are killed
+        first = min(deciding, key=lambda rank: float(records[rank]["at"]))
+        return RankFailure(first, records[first]["summary"], records[first]["details"], records[first]["status"])
     killed = {rank: -code for rank, code in exitcodes.items() if code < 0}
     for rank, number in sorted(killed.items()):
         if number not in CONSEQUENCES:
             return _killed(rank, number, folder)
-    records = {int(file.stem): json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.failure")}
     silent = sorted(rank for rank, code in exitcodes.items() if code > 0 and rank not in records)
     if silent:  # it left by itself, such as with os._exit
         return RankFailure(silent[0], f"exited with status {exitcodes[silent[0]]}", "", exitcodes[silent[0]])

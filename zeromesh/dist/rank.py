@@ -150,14 +150,20 @@ def record(kind: type[BaseException], error: BaseException, trace: TracebackType
         sys.stderr.write(details)
 
 
-def write_failure(summary: str, details: str, status: int = 1) -> bool:
-    """Leave word of this rank's failure, and when it was; False if nobody on this machine waits for it."""
+def write_failure(summary: str, details: str, status: int = 1, lingers: float = 0.0) -> bool:
+    """Leave word of this rank's failure, and when it was; False if nobody on this machine waits for it.
+
+    One that ``lingers``, so many seconds, ends the whole run: what becomes of other ranks then is its consequence.
+    """
     rank, folder = _rank(), os.environ.get(FAILURES)
     if rank is None or folder is None or not os.path.isdir(folder):
         return False
     final = os.path.join(folder, f"{rank}.failure")
+    if os.path.exists(final):
+        return True  # the first one is the cause
     with open(final + ".part", "w", encoding="utf-8") as file:
-        json.dump({"at": time.time(), "summary": summary, "details": details, "status": status}, file)
+        words = {"at": time.time(), "summary": summary, "details": details, "status": status, "lingers": lingers}
+        json.dump(words, file)
     os.replace(final + ".part", final)
     return True
 

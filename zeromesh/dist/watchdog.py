@@ -247,8 +247,9 @@ class Watchdog:
             self._store.set("zeromesh/ended", why)
         print(f"zeromesh: {why}\nThis rank, {self._rank}, was here:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        write_failure(f"{why.splitlines()[0].rstrip(':')}", f"{why}\n{_stack(self._thread)}", EXIT_CODE)
-        time.sleep(min(2.5 * self._patience / TICKS, 15.0))
+        pause = 2.5 * self._patience / TICKS
+        write_failure(why.splitlines()[0].rstrip(":"), f"{why}\n{_stack(self._thread)}", EXIT_CODE, pause)
+        time.sleep(pause)
         # The waiting thread is inside gloo, which cannot be interrupted.
         os._exit(EXIT_CODE)
 
