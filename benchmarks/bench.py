@@ -35,7 +35,7 @@ from cases import CASES, DEFAULT, make_model
 from page import differing, write
 from ranks import RunFailed, run, variables
 from variants import VARIANTS
-from zeromesh.dist.environment import default_backend
+from zeromesh.comm.environment import default_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILING = 3600.0

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from bench import ROOT, commit, machine, positive
 from ranks import mpiexec, variables
-from zeromesh.dist import mpi
-from zeromesh.dist.collectives import Group, Traffic
+from zeromesh.comm.collectives import Group, Traffic
+from zeromesh.comm.mpi import backend as mpi
 
 CPU = torch.device("cpu")
 OWN, OURS = "torch's call", "ZeroMesh's `Group`"

@@ -31,12 +31,12 @@ from torch.profiler import profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zeromesh
-from zeromesh.architectures.decoder import Decoder
+from zeromesh.comm.environment import device_for, init_distributed, shutdown
 from zeromesh.config.train import ModelShape
-from zeromesh.dist.environment import device_for, init_distributed, shutdown
-from zeromesh.dist.launch import launch
+from zeromesh.launcher.launch import launch
 from zeromesh.shard import sharded
 from zeromesh.tiers.link import Copy, Link
+from zeromesh.train.architectures.decoder import Decoder
 
 STEPS, BATCH, LENGTH, VOCABULARY = 10, 4, 64, 512
 SMALL = ModelShape(

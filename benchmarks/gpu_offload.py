@@ -40,11 +40,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from zeromesh.architectures.decoder import Decoder
-from zeromesh.architectures.flops import parameters, training_flops_per_token
 from zeromesh.config.train import ModelShape
 from zeromesh.observe.inventory import memory
 from zeromesh.observe.process import peak_bytes
+from zeromesh.train.architectures.decoder import Decoder
+from zeromesh.train.architectures.flops import parameters, training_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from bench import ROOT, commit, free_name, machine, positive
 from page import lines_of, link
-from zeromesh.dist.environment import init_distributed, shutdown
-from zeromesh.dist.launch import launch
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.environment import init_distributed, shutdown
+from zeromesh.comm.mesh import Mesh
+from zeromesh.launcher.launch import launch
 from zeromesh.pipeline.actions import Schedule
 from zeromesh.pipeline.execution import most_held_by_rank
 from zeromesh.pipeline.generators import ROWS, SEARCH, Shape, generate

@@ -33,8 +33,8 @@ from page import lines_of, link
 from variants import configuration, engine_step
 from worker import LARGE
 from zeromesh import initialize
-from zeromesh.dist.environment import init_distributed, shutdown
-from zeromesh.dist.launch import launch
+from zeromesh.comm.environment import init_distributed, shutdown
+from zeromesh.launcher.launch import launch
 from zeromesh.observe.process import live_bytes
 
 SPLIT = ("parameter", "gradient", "optimizer")

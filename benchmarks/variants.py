@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cases import ADAMW, Case
-from zeromesh.architectures.decoder import Decoder, rotary_table
+from zeromesh.train.architectures.decoder import Decoder, rotary_table
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 """From this rank's tokens to its loss; with what the variant does between two batches."""

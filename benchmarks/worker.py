@@ -29,8 +29,8 @@ from heap import Heap, Peak
 from ranks import variables
 from variants import VARIANTS
 from wire import sent_by_this_process
-from zeromesh.dist import mpi
-from zeromesh.dist.environment import device_for, init_distributed, shutdown
+from zeromesh.comm.environment import device_for, init_distributed, shutdown
+from zeromesh.comm.mpi import backend as mpi
 
 LARGE = 65536
 """Bytes. Smaller blocks are mostly Python's and libraries' own, which differ between environments."""

@@ -81,7 +81,7 @@ def answer(request: dict[str, Any], rank: int, backend: str) -> Any:
     one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     timeout = timedelta(seconds=request["timeout"] + 30)
     if backend == "mpi":
-        from zeromesh.dist import mpi
+        from zeromesh.comm.mpi import backend as mpi
 
         mpi.install(timeout)
         dist.init_process_group("mpi")
@@ -125,7 +125,7 @@ def start(stacks: str) -> None:
 def main() -> None:
     """Arguments: the socket's descriptor, the file for stacks; or mpi, the socket's path, pytest's number."""
     if sys.argv[1] == "mpi":
-        from zeromesh.dist import mpi
+        from zeromesh.comm.mpi import backend as mpi
 
         address, pytest = sys.argv[2], int(sys.argv[3])
         leave_with(pytest)

@@ -18,7 +18,7 @@ from test_pipeline import CHUNKS, train
 from test_tensor_rules import batch, config, gpt2, llama, step
 from zeromesh.activation.checkpoint import checkpoint_modules
 from zeromesh.activation.store import HostPool, Store, _Kept
-from zeromesh.dist.collectives import Group
+from zeromesh.comm.collectives import Group
 
 LIMIT = 120
 CPU = torch.device("cpu")

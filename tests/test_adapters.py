@@ -19,7 +19,7 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
 from zeromesh import export
-from zeromesh.dist.environment import shutdown
+from zeromesh.comm.environment import shutdown
 from zeromesh.shard import deferred
 
 pytest.importorskip("peft")

@@ -9,7 +9,7 @@ from torch import nn
 
 import zeromesh
 from harness import spawn_ranks
-from zeromesh.dist import watchdog
+from zeromesh.comm import watchdog
 
 
 def compared(case: str) -> float:

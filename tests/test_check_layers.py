@@ -45,8 +45,8 @@ def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
     [
         (
             "config__settings",
-            "import zeromesh.dist.mesh",
-            ":1 imports zeromesh.dist.mesh: config and dist are packages",
+            "import zeromesh.comm.mesh",
+            ":1 imports zeromesh.comm.mesh: config and dist are packages",
         ),
         (
             "shard__unit",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from harness import run_ranks
-from zeromesh.dist.mesh import AXES, Mesh
+from zeromesh.comm.mesh import AXES, Mesh
 
 CPU = torch.device("cpu")
 LENGTH = 5

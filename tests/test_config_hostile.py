@@ -15,11 +15,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zeromesh
-from zeromesh.cli.check import check
 from zeromesh.cli.main import WRONG_INPUT, app
+from zeromesh.comm.environment import shutdown
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings, entries
-from zeromesh.dist.environment import shutdown
+from zeromesh.train.check import check
 
 
 def nested(depth: int, container: type) -> Any:

@@ -12,9 +12,9 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from zeromesh.comm.environment import shutdown
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
-from zeromesh.dist.environment import shutdown
 
 
 class Tables(nn.Module):

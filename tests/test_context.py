@@ -13,13 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from harness import run_mpi_ranks, run_ranks
+from zeromesh.comm.collectives import Group
+from zeromesh.comm.mesh import Mesh
 from zeromesh.context import blocks
 from zeromesh.context.attention import STRATEGIES, attend, ring, ulysses
 from zeromesh.context.batch import IGNORE_LABEL, mean_loss, split
 from zeromesh.context.blocks import CPU, EFFICIENT, FLASH, PRODUCTS, Block
 from zeromesh.context.order import chunks_of, gathered_order, keep
-from zeromesh.dist.collectives import Group
-from zeromesh.dist.mesh import Mesh
 
 TAG = 8
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 24 * 2**-8, torch.float16: 24 * 2**-11}

@@ -19,13 +19,13 @@ from harness import run_ranks
 from huggingface_models import GROUPED, LAYERS, MODELS, SPECIAL, VOCABULARY, Model, text, without_dropout
 from test_context import fake
 from zeromesh.activation.checkpoint import checkpoint_modules
-from zeromesh.architectures.decoder import Decoder
+from zeromesh.comm.mesh import Mesh
 from zeromesh.config.train import ModelShape
 from zeromesh.context.applied import Applied, Unsupported
 from zeromesh.context.apply import apply
 from zeromesh.context.attention import STRATEGIES
 from zeromesh.context.batch import IGNORE_LABEL
-from zeromesh.dist.mesh import Mesh
+from zeromesh.train.architectures.decoder import Decoder
 
 LENGTH = 16
 OTHERS = ("gpt2", "olmo2", "phi3", "granite", "opt", "deepseek_v3", "qwen3_moe")

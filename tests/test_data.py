@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import zeromesh.data.encode as encode_module
-import zeromesh.data.making as making_module
-import zeromesh.data.portions as portions_module
+import zeromesh.train.data.encode as encode_module
+import zeromesh.train.data.making as making_module
+import zeromesh.train.data.portions as portions_module
 from zeromesh.config.train import TextData
-from zeromesh.data.corpus import Document, find_documents
-from zeromesh.data.making import sample_texts
-from zeromesh.data.prepare import Changed, prepare
-from zeromesh.data.prepared import TokenSet
-from zeromesh.data.python_lines import count_lines
-from zeromesh.data.sources import Known
-from zeromesh.data.texts import is_text, parts, read_document, split_documents
-from zeromesh.data.tokenizer import END_OF_TEXT, load_tokenizer, stream_text, train_tokenizer
+from zeromesh.train.data.corpus import Document, find_documents
+from zeromesh.train.data.making import sample_texts
+from zeromesh.train.data.prepare import Changed, prepare
+from zeromesh.train.data.prepared import TokenSet
+from zeromesh.train.data.python_lines import count_lines
+from zeromesh.train.data.sources import Known
+from zeromesh.train.data.texts import is_text, parts, read_document, split_documents
+from zeromesh.train.data.tokenizer import END_OF_TEXT, load_tokenizer, stream_text, train_tokenizer
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # naïve ✓ {END_OF_TEXT}\n" * 5 for n in range(12)]
 
@@ -235,7 +235,7 @@ def test_text_is_decoded_as_its_ids_come() -> None:
 def test_a_tokenizer_that_writes_words_with_spaces_before_them_streams_the_same_text() -> None:
     from tokenizers import decoders
 
-    from zeromesh.data.tokenizer import _wrapped
+    from zeromesh.train.data.tokenizer import _wrapped
 
     words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "</s>": 2}, unk_token="</s>"))
     words.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zeromesh.data.indexed import IndexedWriter, file_of, open_indexed, prefix_of, token_dtype
-from zeromesh.data.store import scan_documents
+from zeromesh.train.data.indexed import IndexedWriter, file_of, open_indexed, prefix_of, token_dtype
+from zeromesh.train.data.store import scan_documents
 
 MAGIC = b"MMIDIDX\x00\x00"
 

@@ -20,15 +20,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import zeromesh.data.encode as encode_module
-import zeromesh.data.making as making_module
+import zeromesh.train.data.encode as encode_module
+import zeromesh.train.data.making as making_module
 from test_data_indexed import published
 from zeromesh.config.train import TextData
-from zeromesh.data.encode import Encoder, Side, encode_all
-from zeromesh.data.indexed import IndexedWriter
-from zeromesh.data.prepare import Changed, prepare
-from zeromesh.data.tokenizer import train_tokenizer
 from zeromesh.observe.reading import ReadingBar
+from zeromesh.train.data.encode import Encoder, Side, encode_all
+from zeromesh.train.data.indexed import IndexedWriter
+from zeromesh.train.data.prepare import Changed, prepare
+from zeromesh.train.data.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks of a few kilobytes, so that little text is enough for several of them."""
-    monkeypatch.setattr("zeromesh.data.portions.PIECE_BYTES", 2000)
-    monkeypatch.setattr("zeromesh.data.portions.PORTION_BYTES", 2000)
+    monkeypatch.setattr("zeromesh.train.data.portions.PIECE_BYTES", 2000)
+    monkeypatch.setattr("zeromesh.train.data.portions.PORTION_BYTES", 2000)
     monkeypatch.setattr(encode_module, "TASK_BYTES", 4000)
     monkeypatch.setattr(making_module, "SMALL", 0)
 
@@ -120,12 +120,12 @@ def test_a_full_disk_ends_the_processes(tmp_path: Path, small_tasks: None, monke
 INTERRUPTED = """
 import sys
 from pathlib import Path
-import zeromesh.data.encode as encode
-import zeromesh.data.making as making
-import zeromesh.data.portions as portions
+import zeromesh.train.data.encode as encode
+import zeromesh.train.data.making as making
+import zeromesh.train.data.portions as portions
 from zeromesh.config.train import TextData
-from zeromesh.data.indexed import IndexedWriter
-from zeromesh.data.prepare import prepare
+from zeromesh.train.data.indexed import IndexedWriter
+from zeromesh.train.data.prepare import prepare
 
 if __name__ == "__main__":
     making.SMALL, portions.PIECE_BYTES, encode.TASK_BYTES = 0, 50_000, 100_000

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from zeromesh.data.indexed import IndexedWriter, file_of
-from zeromesh.data.loader import Batch, Share, evaluation_batches, training_batches, training_samples
-from zeromesh.data.order import Blend, Permutation, pack, seed_of
-from zeromesh.data.prepared import Prepared, TokenSet
-from zeromesh.data.samples import Stream, open_samples
+from zeromesh.train.data.indexed import IndexedWriter, file_of
+from zeromesh.train.data.loader import Batch, Share, evaluation_batches, training_batches, training_samples
+from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
+from zeromesh.train.data.prepared import Prepared, TokenSet
+from zeromesh.train.data.samples import Stream, open_samples
 
 PAD = 7777
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from harness import run_command, run_ranks
 from zeromesh.cli import doctor as module
 from zeromesh.cli.doctor import doctor
-from zeromesh.dist import links
-from zeromesh.dist.environment import VARIABLES, Environment, device_of_group
+from zeromesh.comm import links
+from zeromesh.comm.environment import VARIABLES, Environment, device_of_group
 from zeromesh.observe import inventory
 
 COMMAND = ["-m", "zeromesh.cli.main", "doctor"]

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from harness import run_command, run_ranks
 from test_launch_cli import free_port
 from test_train_cli import config, numbers
+from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import Batch, solve_batch
 from zeromesh.config.errors import ConfigError
-from zeromesh.dist.launch import may_restart
 from zeromesh.training_data import Loader, Sampler
 
 TESTS = Path(__file__).parent
@@ -62,7 +62,7 @@ def test_a_killed_rank_leads_to_the_same_run(tmp_path: Path) -> None:
 
 FAULTY_TRAIN = """
 import os, pathlib, signal, sys
-import zeromesh.cli.loop as loop
+import zeromesh.train.loop as loop
 from zeromesh.cli.main import main
 mark = pathlib.Path(sys.argv.pop(1))
 step = loop.Loop._step

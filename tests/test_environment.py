@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness import run_command, run_ranks
-from zeromesh.dist.environment import (
+from zeromesh.comm.environment import (
     VARIABLES,
     Environment,
     backends,
@@ -23,8 +23,8 @@ from zeromesh.dist.environment import (
     init_distributed,
     shutdown,
 )
-from zeromesh.dist.failure import first_failure
-from zeromesh.dist.launch import launch
+from zeromesh.comm.failure import first_failure
+from zeromesh.launcher.launch import launch
 
 TEST_PATH = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
 
@@ -170,7 +170,7 @@ def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
 def test_mpi_without_mpi4py_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = SimpleNamespace(missing=lambda: "mpi4py is not installed; pip install zeromesh[mpi] brings it")
-    monkeypatch.setitem(sys.modules, "zeromesh.dist.mpi", stand_in)
+    monkeypatch.setitem(sys.modules, "zeromesh.comm.mpi.backend", stand_in)
     with pytest.raises(RuntimeError, match="'mpi', but mpi4py is not installed; pip install .* brings it; or use gloo"):
         init_distributed("mpi")
 
@@ -257,7 +257,7 @@ def fail_on_one() -> None:
 def test_launch_shows_the_first_failure_and_nothing_else() -> None:
     code = (
         "import test_environment as t\n"
-        "from zeromesh.dist.launch import RankFailure\n"
+        "from zeromesh.launcher.launch import RankFailure\n"
         "try:\n"
         "    t.launch(t.fail_on_one, 2)\n"
         "except RankFailure as error:\n"
@@ -274,7 +274,7 @@ def test_launch_shows_the_first_failure_and_nothing_else() -> None:
 def test_a_process_that_ends_lets_threads_of_gloo_put_down_their_tensors() -> None:
     code = (
         "import ctypes, threading, time\n"
-        "from zeromesh.dist.environment import init_distributed, shutdown\n"
+        "from zeromesh.comm.environment import init_distributed, shutdown\n"
         "def spin():\n"
         "    ctypes.CDLL(None).prctl(15, b'pt_gloo_runloop')\n"
         "    end = time.monotonic() + 0.4\n"

@@ -11,7 +11,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_command, run_ranks
-from zeromesh.dist.environment import shutdown
+from zeromesh.comm.environment import shutdown
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 

@@ -18,18 +18,19 @@ from typer.testing import CliRunner, Result
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
-from zeromesh.architectures import published
-from zeromesh.architectures.decoder import Decoder
-from zeromesh.cli import check, export, train
 from zeromesh.cli.main import app
-from zeromesh.cli.model import Transformer, language_model, require_causal, require_document_attention
-from zeromesh.cli.sample import Writer
+from zeromesh.comm.environment import shutdown
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, ModelShape
-from zeromesh.data.loader import Batch
-from zeromesh.data.tokenizer import load_tokenizer
-from zeromesh.dist.environment import shutdown
 from zeromesh.observe.metrics import read_metrics
+from zeromesh.train import check, export
+from zeromesh.train import run as train
+from zeromesh.train.architectures import published
+from zeromesh.train.architectures.decoder import Decoder
+from zeromesh.train.data.loader import Batch
+from zeromesh.train.data.tokenizer import load_tokenizer
+from zeromesh.train.model import Transformer, language_model, require_causal, require_document_attention
+from zeromesh.train.sample import Writer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LIMIT = 200
@@ -96,8 +97,8 @@ def test_the_model_learns_what_the_assistant_says(tiny: Path, tuned: Path) -> No
     """The same steps in plain torch: every learned token of the global batch counts the same, wherever it is."""
     import transformers
 
-    from zeromesh.cli.check import prepare_text
-    from zeromesh.data.loader import Share, training_batches
+    from zeromesh.train.check import prepare_text
+    from zeromesh.train.data.loader import Share, training_batches
 
     values = settings(tiny, tuned.parent / "plain")
     job = check.check(Settings.load(values))

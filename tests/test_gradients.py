@@ -13,7 +13,7 @@ from torch import nn
 import numerics
 import zeromesh
 from harness import run_ranks
-from zeromesh.dist import collectives
+from zeromesh.comm import collectives
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.place import make_units

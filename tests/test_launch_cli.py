@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 from harness import run_command
 from zeromesh.cli.launch import Layout, Program, SlurmOptions, slurm_script
 from zeromesh.cli.main import app
-from zeromesh.dist import mpiexec as mpi
-from zeromesh.dist import rank
-from zeromesh.dist.failure import RankFailure, first_failure
-from zeromesh.dist.launch import python_rank
-from zeromesh.dist.output import Relay
+from zeromesh.comm import rank
+from zeromesh.comm.failure import RankFailure, first_failure
+from zeromesh.launcher import mpiexec as mpi
+from zeromesh.launcher.launch import python_rank
+from zeromesh.launcher.output import Relay
 
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from harness import run_command
-from zeromesh.dist.environment import Environment, is_launched
-from zeromesh.dist.launchers import FIRST_PORT, PORTS, hosts_of, tasks_of_nodes
+from zeromesh.comm.environment import Environment, is_launched
+from zeromesh.comm.launchers import FIRST_PORT, PORTS, hosts_of, tasks_of_nodes
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -199,7 +199,7 @@ def test_tasks_per_node_are_counted() -> None:
 RANKS = """
 import os, subprocess, sys
 job = dict(MPI_LOCALNRANKS="2", PMI_SIZE="2")
-code = "from zeromesh.dist.detect import Environment; print(Environment.detect().master_port)"
+code = "from zeromesh.comm.detect import Environment; print(Environment.detect().master_port)"
 ranks = [dict(os.environ, **job, PMI_RANK=str(r), MPI_LOCALRANKID=str(r)) for r in range(2)]
 # The second rank has a shell between it and the launcher.
 direct = subprocess.run([sys.executable, "-c", code], env=ranks[0], capture_output=True, text=True).stdout

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from harness import run_ranks
-from zeromesh.dist.collectives import Group
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.collectives import Group
+from zeromesh.comm.mesh import Mesh
 from zeromesh.model import linear
 from zeromesh.model.linear import Columns, multiply
 from zeromesh.tensor.linear import enter, leave

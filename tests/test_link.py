@@ -16,7 +16,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from late_copies import LateStreams
-from zeromesh.dist.collectives import Pending
+from zeromesh.comm.collectives import Pending
 from zeromesh.shard import gradient as gradients
 from zeromesh.shard import sharded, unit
 from zeromesh.shard.gradient import Reducer

@@ -18,9 +18,9 @@ from torch import nn
 
 import zeromesh
 from test_train_cli import call, config
-from zeromesh.cli.folder import RunFolder
-from zeromesh.dist.environment import shutdown
+from zeromesh.comm.environment import shutdown
 from zeromesh.tiers.lock import LOCK, FolderInUse, locked
+from zeromesh.train.folder import RunFolder
 
 HOLD = """
 import sys, time

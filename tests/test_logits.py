@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import run_ranks
 from huggingface_models import GROUPED, MODELS, SPECIAL, USUAL, Model, masked, text
-from zeromesh.dist.collectives import Group
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.collectives import Group
+from zeromesh.comm.mesh import Mesh
 from zeromesh.model.split import Split
 from zeromesh.tensor.logits import Logits
 from zeromesh.tensor.loss import CHUNK_BYTES, Vocabulary

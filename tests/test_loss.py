@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import run_ranks
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.tensor.loss import Vocabulary, linear_cross_entropy
 
 TOKENS, WIDTH, ENTRIES = (2, 7), 5, 11

@@ -18,7 +18,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.dist.environment import shutdown
+from zeromesh.comm.environment import shutdown
 from zeromesh.observe.monitors import MONITORS, CsvFiles, Monitor, open_monitor
 
 RANKS, MICRO, ACCUMULATION = 2, 3, 2

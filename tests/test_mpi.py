@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from harness import mpiexec, run_command, run_mpi_ranks
-from zeromesh.dist import mpi
+from zeromesh.comm.mpi import backend as mpi
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -267,8 +267,8 @@ def from_anyone() -> None:
 
 def begun_by_who_issues_them() -> None:
     """Else two collectives could be numbered in another order on one rank, and messages of one tag change places."""
-    from zeromesh.dist.mpi_programs import Programs
-    from zeromesh.dist.mpi_work import runtime
+    from zeromesh.comm.mpi.programs import Programs
+    from zeromesh.comm.mpi.work import runtime
 
     class Hurried(dict[int, Any]):
         """Works under way, at which another thread looks in the moment in which one is added."""
@@ -448,7 +448,7 @@ def too_short() -> None:
 
 def interrupted() -> None:
     """What Ctrl-C breaks off is not done well, whoever looks at it afterwards."""
-    from zeromesh.dist.mpi_work import Program, Work
+    from zeromesh.comm.mpi.work import Program, Work
 
     def program() -> Program:
         yield None
@@ -465,7 +465,7 @@ def interrupted() -> None:
 
 def asked_by_two_threads() -> None:
     """Which ranks have ended: the message of one that has is taken by one of the threads, and the other goes on."""
-    from zeromesh.dist.mpi_work import LEFT, runtime
+    from zeromesh.comm.mpi.work import LEFT, runtime
 
     notes, rank = runtime.notes, dist.get_rank()
 
@@ -507,7 +507,7 @@ def run_script(folder: Path, body: str, ranks: int = 2) -> tuple[int, str]:
     head = """
         import sys, time, torch
         import torch.distributed as dist
-        from zeromesh.dist import mpi
+        from zeromesh.comm.mpi import backend as mpi
         mpi.install()
         dist.init_process_group("mpi")
         rank = dist.get_rank()

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeromesh
 from harness import run_command, run_ranks
 from test_collectives import in_order, values
+from zeromesh.comm.collectives import CHUNK, Traffic
+from zeromesh.comm.formats import BLOCK, FORMATS
+from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.comm.second_step import Later, _OnStream
+from zeromesh.comm.topology import Places
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
-from zeromesh.dist.collectives import CHUNK, Traffic
-from zeromesh.dist.formats import BLOCK, FORMATS
-from zeromesh.dist.later import Later, _OnStream
-from zeromesh.dist.mesh import Links, Mesh
-from zeromesh.dist.places import Places
 
 CPU = torch.device("cpu")
 LENGTH = 7

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from harness import run_ranks
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.tensor.operators import CONJUGATES, move
 
 SHAPE = (4, 6, 8)

@@ -14,7 +14,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.dist.environment import shutdown
+from zeromesh.comm.environment import shutdown
 
 
 @pytest.fixture(autouse=True, scope="module")

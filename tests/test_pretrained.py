@@ -21,7 +21,7 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from zeromesh import export, pretrained
-from zeromesh.dist.environment import shutdown
+from zeromesh.comm.environment import shutdown
 from zeromesh.pretrained import INDEX, SINGLE, FileTensor
 from zeromesh.shard import deferred
 from zeromesh.shard.deferred import source_of

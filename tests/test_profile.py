@@ -13,13 +13,13 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.architectures.decoder import Decoder
-from zeromesh.architectures.flops import multiplied_parameters, training_cost, training_operations
 from zeromesh.config.train import ModelShape
 from zeromesh.observe.breakdown import MOST_PHASES, Sums, Timer
 from zeromesh.observe.operations import Operations
 from zeromesh.observe.spans import NOTHING, Clock, Spans, span
 from zeromesh.observe.trace import free_path, span_table
+from zeromesh.train.architectures.decoder import Decoder
+from zeromesh.train.architectures.flops import multiplied_parameters, training_cost, training_operations
 
 RANKS = 2
 WIDTH, BLOCKS, ROWS = 16, 3, 4

@@ -11,7 +11,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks, spawn_ranks
-from zeromesh.dist import watchdog
+from zeromesh.comm import watchdog
 
 BLOCKS, STEPS = 5, 3
 

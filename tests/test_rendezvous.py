@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from harness import free_port, run_command
-from zeromesh.dist.rendezvous import read_secret
+from zeromesh.launcher.rendezvous import read_secret
 
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
 SECRET = "of all nodes of these tests"

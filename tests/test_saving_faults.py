@@ -18,8 +18,7 @@ import torch
 from harness import run_ranks, spawn_ranks
 from runs import assert_same, config, everything, seed_everything, start, train
 from zeromesh.checkpoint import folder as folders
-from zeromesh.checkpoint import shards
-from zeromesh.saving import save
+from zeromesh.checkpoint import save, shards
 
 # Saves that fail.
 

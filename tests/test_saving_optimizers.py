@@ -15,8 +15,8 @@ import zeromesh
 from harness import run_ranks
 from runs import assert_same, config, everything, start, train
 from zeromesh.checkpoint.folder import write_manifest
-from zeromesh.saving.optimizer import state_number
-from zeromesh.saving.schedule import scheduler_name
+from zeromesh.checkpoint.optimizer import state_number
+from zeromesh.checkpoint.schedule import scheduler_name
 
 # Optimizers and parameters of other shapes.
 

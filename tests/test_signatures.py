@@ -15,7 +15,7 @@ from torch import nn
 
 import zeromesh
 from zeromesh import zero
-from zeromesh.dist.environment import shutdown
+from zeromesh.comm.environment import shutdown
 from zeromesh.engine import Engine
 
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from harness import run_command, run_ranks
-from zeromesh.dist import environment as module
-from zeromesh.dist import interface, peers
-from zeromesh.dist.environment import (
+from zeromesh.comm import environment as module
+from zeromesh.comm import interface, peers
+from zeromesh.comm.environment import (
     VARIABLES,
     Environment,
     StartError,
@@ -29,8 +29,8 @@ from zeromesh.dist.environment import (
     init_distributed,
     shutdown,
 )
-from zeromesh.dist.meeting import reach, start_limit
-from zeromesh.dist.peers import Peer, placed
+from zeromesh.comm.peers import Peer, placed
+from zeromesh.comm.rendezvous import reach, start_limit
 
 SHORT = timedelta(seconds=0.5)
 
@@ -314,7 +314,7 @@ def pretend_mpi(monkeypatch: pytest.MonkeyPatch, missing: str, found: tuple[int,
     stand_in = SimpleNamespace(
         missing=lambda: missing, rank_and_size=lambda: found, agree_on_master=lambda: ("head", 4321)
     )
-    monkeypatch.setitem(sys.modules, "zeromesh.dist.mpi", stand_in)
+    monkeypatch.setitem(sys.modules, "zeromesh.comm.mpi.backend", stand_in)
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.dist import stragglers
-from zeromesh.dist.failure import first_failure
-from zeromesh.dist.rank import FAILURES, record_step, write_failure
+from zeromesh.comm import stragglers
+from zeromesh.comm.failure import first_failure
+from zeromesh.comm.rank import FAILURES, record_step, write_failure
 
 
 def train(slow: int | None, pause: float) -> list[str]:

@@ -13,7 +13,7 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained, whole
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.optim.groups import no_decay_groups
 from zeromesh.tensor.loss import Vocabulary, linear_cross_entropy
 

@@ -587,8 +587,8 @@ def test_layers_of_unknown_modules_are_split_one_by_one(tensor: int, row: int) -
 
 
 def built_in(tensor: int, architecture: str, sequence: bool) -> Any:
-    from zeromesh.architectures.decoder import Decoder
     from zeromesh.config.train import ModelShape
+    from zeromesh.train.architectures.decoder import Decoder
 
     torch.manual_seed(0)
     shape = ModelShape(

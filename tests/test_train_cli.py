@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from harness import run_command, run_ranks
-from zeromesh.architectures.decoder import Decoder
-from zeromesh.cli.changes import require_unchanged
-from zeromesh.cli.check import check
-from zeromesh.cli.folder import RunFolder
 from zeromesh.cli.main import app
-from zeromesh.cli.screen import shown_log
-from zeromesh.cli.train import train
 from zeromesh.config.settings import Settings
-from zeromesh.data.prepare import prepare
 from zeromesh.observe.metrics import read_metrics
+from zeromesh.train.architectures.decoder import Decoder
+from zeromesh.train.changes import require_unchanged
+from zeromesh.train.check import check
+from zeromesh.train.data.prepare import prepare
+from zeromesh.train.folder import RunFolder
+from zeromesh.train.run import train
+from zeromesh.train.screen import shown_log
 
 STEPS = 6
 
@@ -341,7 +341,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(
     begun(finished, tmp_path / "run")
     refused(call("train", config(corpus, tmp_path), "--resume"), "holds no checkpoint", "without --resume")
     # A machine that is said to do one operation per second is found to do more.
-    monkeypatch.setattr("zeromesh.cli.loop.peak_flops", lambda device, dtype: 1.0)
+    monkeypatch.setattr("zeromesh.train.loop.peak_flops", lambda device, dtype: 1.0)
     result = call("train", config(corpus, tmp_path), "--set", "steps_per_print=3", "--set", "comet.enabled=true")
     assert result.exit_code == 0, result.output
     assert "it is started again" in result.stdout
@@ -415,7 +415,7 @@ def test_a_run_that_is_stopped_or_fails_says_what_was_kept_and_how_to_go_on(
     def stop(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr("zeromesh.cli.train.launch", stop)
+    monkeypatch.setattr("zeromesh.train.run.launch", stop)
     result = call("train", config(corpus, tmp_path))
     assert result.exit_code == code
     assert "has no checkpoint yet, and the same command starts from the beginning" in result.stderr

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from harness import run_ranks
 from zeromesh.cli.main import app
-from zeromesh.cli.train import train
 from zeromesh.observe.metrics import read_metrics
+from zeromesh.train.run import train
 
 STEPS = 4
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -18,10 +18,10 @@ from harness import run_ranks
 from test_finetune import settings as finetuning
 from test_finetune import write
 from test_train_mesh import numbers
-from zeromesh.cli import loop
 from zeromesh.cli.main import app
-from zeromesh.cli.train import train
 from zeromesh.observe.metrics import read_metrics
+from zeromesh.train import loop
+from zeromesh.train.run import train
 
 LIMIT = 120
 RUN = {"steps": 3, "log_every": 1, "save_every": 2, "evaluate_every": 2, "evaluate_batches": 6}

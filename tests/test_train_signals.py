@@ -17,9 +17,9 @@ from torch import nn
 
 import zeromesh
 from test_train_cli import call, config
-from zeromesh.cli.folder import RunFolder
-from zeromesh.dist.environment import shutdown
+from zeromesh.comm.environment import shutdown
 from zeromesh.engine import Engine
+from zeromesh.train.folder import RunFolder
 
 TRAIN = [sys.executable, "-m", "zeromesh.cli.main"]
 

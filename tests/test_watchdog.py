@@ -13,7 +13,7 @@ from torch import nn
 
 import zeromesh
 from harness import RankFailure, run_mpi_ranks, run_ranks, spawn_ranks
-from zeromesh.dist import watchdog
+from zeromesh.comm import watchdog
 
 
 def make_engine(patience: float) -> zeromesh.Engine:

@@ -15,11 +15,23 @@ from pathlib import Path
 PACKAGE = "zeromesh"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("cli", "integrations"),
-    ("__init__", "engine", "build", "report", "bounding", "export", "observing", "zero", "checkpointing", "pipe"),
-    ("saving",),
+    ("cli",),
+    ("train",),
+    ("__init__",),
     (
-        "agree",
+        "launcher",
+        "engine",
+        "build",
+        "report",
+        "bounding",
+        "export",
+        "observing",
+        "zero",
+        "checkpointing",
+        "pipe",
+    ),
+    ("checkpoint",),
+    (
         "batches",
         "offload",
         "training_data",
@@ -30,19 +42,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "signatures",
         "fed",
     ),
-    (
-        "shard",
-        "tensor",
-        "context",
-        "pipeline",
-        "activation",
-        "precision",
-        "optim",
-        "checkpoint",
-        "data",
-        "architectures",
-    ),
-    ("dist", "observe", "config", "tiers"),
+    ("shard", "tensor", "context", "pipeline", "activation", "precision", "optim"),
+    ("comm", "observe", "config", "tiers"),
     ("model", "kernels"),
 )
 """Packages and top-level modules, top to bottom."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeromesh import checkpointing, pipe, zero
     from zeromesh.build import initialize, make_mesh, shard
+    from zeromesh.comm.environment import Environment, init_distributed
+    from zeromesh.comm.mesh import Mesh
     from zeromesh.config.settings import Settings
-    from zeromesh.dist.environment import Environment, init_distributed
-    from zeromesh.dist.launch import launch
-    from zeromesh.dist.mesh import Mesh
     from zeromesh.engine import Engine
+    from zeromesh.launcher.launch import launch
     from zeromesh.optim.groups import no_decay_groups
     from zeromesh.pretrained import from_pretrained, load_pretrained
     from zeromesh.zero import clip_grad_norm_
@@ -27,10 +27,10 @@ _HOMES = {
     "make_mesh": "zeromesh.build",
     "shard": "zeromesh.build",
     "Settings": "zeromesh.config.settings",
-    "Environment": "zeromesh.dist.environment",
-    "init_distributed": "zeromesh.dist.environment",
-    "launch": "zeromesh.dist.launch",
-    "Mesh": "zeromesh.dist.mesh",
+    "Environment": "zeromesh.comm.environment",
+    "init_distributed": "zeromesh.comm.environment",
+    "launch": "zeromesh.launcher.launch",
+    "Mesh": "zeromesh.comm.mesh",
     "Engine": "zeromesh.engine",
     "from_pretrained": "zeromesh.pretrained",
     "load_pretrained": "zeromesh.pretrained",

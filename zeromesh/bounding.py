@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from zeromesh.agree import attempt
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.agreement import attempt
+from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
 from zeromesh.observe.machine import peak_flops

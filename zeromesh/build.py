@@ -22,14 +22,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh import zero
-from zeromesh.agree import attempt, describe, require_agreement, share, world_group
 from zeromesh.batches import cast, loss_of
+from zeromesh.checkpoint.random_state import share_random_state
+from zeromesh.comm.agreement import attempt, describe, require_agreement, share, world_group
+from zeromesh.comm.detect import may_restart
+from zeromesh.comm.environment import Environment, device_of_group, init_distributed, is_launched
+from zeromesh.comm.formats import FORMATS
+from zeromesh.comm.mesh import Links, Mesh
 from zeromesh.config.printing import jsonable, lines_of
 from zeromesh.config.unset import tell_unset
-from zeromesh.dist.environment import Environment, device_of_group, init_distributed, is_launched
-from zeromesh.dist.formats import FORMATS
-from zeromesh.dist.launch import may_restart
-from zeromesh.dist.mesh import Links, Mesh
 from zeromesh.engine import Engine
 from zeromesh.fed import FedBatches
 from zeromesh.model.containers import map_tensors
@@ -42,7 +43,6 @@ from zeromesh.optim.host import states_of
 from zeromesh.pipe import PipelineModule, settings_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.pretrained import describe_sources
-from zeromesh.saving.random_state import share_random_state
 from zeromesh.shard import guard, hooks
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.deferred import Source

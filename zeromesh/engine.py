@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from zeromesh import batches, export, report
 from zeromesh.activation.checkpoint import compile_forward
-from zeromesh.agree import together
 from zeromesh.bounding import find_bounds
-from zeromesh.dist.rank import record_step
-from zeromesh.dist.stragglers import Stragglers
+from zeromesh.checkpoint import load, save, whole
+from zeromesh.comm.agreement import together
+from zeromesh.comm.rank import record_step
+from zeromesh.comm.stragglers import Stragglers
 from zeromesh.fed import FedBatches
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
@@ -33,7 +34,6 @@ from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.replicas import require_equal_replicas
-from zeromesh.saving import load, save, whole
 from zeromesh.shard.delayed import Delayed
 from zeromesh.shard.sharded import Agreement, Sharded
 from zeromesh.shortage import Explained, explain

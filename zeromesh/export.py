@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.agree import attempt, share, texts, together
+from zeromesh.checkpoint.stages import on_first_rank, shows
+from zeromesh.comm.agreement import attempt, share, texts, together
 from zeromesh.pretrained import first_names
-from zeromesh.saving.stages import on_first_rank, shows
 from zeromesh.shard.sharded import Sharded
 from zeromesh.shard.unit import Flat, Unit
 

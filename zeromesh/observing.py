@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.observe.monitors import Monitor, open_monitor
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.profile import FlopsPlan

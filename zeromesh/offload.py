@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.agree import attempt, share
+from zeromesh.comm.agreement import attempt, share
+from zeromesh.comm.mesh import Mesh
 from zeromesh.config.parts import Aio
-from zeromesh.dist.mesh import Mesh
 from zeromesh.observe.inventory import memory
 from zeromesh.optim.host import count_states, states_of
 from zeromesh.shard.needs import NEXT, PARTS, Needs, Prepare, Room, require_host_memory

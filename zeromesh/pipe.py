@@ -20,8 +20,8 @@ from zeromesh.pipeline.partition import WAYS
 from zeromesh.shard.deferred import is_deferred, recording
 
 if TYPE_CHECKING:
+    from zeromesh.comm.mesh import Mesh
     from zeromesh.config.settings import Settings
-    from zeromesh.dist.mesh import Mesh
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 

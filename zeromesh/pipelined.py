@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh import batches
-from zeromesh.agree import require_agreement
+from zeromesh.comm.agreement import require_agreement
+from zeromesh.comm.collectives import Group
+from zeromesh.comm.mesh import Mesh
 from zeromesh.config.parts import Pipeline
-from zeromesh.dist.collectives import Group
-from zeromesh.dist.mesh import Mesh
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import tensors_of
 from zeromesh.pipeline.actions import Schedule

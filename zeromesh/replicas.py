@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import torch
 
-from zeromesh.agree import texts
-from zeromesh.dist.collectives import Group
-from zeromesh.dist.peers import ranges
+from zeromesh.comm.agreement import texts
+from zeromesh.comm.collectives import Group
+from zeromesh.comm.peers import ranges
 from zeromesh.kernels.sums import checksum
 from zeromesh.model.placement import Tier
 from zeromesh.shard.sharded import Sharded

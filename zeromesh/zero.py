@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.tiled import TiledLinear as TiledLinear
 from zeromesh.model.tiled import join_tiles as join_tiles

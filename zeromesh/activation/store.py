@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zeromesh.dist.collectives import Group
+from zeromesh.comm.collectives import Group
 from zeromesh.model.containers import map_tensors, tensors_of
 
 _TAG = 4

@@ -1,1 +1,1 @@
-"""Checkpoints as logical boxes of named tensors, in safetensors files with a JSON manifest."""
+"""Checkpoints: named boxes of tensors in safetensors files with a JSON manifest, and the contents of a run."""

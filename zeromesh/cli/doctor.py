@@ -20,9 +20,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from zeromesh.agree import texts, world_group
-from zeromesh.cli.screen import make_console, write
-from zeromesh.dist.environment import (
+from zeromesh.comm.agreement import texts, world_group
+from zeromesh.comm.environment import (
     Environment,
     StartError,
     available_backends,
@@ -33,11 +32,12 @@ from zeromesh.dist.environment import (
     require_backend,
     shutdown,
 )
-from zeromesh.dist.launch import RankFailure, launch
-from zeromesh.dist.launchers import MPI
-from zeromesh.dist.links import SPEED, measure, mesh_of_nodes
+from zeromesh.comm.launchers import MPI
+from zeromesh.comm.links import SPEED, measure, mesh_of_nodes
+from zeromesh.launcher.launch import RankFailure, launch
 from zeromesh.observe.inventory import inventory, problems
 from zeromesh.observe.units import bytes_text
+from zeromesh.train.screen import make_console, write
 
 FORMAT = 1
 """Number of the JSON document's form. It grows when a key goes or changes its meaning."""

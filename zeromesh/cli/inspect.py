@@ -14,9 +14,9 @@ from rich.table import Table
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import LATEST, is_left
 from zeromesh.checkpoint.manifest import MANIFEST
-from zeromesh.cli.screen import make_console, write
 from zeromesh.model.placement import ROWS
 from zeromesh.observe.units import bytes_text
+from zeromesh.train.screen import make_console, write
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in the folder of a run."""

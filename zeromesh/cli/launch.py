@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from zeromesh.dist.launch import default_ranks, python_rank, threads
+from zeromesh.launcher.launch import default_ranks, python_rank, threads
 
 DEFAULT_RESTARTS = 3
 """Restarts where nodes may come and go, since each that goes costs one."""
@@ -110,7 +110,7 @@ class Layout:
     @property
     def secret(self) -> bytes:
         """The secret that the nodes share; empty for one node."""
-        from zeromesh.dist.rendezvous import HOW, read_secret
+        from zeromesh.launcher.rendezvous import HOW, read_secret
 
         secret = read_secret(self.secret_file)
         if self.endpoint and not secret:
@@ -154,7 +154,7 @@ def launch(program: Program, layout: Layout) -> None:
     if layout.node_rank is not None and not 0 <= layout.node_rank < most:
         raise ValueError(f"--node-rank is {layout.node_rank}, but must be from 0 to {most - 1}")
     ranks, secret = ranks_per_node(layout), layout.secret
-    from zeromesh.dist.agent import Plan, run
+    from zeromesh.launcher.agent import Plan, run
 
     variables = threads(ranks)
     tell(announcement(layout, ranks, variables))
@@ -283,7 +283,7 @@ def run_mpi(program: Program, layout: Layout, extra: Sequence[str]) -> None:
         ValueError: the options contradict each other, or there is no mpiexec.
         RankFailure: a rank failed.
     """
-    from zeromesh.dist.mpiexec import find_mpiexec, run
+    from zeromesh.launcher.mpiexec import find_mpiexec, run
 
     program.check()
     least, most = layout.node_counts

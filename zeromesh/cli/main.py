@@ -55,7 +55,7 @@ def train(
 ) -> None:
     """Train a language model on text."""
     with _errors():
-        from zeromesh.cli.train import train as run
+        from zeromesh.train.run import train as run
 
         run(config, overrides or [], "auto" if auto_resume else resume)
 
@@ -72,7 +72,7 @@ def sample(
 ) -> None:
     """Continue a text with the model of a run."""
     with _errors():
-        from zeromesh.cli.sample import continue_text
+        from zeromesh.train.sample import continue_text
 
         continue_text(run, prompt, tokens, temperature, seed, count, chat)
 
@@ -88,7 +88,7 @@ def export(
 ) -> None:
     """Write the model of a run as a folder that from_pretrained of transformers, or of PEFT, opens."""
     with _errors():
-        from zeromesh.cli.export import export as write
+        from zeromesh.train.export import export as write
 
         write(run, folder, tag, merge)
 
@@ -151,7 +151,7 @@ def launch(
     """Run a script as several ranks, on one node or many."""
     with _errors():
         from zeromesh.cli import launch as starting
-        from zeromesh.dist.failure import RankFailure
+        from zeromesh.comm.failure import RankFailure
 
         what = starting.Program(program, tuple(arguments or ()), module, no_python)
         where = starting.Layout(nproc, nnodes, node_rank, master, max_restarts, timeout, secret_file)
@@ -230,8 +230,8 @@ def schedule(
 @contextmanager
 def _errors() -> Iterator[None]:
     """Show the log, and what went wrong in words instead of a traceback; choose the exit code."""
-    from zeromesh.cli.screen import shown_log
-    from zeromesh.dist.failure import RankFailure, StartError
+    from zeromesh.comm.failure import RankFailure, StartError
+    from zeromesh.train.screen import shown_log
 
     try:
         with shown_log():

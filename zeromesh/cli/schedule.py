@@ -7,7 +7,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeromesh.cli.screen import write
 from zeromesh.pipeline import picture
 from zeromesh.pipeline.actions import Schedule, ScheduleError, parse
 from zeromesh.pipeline.execution import FREES, execute, most_held_by_rank, most_held_by_stage
@@ -15,6 +14,7 @@ from zeromesh.pipeline.generators import ROWS, SEARCH, Shape, generate, shape_of
 from zeromesh.pipeline.lowering import add_messages
 from zeromesh.pipeline.simulate import Costs, Timeline, simulate
 from zeromesh.pipeline.validate import validate
+from zeromesh.train.screen import write
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from zeromesh.config.section import (
 )
 
 LinkFormat = Literal["16bit", "8bit"]
-"""Names of ``zeromesh.dist.formats.FORMATS``."""
+"""Names of ``zeromesh.comm.formats.FORMATS``."""
 
 
 class Fp16(Section):

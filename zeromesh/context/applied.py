@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeromesh.comm.collectives import Group
 from zeromesh.context import batch
 from zeromesh.context.attention import attend
-from zeromesh.dist.collectives import Group
 
 
 class Unsupported(ValueError):

@@ -6,10 +6,10 @@ import sys
 
 from torch import nn
 
+from zeromesh.comm.collectives import Group
 from zeromesh.context import huggingface, plain
 from zeromesh.context.applied import Applied
 from zeromesh.context.attention import STRATEGIES
-from zeromesh.dist.collectives import Group
 
 TAG = 8
 """It, and the next two, are used by nothing else."""

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeromesh.comm.collectives import Group
 from zeromesh.context import blocks
 from zeromesh.context.blocks import Block
 from zeromesh.context.order import gathered_order
-from zeromesh.dist.collectives import Group
 
 STRATEGIES = ("ring", "ulysses")
 

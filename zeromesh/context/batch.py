@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeromesh.comm.collectives import Group
 from zeromesh.context.order import keep
-from zeromesh.dist.collectives import Group
 
 IGNORE_LABEL = -100
 """A label that counts neither in the loss nor in its mean."""

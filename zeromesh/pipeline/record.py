@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from zeromesh.dist.collectives import Group
+from zeromesh.comm.collectives import Group
 from zeromesh.observe.spans import clock_of
 from zeromesh.observe.trace import free_path
 from zeromesh.pipeline.actions import COMPUTE, MESSAGES, Kind, Schedule

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeromesh.dist.collectives import Group, Pending
+from zeromesh.comm.collectives import Group, Pending
 from zeromesh.model.linear import Kept
 from zeromesh.model.randomness import drawing_from, random_state
 from zeromesh.pipeline.actions import Action, Kind, Schedule

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import Given, Step, update
 from zeromesh.kernels.update import Piece as Elements
 from zeromesh.model.placement import Tier

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.gradient import Gradient, Reducer
 from zeromesh.shard.grads import PLAIN_GRAD

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Placement, Row
 from zeromesh.model.split import Held
 from zeromesh.shard.unit import Flat

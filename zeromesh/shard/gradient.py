@@ -26,8 +26,8 @@ from threading import Lock
 
 import torch
 
-from zeromesh.dist.collectives import Group, Pending
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.collectives import Group, Pending
+from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.layout import Layout

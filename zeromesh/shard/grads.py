@@ -20,7 +20,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.gradient import Gradient, Reducer
 from zeromesh.shard.guard import HARMLESS, OWN_CLASS, changes_nothing

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Row, Tier
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held

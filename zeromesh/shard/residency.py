@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.observe.spans import span
 from zeromesh.shard.order import FAR
 from zeromesh.shard.slots import Pool

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import Given, Packed
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row, Tier

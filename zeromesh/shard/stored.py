@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.slots import largest

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels import eight
 from zeromesh.kernels.update import Packed
 from zeromesh.model.placement import Tier

@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeromesh.dist.collectives import Pending
-from zeromesh.dist.mesh import Mesh
+from zeromesh.comm.collectives import Pending
+from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels import halves
 from zeromesh.kernels.update import Packed
 from zeromesh.model.piece import Piece

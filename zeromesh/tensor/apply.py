@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from zeromesh.dist.collectives import Group
+from zeromesh.comm.collectives import Group
 from zeromesh.model.linear import Columns, multiply
 from zeromesh.model.split import Held
 from zeromesh.tensor.attention import Attention

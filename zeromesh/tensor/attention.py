@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.dist.collectives import Group
+from zeromesh.comm.collectives import Group
 from zeromesh.model.linear import Columns, multiply
 from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.linear import enter, leave

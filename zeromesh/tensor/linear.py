@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.dist.collectives import Group, Pending
+from zeromesh.comm.collectives import Group, Pending
 from zeromesh.model.linear import Columns, Product, Ticket, WeightGradient, is_keeping
 from zeromesh.tensor.operators import move, scatter
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.dist.collectives import Group
+from zeromesh.comm.collectives import Group
 
 CHUNK_BYTES = 1 << 26
 """Memory of a chunk's logits, from which follows how many tokens it has."""

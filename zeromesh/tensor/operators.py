@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.dist.collectives import Group, Pending
+from zeromesh.comm.collectives import Group, Pending
 
 CONJUGATES = {
     "copy": ("nothing", "sum"),

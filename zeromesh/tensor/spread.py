@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.dist.collectives import Group
+from zeromesh.comm.collectives import Group
 from zeromesh.tensor.guard import REMEDY, Apart
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.sequence import Stack

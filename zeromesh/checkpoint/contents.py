@@ -1,0 +1,156 @@
+"""What of a run is saved, under which names, and where in its memory it lies.
+
+Names: ``parameter/NAME`` are the values that the optimizer updates (fp32 masters of 16-bit parameters), ``buffer/NAME``
+buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the generators of a rank as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.random_state import random_state
+from zeromesh.checkpoint.shards import Box
+from zeromesh.comm.mesh import Mesh
+from zeromesh.model.piece import Piece
+from zeromesh.model.split import Held
+from zeromesh.precision.scaler import LossScaler
+from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.unit import Flat
+
+if TYPE_CHECKING:
+    from zeromesh.training_data import Loader, Position
+
+
+class Run(Protocol):
+    """What of an engine is saved."""
+
+    sharded: Sharded
+    mesh: Mesh
+    config: Any
+    optimizer: Optimizer | None
+    lr_scheduler: Any
+    loss_scaler: LossScaler | None
+    training_dataloader: Loader | None
+    data_position: Position | None
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    skipped_steps: int
+
+    def train_batch_size(self) -> int:
+        """Samples per update over all ranks."""
+
+
+def boxes(engine: Run, read: bool = True) -> Iterator[Box]:
+    """The ranges that this rank is to write: its shard, whatever it holds beyond; replicas write nothing twice.
+
+    The data of what rests on NVMe are there until the next box is asked for. Without ``read`` they are any.
+    """
+    sharded = engine.sharded
+    if sharded.mesh.replicate.rank == 0:
+        for flat in filter(sharded.is_first, sharded.flats):
+            flat.bring(read=read)
+            yield from _parameter_boxes(sharded, flat)
+            if engine.optimizer is not None:
+                for index, _, piece in flat.pieces:
+                    yield from _optimizer_boxes(engine.optimizer, flat, index, piece)
+    if sharded.mesh.group("stage").rank == 0:
+        for name, buffer in own_buffers(sharded):
+            if buffer.numel():
+                yield Box(f"buffer/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.flatten())
+    state = random_state()
+    yield Box(f"random/{sharded.mesh.rank}", tuple(state.shape), 0, state.numel(), state)
+
+
+def held(sharded: Sharded, flat: Flat) -> tuple[torch.Tensor, int]:
+    """The part of a flat buffer from which parameters are saved, and where in the layout it begins."""
+    if flat.layout.trainable:
+        return flat.master, flat.own.start
+    return (flat.home, flat.shard.start) if sharded.sharded else (flat.full, 0)
+
+
+def _parameter_boxes(sharded: Sharded, flat: Flat) -> Iterator[Box]:
+    values, offset = held(sharded, flat)
+    for index, start, stop in flat.layout.owned(flat.shard.start, flat.shard.stop):
+        segment = flat.layout.segments[index]
+        data = values[start - offset : stop - offset]
+        yield from _boxes(f"parameter/{segment.name}", segment.held, start - segment.start, stop - segment.start, data)
+
+
+def _boxes(name: str, held: Held, start: int, stop: int, data: torch.Tensor) -> Iterator[Box]:
+    """What this rank writes of elements ``[start, stop)``, which are ``data``, of those that it holds of a tensor."""
+    for box in held.boxes(start, stop):
+        if not box.owned:
+            continue
+        parts = [data[low - start : high - start] for low, high in box.runs]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        place = (None, None) if held.split is None else (box.offsets, box.sizes)
+        yield Box(name, held.whole, box.start, box.stop, values, *place)
+
+
+def updates_whole(flat: Flat) -> bool:
+    """Whether this rank updates whole parameters."""
+    return flat.own.stop - flat.own.start == flat.layout.size
+
+
+def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece) -> Iterator[Box]:
+    # Of its piece, a rank writes what lies in its shard; in row 0 that is less.
+    first = flat.layout.segments[index].start
+    start, stop = max(piece.start, flat.shard.start - first), min(piece.stop, flat.shard.stop - first)
+    for key, value in optimizer.state.get(piece.parameter, {}).items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or start >= stop:
+            continue
+        name, shape = f"optimizer/{key}/{piece.name}", tuple(value.shape)
+        if updates_whole(flat) and shape != piece.parameter.shape:
+            # As Adafactor's rows and columns: what it stands for is known to the optimizer only, so it is not cut.
+            if start == 0:
+                yield Box(name, shape, 0, value.numel(), value.flatten())
+            continue
+        if value.numel() != piece.stop - piece.start:
+            raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")
+        data = value.flatten()[start - piece.start : stop - piece.start]
+        yield from _boxes(name, piece.held, start, stop, data)
+
+
+def pieces(sharded: Sharded) -> Iterator[tuple[Flat, Piece]]:
+    """What this rank updates."""
+    return ((flat, piece) for flat in sharded.flats for _, _, piece in flat.pieces)
+
+
+def buffers(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers here that are part of the model's state, by name."""
+    persistent = {id(buffer) for buffer in sharded.buffers.state()}
+    return ((name, buffer) for name, buffer in sharded.model.named_buffers() if id(buffer) in persistent)
+
+
+def own_buffers(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those whose values are the model's: another stage's are not, where it has them but does not compute with them."""
+    return ((name, buffer) for name, buffer in buffers(sharded) if name not in sharded.idle)
+
+
+def parameters(sharded: Sharded) -> dict[str, dict[str, Any]]:
+    """By name, of those that are here: the dtype that the model computes in, and whether it is trained."""
+    return {
+        segment.name: {"dtype": str(flat.layout.dtype).removeprefix("torch."), "trainable": flat.layout.trainable}
+        for flat in sharded.flats
+        for segment in flat.layout.segments
+    }
+
+
+def tied(sharded: Sharded) -> dict[str, str]:
+    """Other names of parameters that have several, to the one under which they are saved."""
+    names = sharded.model.named_parameters(remove_duplicate=False)
+    return {name: own for name, parameter in names if (own := sharded.names.get(id(parameter), name)) != name}
+
+
+def model_fields(engine: Run) -> dict[str, Any]:
+    """The numbers and words of the model's own configuration, if it has one; shapes follow from them."""
+    own = getattr(engine.sharded.model, "config", None)
+    given = engine.config.model if own is None else own
+    fields = given if isinstance(given, dict) else getattr(given, "__dict__", {})
+    plain = {key: value for key, value in fields.items() if isinstance(value, bool | int | str)}
+    return {key: value for key, value in plain.items() if isinstance(key, str) and not key.startswith("_")}

@@ -1,0 +1,170 @@
+"""The states of optimizers and the options of their groups: as they are written, and as they come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.contents import Run, pieces, updates_whole
+from zeromesh.checkpoint.packing import unpack
+from zeromesh.model.piece import Piece
+from zeromesh.model.split import Held
+from zeromesh.shard.sharded import Sharded
+
+
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters, of which every rank has others; tensors of one number as numbers."""
+    found = {key: _numbers(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in found.items() if _plain(value)}
+
+
+def _numbers(value: Any) -> Any:
+    """The value with numbers in the place of tensors of one element, also in a list or tuple."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_numbers, value)) if type(value) in (list, tuple) else value
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _restored(present: Any, saved: Any) -> Any:
+    """What an option becomes; a tensor stays the same object, since schedulers and captured graphs hold it."""
+    if isinstance(present, torch.Tensor) and isinstance(saved, int | float):
+        present.detach().fill_(saved)
+        return present
+    if isinstance(present, list | tuple) and isinstance(saved, list | tuple) and len(present) == len(saved):
+        return type(saved)(_restored(old, new) for old, new in zip(present, saved, strict=True))
+    return saved
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, int | float) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def scalars(engine: Run) -> dict[str, dict[str, Any]]:
+    """Optimizer states that are single numbers, by parameter; ranks that hold pieces of one parameter have the same.
+
+    A tensor is written as its value and its dtype.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for _, piece in pieces(engine.sharded) if engine.optimizer else ():
+        for key, value in engine.optimizer.state.get(piece.parameter, {}).items() if engine.optimizer else ():
+            if not isinstance(value, torch.Tensor):
+                found.setdefault(piece.name, {})[key] = value
+            elif value.ndim == 0:
+                found.setdefault(piece.name, {})[key] = [value.item(), str(value.dtype).removeprefix("torch.")]
+    return found
+
+
+def require_same_optimizer(sharded: Sharded, optimizer: Optimizer, reader: Reader) -> None:
+    """Raise ValueError unless the checkpoint is of such an optimizer, and its states can be cut as is needed."""
+    saved = (reader.manifest["optimizer"], len(reader.manifest["groups"]))
+    wanted = (type(optimizer).__name__, len(optimizer.param_groups))
+    if saved != wanted:
+        raise ValueError(
+            f"{reader.folder} is of {saved[0]} with {saved[1]} parameter groups, but this run has {wanted[0]}"
+            f" with {wanted[1]}; make the same optimizer, or pass load_optimizer_states=False to take parameters only"
+        )
+    keys = _state_keys(reader)
+    for flat, piece in pieces(sharded):
+        for name in (f"optimizer/{key}/{piece.name}" for key in keys):
+            if name in reader.names and _is_elementwise(optimizer):
+                _require_like(piece, name, reader)
+            if not updates_whole(flat) and name in reader.names and reader.shape(name) != piece.shape:
+                raise ValueError(
+                    f"{name} in {reader.folder} has shape {reader.shape(name)} and cannot be cut as its parameter of "
+                    f"shape {piece.shape}; load it with ZeRO-0, or pass load_optimizer_states=False"
+                )
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether all states of the optimizer that are no single numbers have the shape of their parameter."""
+    known = type(optimizer).__module__.split(".")[0] == "zeromesh" or type(optimizer).__module__.startswith(
+        "torch.optim"
+    )
+    return known and type(optimizer).__name__ != "Adafactor"
+
+
+def _require_like(piece: Piece, name: str, reader: Reader) -> None:
+    """Raise ValueError for a state that kernels, which trust its size and dtype, would misread."""
+    shape, dtype = reader.shape(name), reader.dtype(name)
+    if shape != piece.shape or dtype.is_floating_point != piece.parameter.is_floating_point():
+        raise ValueError(
+            f"{name} in {reader.folder} is {dtype} of shape {shape}, but its parameter is {piece.parameter.dtype} of "
+            f"shape {piece.shape}: it is not what was written; choose another checkpoint, or pass "
+            "load_optimizer_states=False"
+        )
+
+
+def _state_keys(reader: Reader) -> list[str]:
+    return sorted({name.split("/")[1] for name in reader.names if name.startswith("optimizer/")})
+
+
+def load_optimizer(sharded: Sharded, optimizer: Optimizer, reader: Reader) -> None:
+    """Take the options of the groups, and the states of what this rank updates."""
+    for group, saved in zip(optimizer.param_groups, reader.manifest["groups"], strict=True):
+        group.update({key: _restored(group.get(key), value) for key, value in unpack(saved).items()})
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    keys = _state_keys(reader)
+    for flat, piece in pieces(sharded):
+        if f"parameter/{piece.name}" not in reader.names:
+            continue
+        flat.bring(write=True)
+        state = optimizer.state[piece.parameter]
+        state.clear()
+        for key in keys:
+            name = f"optimizer/{key}/{piece.name}"
+            if name in reader.names:
+                state[key] = _read_state(reader, name, piece)
+        for key, value in reader.manifest["scalars"].get(piece.name, {}).items():
+            state[key] = state_number(key, value, piece.parameter, groups.get(id(piece.parameter), {}))
+
+
+def _read_state(reader: Reader, name: str, piece: Piece) -> torch.Tensor:
+    """A state in its parameter's shape; or in its own, whole, if it was written so."""
+    parameter, shape, dtype = piece.parameter, reader.shape(name), reader.dtype(name)
+    start, stop = (piece.start, piece.stop) if shape == piece.shape else (0, torch.Size(shape).numel())
+    dtype = parameter.dtype if dtype.is_floating_point else dtype
+    state = torch.empty(stop - start, dtype=dtype, device=parameter.device)
+    read_held(reader, name, piece.held if shape == piece.shape else Held(shape), start, stop, state)
+    return state.view(parameter.shape if shape == piece.shape else shape)
+
+
+def read_held(reader: Reader, name: str, held: Held, start: int, stop: int, out: torch.Tensor) -> None:
+    """Copy elements ``[start, stop)`` of what this rank holds of a tensor into ``out``; see ``Reader.read``."""
+    if held.split is None:
+        reader.read(name, start, stop, out)
+        return
+
+    def read(first: int, last: int) -> torch.Tensor:
+        found = torch.empty(last - first, dtype=out.dtype)
+        reader.read(name, first, last, found)
+        return found
+
+    out.copy_(held.read(read, start, stop))
+
+
+def state_number(key: str, saved: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
+    """A state that is one number; a tensor where torch's own ``load_state_dict`` puts it.
+
+    That is with the parameter, but ``step`` on the host unless the update's kernel reads it.
+    """
+    if not isinstance(saved, list):
+        return saved
+    number, dtype = saved[0], getattr(torch, saved[1])
+    if key != "step":
+        return torch.tensor(number, dtype=dtype, device=parameter.device)
+    if group.get("fused") or group.get("capturable"):
+        return torch.tensor(number, dtype=torch.float32, device=parameter.device)
+    return torch.tensor(number, dtype=dtype)
+
+
+def set_learning_rates(optimizer: Optimizer, scheduler: Any) -> None:
+    """Put a scheduler's last learning rates into the groups, from which torch's schedulers go on."""
+    rates = scheduler.get_last_lr() if hasattr(scheduler, "get_last_lr") else []
+    if len(rates) == len(optimizer.param_groups):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = _restored(group["lr"], _numbers(rate))

@@ -1,0 +1,62 @@
+"""The states of a process's random number generators."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+
+from zeromesh.comm.agreement import texts
+from zeromesh.comm.collectives import Group
+
+
+def random_state() -> torch.Tensor:
+    """The states of Python's, numpy's (if it is in use) and torch's generators as bytes."""
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state().tolist()}
+    if "numpy" in sys.modules:
+        import numpy
+
+        kind, key, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+        states["numpy"] = [kind, [int(word) for word in key], position, has_gauss, cached]
+    if torch.accelerator.is_available() and torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state().tolist()
+    return torch.tensor(list(json.dumps(states).encode()), dtype=torch.uint8)
+
+
+def restore_random_state(packed: torch.Tensor) -> None:
+    """Put the generators back to where ``random_state`` found them."""
+    states = json.loads(bytes(packed.tolist()))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if "numpy" in states:
+        import numpy
+
+        kind, key, *rest = states["numpy"]
+        numpy.random.set_state((kind, numpy.array(key, dtype=numpy.uint32), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
+
+
+def share_random_state(group: Group) -> None:
+    """Let all ranks of a group have the state of its first one."""
+    if group.size > 1:
+        state = bytes(random_state().tolist()).decode()
+        restore_random_state(torch.tensor(list(texts(group, state)[0].encode()), dtype=torch.uint8))
+
+
+def derive_random_state(packed: torch.Tensor, rank: int) -> None:
+    """Seed the generators with a number made of another rank's state and this rank's number."""
+    digest = hashlib.sha256(bytes(packed.tolist()) + f"rank {rank}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "big")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed(seed)

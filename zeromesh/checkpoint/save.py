@@ -1,0 +1,156 @@
+"""Writing a checkpoint: each rank what it owns, the first rank the manifest."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.checkpoint.contents import Run, boxes, model_fields, parameters, tied
+from zeromesh.checkpoint.folder import (
+    DRAFT,
+    begin,
+    commit,
+    keep_last,
+    remove,
+    require_free,
+    require_tag,
+    unwritable,
+    write_json,
+    write_latest,
+    write_manifest,
+)
+from zeromesh.checkpoint.optimizer import options, scalars
+from zeromesh.checkpoint.packing import pack
+from zeromesh.checkpoint.schedule import scheduler_name
+from zeromesh.checkpoint.shards import Box, write_shard
+from zeromesh.comm.agreement import require_agreement, together
+from zeromesh.tiers.lock import FolderInUse, locked
+
+MANIFEST_BYTES = 400
+"""About so many of the manifest tell of one box."""
+
+ONE_FOLDER = "save to a folder that all ranks see"
+
+
+def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
+    """Write a checkpoint; all ranks call it. ``folder/latest`` names it afterwards, and old ones may go away.
+
+    Raises:
+        OSError: a rank could not write, or there is too little space; every rank raises, and what was there before is
+            untouched.
+        TypeError: the client state holds something that a checkpoint cannot.
+        ValueError: a checkpoint cannot have that tag, the ranks have different ones, or an optimizer's state cannot be
+            cut.
+    """
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    draft, final = folder / f"{tag}{DRAFT}", folder / tag
+    rank, world = engine.mesh.rank, engine.mesh.group("world")
+    mine: list[Box] = []
+    kept: dict[str, Any] = {}
+    of_client: list[Box] = []
+    require_agreement(world, "the tag of save_checkpoint", tag)
+
+    def collect() -> None:
+        require_tag(tag)
+        if rank == 0:
+            require_free(final)
+        apart: dict[str, torch.Tensor] = {}
+        kept.update(pack(dict(client_state), "client_state", apart))
+        _scheduler_state(engine)
+        if rank == 0:
+            filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
+            of_client.extend(Box(name, tuple(one.shape), 0, one.numel(), one.flatten()) for name, one in filled)
+        mine.extend((*boxes(engine, read=False), *of_client))
+
+    def write() -> None:
+        if not draft.is_dir():
+            raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
+        entry = write_shard(draft, rank, mine, chain(boxes(engine), of_client))
+        numbers = {"shard": entry, "scalars": scalars(engine)}
+        if engine.mesh.group("stage").rank == 0:
+            numbers |= {"parameters": parameters(engine.sharded), "tied": tied(engine.sharded)}
+        write_json(draft / f"rank_{rank:05d}.json", numbers)
+
+    def finish() -> None:
+        if rank == 0:
+            write_manifest(draft, _state(engine, kept) | _joined(draft, world.size))
+            commit(draft, final)
+            if save_latest:
+                write_latest(folder, tag)
+
+    together(world, "save the checkpoint", collect)
+    sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
+    with ExitStack() as held:
+        together(world, "save the checkpoint", lambda: _lock(held, folder) if rank == 0 else None)
+        try:
+            together(world, "save the checkpoint", lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
+            together(world, "save the checkpoint", write)
+            together(world, "save the checkpoint", finish)
+        except Exception:
+            if rank == 0:
+                remove(draft)
+            raise
+        if rank == 0 and save_latest and (count := engine.config.checkpoint.keep_last) is not None:
+            keep_last(folder, tag, count)
+    return final
+
+
+def _lock(held: ExitStack, folder: Path) -> None:
+    try:
+        held.enter_context(locked(folder))
+    except FolderInUse as error:
+        raise FolderInUse(error.errno, f"{error.strerror}; let each run save to a folder of its own") from None
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def _joined(draft: Path, ranks: int) -> dict[str, Any]:
+    """What the ranks wrote about their shards, in one; their own files go away."""
+    shards: list[Any] = []
+    joined: dict[str, dict[str, Any]] = {"scalars": {}, "parameters": {}, "tied": {}}
+    for path in sorted(draft.glob("rank_*.json")):
+        part = json.loads(path.read_text(encoding="utf-8"))
+        shards.append(part["shard"])
+        for key, found in joined.items():
+            found |= part.get(key, {})
+        path.unlink()
+    if len(shards) != ranks:
+        raise OSError(f"the first rank sees the files of {len(shards)} of {ranks} ranks in {draft}; {ONE_FOLDER}")
+    return {"shards": shards, **joined}
+
+
+def _scheduler_state(engine: Run) -> Any:
+    scheduler = engine.lr_scheduler
+    return None if scheduler is None else pack(scheduler.state_dict(), "the scheduler's state")
+
+
+def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
+    groups = engine.optimizer.param_groups if engine.optimizer else []
+    sharded, loader = engine.sharded, engine.training_dataloader
+    return {
+        "zeromesh": version("zeromesh"),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": engine.mesh.world_size,
+        "mesh": engine.mesh.sizes,
+        "placement": {state: getattr(sharded.row, state).value for state in ("parameter", "gradient", "optimizer")},
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "train_batch_size": engine.train_batch_size(),
+        "micro_steps": engine.micro_steps,
+        "skipped_steps": engine.skipped_steps,
+        "data": None if loader is None or engine.data_position is None else loader.state(engine.data_position),
+        "loss_scaler": engine.loss_scaler.state_dict() if engine.loss_scaler else None,
+        "scheduler": _scheduler_state(engine),
+        "scheduler_type": scheduler_name(engine.lr_scheduler),
+        "optimizer": type(engine.optimizer).__name__,
+        "groups": [pack(options(group)) for group in groups],
+        "client_state": client_state,
+        "model": model_fields(engine),
+    }

@@ -1,0 +1,124 @@
+"""What the stages of a model have, brought together; where there is one stage, nothing is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from zeromesh.comm.agreement import texts
+from zeromesh.comm.collectives import Group
+from zeromesh.comm.mesh import Mesh
+
+State = dict[str, torch.Tensor]
+
+STATE_TAG = 12
+"""Of the pipeline axis, for tensors that are shown or saved whole."""
+
+PART = 1 << 28
+"""Bytes of one message: some backends count those in 32 bits."""
+
+
+def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can hold of each name, of all stages; the first that has a name counts. All ranks call it."""
+    if mesh.sizes["pipeline"] == 1:
+        return dict(own)
+    found: dict[str, Any] = {}
+    for text in texts(mesh.group("pipeline"), json.dumps(own)):
+        found = found | {name: value for name, value in json.loads(text).items() if name not in found}
+    return found
+
+
+def on_all_ranks(mesh: Mesh, own: State) -> State:
+    """Tensors of all stages, copies of those of others. All ranks call it."""
+    if mesh.sizes["pipeline"] == 1:
+        return own
+    group, found = mesh.group("pipeline"), State()
+    for place, text in enumerate(texts(group, _forms(own))):
+        for name, form in json.loads(text).items():
+            if name not in found:
+                value = own[name].detach().contiguous() if place == group.rank else _empty(form, mesh.device)
+                for part in _parts(value.to(mesh.device)):
+                    group.broadcast(part, place)
+                found[name] = own[name] if place == group.rank else value
+    return found
+
+
+def shows(mesh: Mesh) -> bool:
+    """Whether this rank takes part in ``on_first_rank``: it is the first rank, or sends it what its stage has."""
+    return 0 in _line(mesh)
+
+
+def on_first_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
+    """Tensors of all stages on the first rank, one of the ``states`` at a time; empty ones elsewhere.
+
+    All ranks call it and go through it to its end.
+
+    Args:
+        mesh: the ranks.
+        states: what this rank's stage has, on the ranks that take part (see ``shows``); elsewhere what is in it does
+            not matter. It is gone through by all ranks of the stage together.
+    """
+    ranks = _line(mesh)
+    if ranks == [0] or 0 not in ranks:
+        yield from states
+        return
+    group, first = mesh.group("pipeline"), ranks.index(0)
+    if mesh.rank != 0:
+        for state in states:
+            if state:
+                _send(group, first, mesh.device, state)
+            yield {}
+        _send(group, first, mesh.device, {})
+        return
+    for place in range(group.size):
+        if place == first:
+            yield from states
+            continue
+        while state := _receive(group, place, mesh.device):
+            yield state
+
+
+def _line(mesh: Mesh) -> list[int]:
+    """The ranks of this one's pipeline, by their place along it."""
+    return next(line for line in mesh.lines("pipeline") if mesh.rank in line)
+
+
+def _send(group: Group, to: int, device: torch.device, state: State) -> None:
+    """Send tensors to a place along the pipeline; none says that there are no more."""
+    header = torch.frombuffer(bytearray(_forms(state).encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([header.numel()], device=device)
+    values = [part for value in state.values() for part in _parts(value.detach().contiguous().to(device))]
+    for message in (length, header, *values):
+        group.send_and_receive({to: message}, {}, STATE_TAG, "whole tensors").wait()
+
+
+def _receive(group: Group, place: int, device: torch.device) -> State:
+    def receive(message: torch.Tensor) -> torch.Tensor:
+        group.send_and_receive({}, {place: message}, STATE_TAG, "whole tensors").wait()
+        return message
+
+    length = int(receive(torch.empty(1, dtype=torch.int64, device=device)))
+    header = receive(torch.empty(length, dtype=torch.uint8, device=device))
+    found = State()
+    for name, form in json.loads(bytes(header.tolist())).items():
+        value = _empty(form, device)
+        for part in _parts(value):
+            receive(part)
+        found[name] = value.cpu()
+    return found
+
+
+def _forms(state: State) -> str:
+    return json.dumps({name: [str(v.dtype).removeprefix("torch."), *v.shape] for name, v in state.items()})
+
+
+def _empty(form: list[Any], device: torch.device) -> torch.Tensor:
+    return torch.empty(form[1:], dtype=getattr(torch, form[0]), device=device)
+
+
+def _parts(value: torch.Tensor) -> Iterable[torch.Tensor]:
+    """A tensor's bytes, as the backends do not know every dtype, in several messages where there are many."""
+    return value.view(-1).view(torch.uint8).split(PART) if value.numel() else ()

@@ -1,0 +1,347 @@
+"""Who this process is among the others, and the start of the process group."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.comm import interface, leaving, peers
+from zeromesh.comm.detect import VARIABLES, Environment, is_launched
+from zeromesh.comm.failure import StartError
+from zeromesh.comm.launchers import MPI, TORCHRUN, names_of
+from zeromesh.comm.rendezvous import meet, start_limit
+
+__all__ = [
+    "VARIABLES", "Environment", "StartError", "backends", "default_backend", "device_for", "device_of_group",
+    "init_distributed", "is_launched", "shutdown",
+]  # fmt: skip
+
+_log = logging.getLogger("zeromesh")
+
+
+def default_backend(environment: Environment | None = None) -> str:
+    """The communication backend that ``"auto"`` stands for.
+
+    nccl for CUDA, or what else goes with this machine's accelerator; without one mpi for ranks that MPI started, where
+    it can be used, else gloo.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        return dist.get_default_backend_for_device(accelerator)
+    if environment is None or environment.launcher not in MPI:
+        return "gloo"
+    missing = "" if dist.is_mpi_available() else _mpi().missing() or _other_mpi(environment)
+    if missing and environment.rank == 0:
+        _log.info("the backend is gloo, not mpi, as %s", missing)
+    return "gloo" if missing else "mpi"
+
+
+def device_for(environment: Environment, backend: str) -> torch.device:
+    """The device of this rank's tensors; the CPU where there is no accelerator that the backend can serve.
+
+    gloo carries CUDA tensors too (through the host), also of several ranks that share one device. A rank that Slurm or
+    MPI started may see no device but its own.
+
+    Raises:
+        ValueError: if there are more ranks on this node than devices, and the backend needs one for each.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or (backend == "gloo" and accelerator.type != "cuda") or backend == "mpi":
+        return torch.device("cpu")
+    devices = torch.accelerator.device_count()
+    own = devices == 1 and environment.launcher not in ("torchrun", "single") and "CUDA_VISIBLE_DEVICES" in os.environ
+    # All ranks of the node raise, not only those that get no device: the others would wait for them.
+    if environment.local_world_size > devices and backend != "gloo" and not own:
+        row = names_of(environment.launcher)
+        ranks = (row.local_world_size or row.tasks_per_node)[0]
+        raise ValueError(
+            f"{row.local_rank[0]} is {environment.local_rank}, but this node has {devices} {accelerator.type} "
+            f"device(s) for {ranks} = {environment.local_world_size}, and {backend} needs one for each rank; start at "
+            f"most {devices} ranks per node, or use the backend gloo"
+        )
+    return torch.device(accelerator.type, environment.local_rank % devices)
+
+
+def backends(group: Any = None) -> dict[str, str]:
+    """The backend of a process group, by default of the whole one, for each type of device that it serves."""
+    # Not ``get_backend``: it gives what the group was started with, which may be a list, or "undefined" for none.
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
+def device_of_group(environment: Environment) -> torch.device:
+    """The device of this rank's tensors in the process group that has been started; see ``device_for``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    backend = None if accelerator is None else backends().get(accelerator.type)
+    return torch.device("cpu") if backend is None else device_for(environment, backend)
+
+
+def init_distributed(
+    dist_backend: str | None = "auto",
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = False,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+    *,
+    start_timeout: timedelta | None = None,
+    environment: Environment | None = None,
+) -> Environment:
+    """Start the process group, unless somebody has, and make this rank's device the current one.
+
+    The arguments up to ``world_size`` are those of DeepSpeed's function of this name, in its order.
+
+    Args:
+        dist_backend: nccl, gloo, mpi, or another that torch was built with; "auto" or None chooses nccl on CUDA, mpi
+            for CPU ranks that MPI started, where it can be used, else gloo.
+        auto_mpi_discovery: False refuses to be started by MPI alone.
+        distributed_port: port of the master, where neither MASTER_PORT nor torchrun says it.
+        verbose: say in the log how many ranks there are, and on which backend.
+        timeout: how long a collective may take before it fails; None is torch's default for the backend.
+        init_method: ``tcp://address:port`` of the master in place of MASTER_ADDR and MASTER_PORT; ``env://`` changes
+            nothing.
+        dist_init_required: False refuses to start a group.
+        config: nothing of it is needed here; pass it to ``initialize``.
+        rank: global number of this process, where no launcher tells it; with ``world_size``.
+        world_size: number of processes.
+        start_timeout: how long to wait for the other ranks; None is the seconds in ZEROMESH_START_TIMEOUT, or 300.
+        environment: who this process is; None reads the launcher's variables.
+
+    Returns:
+        The environment of this process, with the place on its node as it is.
+
+    Raises:
+        ValueError: if the variables or arguments are wrong, there are too few devices, or the backend is unknown.
+        StartError: a RuntimeError: this machine's torch lacks the backend, ranks do not find each other in time, one
+            of them cannot start, or their versions differ.
+    """
+    leaving.prepare()
+    if dist.is_initialized():
+        return environment or _environment_of_group()
+    if dist_init_required is False:
+        raise StartError(
+            "dist_init_required is False, but no process group has been started; call "
+            "torch.distributed.init_process_group before, or leave the argument out"
+        )
+    limit = start_limit(start_timeout)
+    found = environment or Environment.detect(_variables(os.environ, init_method, rank, world_size))
+    if not auto_mpi_discovery and found.launcher in MPI:
+        raise ValueError(
+            f"auto_mpi_discovery is False, but {names_of(found.launcher).command} started this process, and nothing "
+            "else says which rank it is; leave it True, or set torchrun's variables"
+        )
+    backend = default_backend(found) if dist_backend in (None, "auto") else str(dist_backend)
+    require_known(backend)
+    found = _with_master(found, backend, distributed_port)
+    problem, device = None, torch.device("cpu")
+    try:
+        require_backend(backend)
+        device = device_for(found, backend)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
+    except (ValueError, RuntimeError) as error:
+        problem = error
+    if found.one_node:
+        interface.stay_on_loopback()
+    else:
+        interface.use_route_to(found.master_address, found.master_port)
+    _start(found, backend, device, timeout, limit, problem)
+    found = _checked(found, backend, device)
+    if verbose and found.rank == 0:
+        _log.info(
+            "%d ranks on %d nodes, started by %s, backend %s",
+            found.world_size, found.node_count, found.launcher, backend,
+        )  # fmt: skip
+    return found
+
+
+def shutdown() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _start(
+    environment: Environment,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta | None,
+    limit: timedelta,
+    problem: Exception | None,
+) -> None:
+    if backend == "mpi":
+        if problem is not None:
+            raise problem
+        _mpi().install(timeout)
+        dist.init_process_group("mpi", timeout=timeout)
+        return
+    if environment.world_size == 1:
+        if problem is not None:
+            raise problem
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    else:
+        store = meet(environment, limit, problem)
+    # gloo connects all ranks now, which must not take as long as a collective may. The store has that limit, too.
+    connects = backend == "gloo" and environment.world_size > 1
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=limit if connects else timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        name = os.environ.get("GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME", "not set")
+        raise StartError(
+            f"rank {environment.rank} has reached the master, but {backend} could not connect the ranks: {error}\n"
+            f"{backend.upper()}_SOCKET_IFNAME is {name}; set it to the interface that the nodes share, and see that no "
+            "firewall is between them"
+        ) from error
+    if environment.world_size > 1:
+        store.set_timeout(timeout or dist.default_pg_timeout)
+    if connects:
+        dist.distributed_c10d._set_pg_timeout(timeout or dist.default_pg_timeout)
+
+
+def _checked(environment: Environment, backend: str, device: torch.device) -> Environment:
+    """The environment, once the ranks' versions are known to be the same, with the nodes as they are."""
+    if environment.world_size == 1 and dist.get_world_size() == 1:
+        return environment
+    try:
+        if (dist.get_rank(), dist.get_world_size()) != (environment.rank, environment.world_size):
+            raise StartError(_other_mpi(environment))
+        found = peers.gather(torch.device("cpu") if backend in ("gloo", "mpi") else device)
+        peers.require_same_versions(found)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    return peers.placed(environment, found) if environment.launcher in MPI else environment
+
+
+def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world_size: int) -> dict[str, str]:
+    """The variables, with those that the arguments stand for."""
+    values = dict(env)
+    given: dict[str, str] = {}
+    if (rank < 0) != (world_size < 0):
+        raise ValueError(f"rank is {rank} and world_size is {world_size}; give both, or none to let a launcher tell")
+    if rank >= 0:
+        given |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    if init_method not in (None, "env://"):
+        parts = urlsplit(init_method)
+        if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+            raise ValueError(f"init_method is {init_method!r}, but must be tcp://address:port or env://")
+        given |= {"MASTER_ADDR": parts.hostname, "MASTER_PORT": str(parts.port)}
+    for name in ("RANK", "WORLD_SIZE"):
+        if name in given and values.get(name, given[name]) != given[name]:
+            raise ValueError(
+                f"{name} is {values[name]}, but the argument {name.lower()} is {given[name]}; leave it out"
+            )
+    return values | given
+
+
+def _with_master(environment: Environment, backend: str, port: int | None) -> Environment:
+    """The environment with an address and a port at which the ranks meet."""
+    if environment.world_size == 1 or backend == "mpi" or environment.launcher == TORCHRUN.name:
+        return environment
+    if port is not None and not os.environ.get("MASTER_PORT"):
+        environment = replace(environment, master_port=port)
+    if environment.master_address:
+        return environment
+    missing = _mpi().missing()
+    if missing:
+        raise ValueError(
+            f"{names_of(environment.launcher).command} started {environment.world_size} ranks on several nodes, and "
+            f"nothing says where they meet: {missing}; or set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
+            "free port of it, on all ranks"
+        )
+    address, free_port = _mpi().agree_on_master()
+    return replace(environment, master_address=address, master_port=environment.master_port or free_port)
+
+
+def _mpi() -> Any:
+    """The module of the mpi backend, loaded where it is needed."""
+    return import_module("zeromesh.comm.mpi.backend")
+
+
+def _other_mpi(environment: Environment) -> str:
+    """Why MPI does not know the ranks that its launcher started; empty where it does."""
+    rank, world_size = _mpi().rank_and_size()
+    if (rank, world_size) == (environment.rank, environment.world_size):
+        return ""
+    return (
+        f"MPI says that this is rank {rank} of {world_size}, and {environment.launcher} that it is rank "
+        f"{environment.rank} of {environment.world_size}: the ranks were not started by the mpiexec of the MPI that "
+        "mpi4py uses; start them with that one, which is the one beside python where both came with pip, or use gloo"
+    )
+
+
+def require_known(backend: str) -> None:
+    """Raise ValueError unless torch knows a backend of that name."""
+    if backend not in dist.Backend.backend_list:
+        raise ValueError(
+            f"dist_backend is {backend!r}, but torch knows {', '.join(available_backends())}; use one of them, or auto"
+        )
+
+
+def require_backend(backend: str) -> None:
+    """Raise StartError unless this machine can use the backend."""
+    if backend == "mpi" and not dist.is_mpi_available():
+        missing = _mpi().missing()
+        if missing:
+            raise StartError(f"dist_backend is 'mpi', but {missing}; or use {' or '.join(available_backends())}")
+        return
+    if backend not in available_backends():
+        how = "install a CUDA build of torch" if backend == "nccl" else "install a torch that has it"
+        raise StartError(
+            f"dist_backend is {backend!r}, which this torch ({torch.__version__}) was built without; {how}, or use "
+            f"{' or '.join(available_backends())}"
+        )
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise StartError(
+            "dist_backend is 'nccl', which connects CUDA devices, and this machine shows none; check the driver and "
+            "CUDA_VISIBLE_DEVICES with nvidia-smi, or use gloo"
+        )
+
+
+def available_backends() -> list[str]:
+    """The backends that this torch was built with."""
+    known = dist.Backend.backend_list
+    return [name for name in known if name not in ("undefined", "fake") and dist.is_backend_available(name)]
+
+
+def _environment_of_group() -> Environment:
+    """The environment in a group that somebody else started, perhaps without a launcher's variables."""
+    served = backends()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu") if "cpu" in served or accelerator is None else accelerator
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    node = Environment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        launcher=_launcher(),
+    )
+    return peers.placed(node, peers.gather(device))
+
+
+def _launcher() -> str:
+    try:
+        return Environment.detect().launcher
+    except ValueError:
+        return TORCHRUN.name

@@ -1,0 +1,227 @@
+"""The mesh: which ranks work together along which axis.
+
+Ranks are laid row-major over the axes in the order of ``AXES``, node by node, so that the ranks of one shard group
+(``data``) are neighbours, and on one node where it fits, and replicas of it lie further apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.comm import watchdog
+from zeromesh.comm.calls import compare_calls
+from zeromesh.comm.collectives import Group, Traffic, backend_for
+from zeromesh.comm.formats import Format
+from zeromesh.comm.mpi import backend as mpi
+
+_Shape = tuple[int, ...]
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape, _Shape], list[dist.ProcessGroup]]]
+_made = WeakKeyDictionary()
+"""By default group, device type, sizes and order of ranks: this rank's group along each axis. Threads and sockets of a
+group stay until the default group is destroyed, and all others with it; a process may make many engines before that."""
+
+AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
+"""Axis names, outermost first. ``replicate`` is hybrid sharding: states are sharded over ``data``, copied over it."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What is known of the links between ranks, and how the slow ones are used.
+
+    Attributes:
+        node: this rank's; None if all ranks are on one node.
+        hierarchical: see ``Group``.
+        gather: how parameters are written between nodes; None: as they are.
+        reduce: how gradients are.
+    """
+
+    node: int | None = None
+    hierarchical: bool | None = None
+    gather: Format | None = None
+    reduce: Format | None = None
+
+
+class Mesh:
+    """The processes of a run, arranged by named axes.
+
+    Attributes:
+        node_of: the node of each rank.
+
+    Args:
+        sizes: number of ranks along each axis; axes left out have size 1. The product must be the world size.
+        device: the device on which this rank's tensors live.
+        links: on which node this rank is, and what follows from it.
+
+    Raises:
+        ValueError: unknown axis, sizes whose product is not the world size, a process group without a backend for the
+            device, or nodes that do not allow what ``links`` asks for.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], device: torch.device, links: Links | None = None) -> None:
+        unknown = sorted(set(sizes) - set(AXES))
+        if unknown:
+            raise ValueError(f"unknown mesh axis {unknown[0]!r}: the axes are {', '.join(AXES)}")
+        self.sizes = {axis: int(sizes.get(axis, 1)) for axis in AXES}
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        if prod(self.sizes.values()) != self.world_size:
+            product = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "1"
+            raise ValueError(
+                f"the mesh has {product} = {prod(self.sizes.values())} ranks, but {self.world_size} are running; "
+                "set mesh.data to -1 to let it fill what is left, or start as many ranks as the mesh has"
+            )
+        self.device = device
+        self.links = links or Links()
+        self.traffic = Traffic()
+        backend = backend_for(device)
+        watched = self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours()))
+        self._watchdog = None
+        if watched:
+            store = mpi.store() if backend == "mpi" else dist.distributed_c10d._get_default_store()
+            self._watchdog = watchdog.Watchdog(store, self.rank, self.world_size, watchdog.PATIENCE)
+        self.node_of = self._find_nodes()
+        self._groups = self._make_groups()
+
+    def _find_nodes(self) -> list[int]:
+        if self.links.node is None:
+            return [0] * self.world_size
+        world = Group("world", dist.group.WORLD, self.device, self.traffic, self._watchdog)
+        return [int(node) for node in world.exchange(torch.tensor([self.links.node])).flatten()]
+
+    def _make_groups(self) -> dict[str, Group]:
+        axes = [axis for axis in AXES if self.sizes[axis] > 1]
+        groups = {axis: self._make_group(axis, None) for axis in AXES}
+        groups["world"] = self._make_group("world", dist.group.WORLD)
+        if len(axes) == 1:
+            groups |= {axes[0]: self._make_group(axes[0], dist.group.WORLD)}
+        elif axes:
+            members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes), self._order)
+            groups |= {axis: self._make_group(axis, member) for axis, member in zip(axes, members, strict=True)}
+        groups["shard"] = groups["data"] if self.sizes["context"] == 1 else groups["context"]
+        if self.sizes["data"] > 1 and self.sizes["context"] > 1:
+            groups["shard"] = self._make_group("data+context", self._joined_group(("data", "context")))
+        groups["stage"] = groups["world"]
+        if self.sizes["pipeline"] > 1:
+            others = tuple(axis for axis in AXES if axis != "pipeline" and self.sizes[axis] > 1)
+            joined = self._joined_group(others) if len(others) > 1 else None
+            groups["stage"] = self._make_group("stage", joined) if len(others) != 1 else groups[others[0]]
+        return groups
+
+    def _joined_group(self, joined: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """This rank's group along several axes together."""
+        rest = [axis for axis in AXES if axis not in joined]
+        ranks = torch.tensor(self._order, device="cpu").view([self.sizes[axis] for axis in AXES])
+        order = ranks.permute([AXES.index(axis) for axis in (*rest, *joined)]).flatten().tolist()
+        sizes = [self.sizes[axis] for axis in rest if self.sizes[axis] > 1]
+        shape = (*sizes, prod(self.sizes[axis] for axis in joined))
+        return dist.group.WORLD if len(shape) == 1 else _groups_of(self.device.type, shape, tuple(order))[-1]
+
+    @property
+    def _order(self) -> _Shape:
+        """The ranks, those of a node one after the other."""
+        return tuple(sorted(range(self.world_size), key=lambda rank: (self.node_of[rank], rank)))
+
+    def _make_group(self, axis: str, group: dist.ProcessGroup | None) -> Group:
+        ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
+        nodes = [self.node_of[rank] for rank in ranks]
+        hierarchical = self.links.hierarchical
+        if hierarchical is None and (self.links.gather or self.links.reduce):
+            hierarchical = True  # it is the step between nodes that is written in fewer bits
+        return Group(axis, group, self.device, self.traffic, self._watchdog, nodes, hierarchical)
+
+    def group(self, axis: str) -> Group:
+        """The ranks that differ from this one along ``axis`` only.
+
+        ``"world"`` is all of them, and ``"stage"`` those of this rank's place along the pipeline.
+        """
+        return self._groups[axis]
+
+    def lines(self, axis: str) -> list[list[int]]:
+        """All groups of ranks that differ along an axis only, each in the order of the axis."""
+        ranks = torch.tensor(self._order, device="cpu").view([self.sizes[a] for a in AXES])
+        found: list[list[int]] = ranks.movedim(AXES.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
+        return found
+
+    def compare_calls(self) -> None:
+        """From now on compare the collectives that the program calls itself, over all ranks of their groups."""
+        if self.world_size > 1:
+            store = mpi.store() if backend_for(self.device) == "mpi" else dist.distributed_c10d._get_default_store()
+            compare_calls(store, self._watchdog, watchdog.PATIENCE)
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds that this rank has spent in waits for others; None where they are the device's, as with nccl."""
+        return None if self._watchdog is None else self._watchdog.waited
+
+    def neighbours(self, axis: str, count: int) -> Group:
+        """So many ranks along an axis, one after the other, this one among them; all ranks call it at once.
+
+        Raises:
+            ValueError: ``count`` does not divide the ranks along the axis.
+        """
+        size = self.sizes[axis]
+        if size % count:
+            raise ValueError(f"{size} ranks along {axis} cannot be divided into groups of {count}")
+        if count == size:
+            return self._groups[axis]
+        name = f"{axis}/{count}"
+        if name not in self._groups:
+            shape = [part for a in AXES for part in ((size // count, count) if a == axis else (self.sizes[a],))]
+            place = sum(1 for a in AXES[: AXES.index(axis)] if self.sizes[a] > 1) + (size > count)
+            members = _groups_of(self.device.type, tuple(part for part in shape if part > 1), self._order)
+            self._groups[name] = self._make_group(name, members[place])
+        return self._groups[name]
+
+    @property
+    def stage_ranks(self) -> list[int]:
+        """The ranks of this one's place along the pipeline, ascending: those that hold the same part of the model."""
+        place = self.group("pipeline").rank
+        return sorted(line[place] for line in self.lines("pipeline"))
+
+    @property
+    def shard(self) -> Group:
+        """The ranks over which states are sharded: those along data and context, which compute different gradients."""
+        return self._groups["shard"]
+
+    @property
+    def replicate(self) -> Group:
+        """The ranks that hold copies of this rank's shards."""
+        return self._groups["replicate"]
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares the global batch is cut."""
+        return self.sizes["replicate"] * self.sizes["data"]
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch this rank feeds."""
+        return self.replicate.rank * self.sizes["data"] + self.group("data").rank
+
+    @property
+    def gradients(self) -> int:
+        """How many ranks' gradients are averaged: those of different samples, or parts of a sequence."""
+        return self.data_size * self.sizes["context"]
+
+
+def _groups_of(device_type: str, shape: _Shape, order: _Shape) -> list[dist.ProcessGroup]:
+    """This rank's group along each of several axes over which the ranks are laid in this order.
+
+    They are made by all ranks together when they are first asked for.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, {})
+    if (device_type, shape, order) not in made:
+        # Imported here: a run along one axis, the usual one, need not pay for it.
+        from torch.distributed.device_mesh import DeviceMesh
+
+        ranks = torch.tensor(order, device="cpu").view(shape)
+        made[device_type, shape, order] = DeviceMesh(device_type, ranks).get_all_groups()
+    return made[device_type, shape, order]

@@ -1,0 +1,1 @@
+"""MPI as a backend of torch.distributed."""

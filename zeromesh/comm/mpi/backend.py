@@ -1,0 +1,243 @@
+"""MPI as a backend of ``torch.distributed`` where torch was built without it, as the wheels of pip are.
+
+``install`` fills the place that torch leaves for MPI, so that ``init_process_group("mpi")`` and all that follows take
+torch's own path. Nothing here needs MPI before it is asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import sys
+import termios
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from zeromesh.comm.mpi.group import Group
+
+REMEDY = "pip install 'zeromesh[mpi]'"
+
+READERS = 1.0
+"""Seconds that a rank which ends all others gives mpiexec to read what it said."""
+
+_timeout: timedelta = c10d.default_pg_timeout
+_store: Any = None
+_worlds = 0
+"""How many groups of all ranks there have been; each has keys of its own in the store."""
+
+
+def missing() -> str:
+    """What this Python lacks to use MPI, and how to get it, as a sentence; "" if nothing.
+
+    MPI is loaded, but not started: that is left to ``install``, also for others in this process that import mpi4py.
+    """
+    if find_spec("mpi4py") is None:
+        return f"mpi4py is not installed; {REMEDY} brings it, and an MPI"
+    try:
+        _load()
+    except (ImportError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"mpi4py finds no MPI library ({reason}); {REMEDY} brings one, or install your system's and its mpi4py"
+    return ""
+
+
+def is_ours() -> bool:
+    """Whether torch's ``mpi`` backend is the one of this package."""
+    return isinstance(getattr(c10d, "ProcessGroupMPI", None), _Factory)
+
+
+def install(timeout: timedelta | None = None) -> None:
+    """Make the backend ``mpi`` known to torch, and start MPI; on all ranks.
+
+    A torch that was built with MPI keeps its own.
+    From then on a process that ends because of an exception ends all the others: those that still run could only wait
+    for it.
+
+    Args:
+        timeout: how long a wait for a collective may take; None is torch's default, 30 minutes.
+
+    Raises:
+        RuntimeError: MPI is missing, or takes calls from the main thread only.
+    """
+    global _timeout
+    if c10d._MPI_AVAILABLE and not is_ours():
+        return
+    problem = missing()
+    if problem:
+        raise RuntimeError(f"the backend mpi cannot be used: {problem}")
+    _timeout = c10d.default_pg_timeout if timeout is None else timeout
+    _start()
+    c10d.ProcessGroupMPI = _Factory()  # type: ignore[misc,assignment]
+    c10d._MPI_AVAILABLE = True
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's number among those that MPI started, and how many there are; MPI is started."""
+    world = _start().COMM_WORLD
+    return world.Get_rank(), world.Get_size()
+
+
+def hosts() -> list[str]:
+    """The name of each rank's host; called by all ranks together."""
+    from zeromesh.comm.mpi.work import runtime
+
+    name = _start().Get_processor_name()
+    found: list[str] = runtime.notes.allgather(name)
+    return found
+
+
+def agree_on_master() -> tuple[str, int]:
+    """An address of rank 0 that all others reach, and a TCP port that is free there; called by all ranks together.
+
+    It is the loopback interface where all ranks are on one host.
+    """
+    from zeromesh.comm.mpi.work import runtime
+
+    names = hosts()
+    found = None
+    if rank_and_size()[0] == 0:
+        address = _own_address(names)
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+            found = (address, int(probe.getsockname()[1]))
+    agreed: tuple[str, int] = runtime.notes.bcast(found)
+    return agreed
+
+
+def store() -> Any:
+    """A key-value store of all ranks, which rank 0 hosts; made when it is first asked for, by all ranks together.
+
+    The default process group gets it, too, if it is of this backend: torch's groups over MPI have none, and with one,
+    groups of other backends can be made beside it.
+    """
+    global _store
+    if _store is None:
+        from zeromesh.comm.mpi.work import runtime
+
+        names = hosts()
+        rank, size = rank_and_size()
+        address = runtime.notes.bcast(_own_address(names) if rank == 0 else None)
+        server = dist.TCPStore(address, 0, size, True, wait_for_workers=False) if rank == 0 else None  # type: ignore[attr-defined]
+        port = runtime.notes.bcast(None if server is None else server.port)
+        _store = server or dist.TCPStore(address, port, size, False)  # type: ignore[attr-defined]
+    found = c10d.PrefixStore(f"world {_worlds}", _store)
+    if dist.is_initialized() and isinstance(c10d._get_default_group(), _group_type()):
+        world = c10d._get_default_group()
+        c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], found)
+    return found
+
+
+def _own_address(names: Sequence[str]) -> str:
+    """An address of this host, which the first of ``names`` is, that the others can reach."""
+    others = [name for name in names if name != names[0]]
+    if not others:
+        return "127.0.0.1"
+    for name in others:
+        with contextlib.suppress(OSError):
+            family, _, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing; the system chooses the interface
+                return str(probe.getsockname()[0])
+    return socket.gethostbyname(names[0])
+
+
+def _load() -> Any:
+    """mpi4py's module, without starting MPI if it is loaded here."""
+    if "mpi4py.MPI" not in sys.modules:
+        import mpi4py
+
+        before = mpi4py.rc.initialize, mpi4py.rc.finalize
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, False
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize, mpi4py.rc.finalize = before
+    from mpi4py import MPI
+
+    return MPI
+
+
+def _start() -> Any:
+    """Start MPI, with the thread that drives it, if nobody has; mpi4py's module."""
+    mpi = _load()
+    from zeromesh.comm.mpi.work import runtime
+
+    if runtime.notes == mpi.COMM_NULL:
+        ours = runtime.start()
+        atexit.register(_leave, ours)
+    return mpi
+
+
+def await_readers(streams: Sequence[int] = (1, 2)) -> None:
+    """Let mpiexec read what this process wrote to these file descriptors: an abort throws away what is in the pipes."""
+    end = time.monotonic() + READERS
+    for stream in streams:
+        with contextlib.suppress(OSError):  # it is closed
+            while stat.S_ISFIFO(os.fstat(stream).st_mode) and time.monotonic() < end:
+                if not any(fcntl.ioctl(stream, termios.FIONREAD, bytes(4))):
+                    break
+                time.sleep(0.01)
+
+
+def _leave(ours: bool) -> None:
+    """As the process ends: end the others after an exception, else tell them, and end MPI."""
+    from zeromesh.comm.mpi.work import runtime
+
+    mpi = _load()
+    if mpi.Is_finalized():
+        return
+    # torch puts a hook of its own around every ``sys.excepthook``, in which output is held back: so here, not there.
+    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if failed:
+        await_readers()
+        mpi.COMM_WORLD.Abort(1)
+    if not runtime.leave():
+        print(
+            "zeromesh: this rank ends with messages that nobody took; so all ranks are ended",
+            file=sys.stderr,
+            flush=True,
+        )
+        await_readers()
+        mpi.COMM_WORLD.Abort(1)
+    if ours:
+        mpi.Finalize()
+
+
+def _group_type() -> type[Group]:
+    from zeromesh.comm.mpi.group import Group
+
+    return Group
+
+
+class _Factory:
+    """Stands where torch expects the class of its own MPI process group."""
+
+    def create(self, ranks: Sequence[int]) -> Group | None:
+        """The group of some ranks of the whole run, of all if none are named; None where this rank is not in it."""
+        mpi = _start()
+        world: MPI.Intracomm = mpi.COMM_WORLD
+        if not ranks:
+            global _worlds
+            _worlds += 1
+            return _group_type()(world.Dup(), range(world.Get_size()), _timeout)
+        if world.Get_rank() not in ranks:
+            return None
+        members = world.Get_group().Incl(list(ranks))
+        comm = world.Create_group(members)
+        members.Free()
+        return _group_type()(comm, ranks, _timeout)

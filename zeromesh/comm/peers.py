@@ -1,0 +1,106 @@
+"""What ranks tell each other once, right after their group has started: their versions and their hosts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.comm.detect import Environment
+from zeromesh.comm.failure import StartError
+
+_WIDTH = 32
+"""Bytes of each field. It must stay as it is, with the order of the fields, for versions that differ to be told."""
+
+VERSIONS = ("zeromesh", "torch", "python")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a rank says of itself.
+
+    Attributes:
+        versions: of ``VERSIONS``.
+        host: a hash of the host's name, and of torchrun's number of the node, as containers may share a name.
+    """
+
+    versions: tuple[str, ...]
+    host: str
+
+    @classmethod
+    def own(cls) -> Peer:
+        """This rank."""
+        try:
+            zeromesh = version("zeromesh")
+        except PackageNotFoundError:  # run from a folder of sources
+            zeromesh = "unknown"
+        host = f"{socket.gethostname()} {os.environ.get('GROUP_RANK')}"
+        python = ".".join(platform.python_version_tuple()[:2])
+        return cls((zeromesh, torch.__version__, python), hashlib.sha256(host.encode()).hexdigest()[:_WIDTH])
+
+
+def gather(device: torch.device) -> list[Peer]:
+    """What every rank of the whole group says, by rank; ``device`` is one that the group serves."""
+    own = Peer.own()
+    text = b"".join(field.encode()[:_WIDTH].ljust(_WIDTH, b"\0") for field in (*own.versions, own.host))
+    row = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return [_read(bytes(one.tolist())) for one in rows]
+
+
+def _read(text: bytes) -> Peer:
+    fields = [
+        text[start : start + _WIDTH].rstrip(b"\0").decode(errors="replace") for start in range(0, len(text), _WIDTH)
+    ]
+    return Peer(tuple(fields[:-1]), fields[-1])
+
+
+def require_same_versions(peers: Sequence[Peer]) -> None:
+    """Raise StartError, with a table of the ranks' versions, unless all have the same."""
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank, peer in enumerate(peers):
+        ranks_of.setdefault(peer.versions, []).append(rank)
+    if len(ranks_of) == 1:
+        return
+    rows = [("ranks", *VERSIONS), *((ranges(ranks), *versions) for versions, ranks in ranks_of.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    table = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    raise StartError(
+        "the ranks have different versions; install the same ones on all nodes, or give all ranks the same "
+        "environment:\n" + "\n".join(table)
+    )
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Ascending numbers in short: "0-3, 6"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def placed(environment: Environment, peers: Sequence[Peer]) -> Environment:
+    """The environment with the places on nodes that follow from the ranks' hosts."""
+    hosts = [peer.host for peer in peers]
+    own = [rank for rank, host in enumerate(hosts) if host == hosts[environment.rank]]
+    nodes = list(dict.fromkeys(hosts))
+    return replace(
+        environment,
+        local_rank=own.index(environment.rank),
+        node_rank=nodes.index(hosts[environment.rank]),
+        local_world_size=len(own),
+        node_count=len(nodes),
+    )

@@ -1,0 +1,210 @@
+"""What each rank runs that ZeroMesh starts: a script, a module, a program or a function. No other file is imported.
+
+It is run as a file: ``python rank.py script FILE ...``, ``python rank.py module NAME ...``,
+``python rank.py program NAME ...`` or ``python rank.py function FOLDER``. An exception that nobody catches is written
+to ``FAILURES``, for whoever started the ranks, instead of to the terminal, where those of all ranks would come at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from types import ModuleType, TracebackType
+from typing import Any
+
+FAILURES = "ZEROMESH_FAILURES"
+"""Variable with the folder that failures are written to."""
+
+RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+"""Variables with the rank: torchrun's, MPICH's and Intel MPI's, PMIx', Open MPI's."""
+
+PREPARING = "ZEROMESH_PREPARING"
+"""Variable with the script that a rank imports at the moment, to find its function in it."""
+
+CALL = "call.pickle"
+"""File with a pickled ``Call`` as a dict, in the folder of a function's ranks."""
+
+
+def main() -> None:
+    """Run what the command line names."""
+    _end_with_the_launcher()
+    if _rank() not in (None, "0"):  # else the ranks take each other's lines
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    kind, target, *arguments = sys.argv[1:]
+    sys.excepthook = record
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Lines of several ranks must not be torn, with PYTHONUNBUFFERED neither unless somebody looks on.
+            stream.reconfigure(line_buffering=True, write_through=stream.write_through and stream.isatty())
+    try:
+        runs = {"script": run_script, "module": run_module, "program": run_program, "function": run_function}
+        runs[kind](target, arguments)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            status = error.code if isinstance(error.code, int) else 1
+            details = "" if error.code == status else f"{error.code}\n"
+            if write_failure(f"exited with status {status}", details, status):
+                raise SystemExit(status) from None  # what it says is shown once, not by every rank
+        raise
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """Run a file as ``python FILE`` does."""
+    sys.argv = [path, *arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    module = _fresh_main()
+    module.__file__ = os.path.abspath(path)
+    with io.open_code(module.__file__) as file:
+        code = compile(file.read(), module.__file__, "exec")
+    exec(code, module.__dict__)
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """Run a module as ``python -m NAME`` does."""
+    sys.argv = [name, *arguments]
+    sys.path[0] = os.getcwd()
+    _fresh_main()
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def run_program(name: str, arguments: list[str]) -> None:
+    """Become any program; that it ends with the launcher stays."""
+    os.execvp(name, [name, *arguments])
+
+
+def run_function(folder: str, _: list[str]) -> None:
+    """Call the function that ``call.pickle`` holds, and pickle what it returns to ``RANK.result``."""
+    import pickle
+
+    # A rank that waits in a collective never gets to run Python's handler, so let Ctrl-C end it outright.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    del sys.path[0]
+    with open(os.path.join(folder, CALL), "rb") as file:
+        call = pickle.load(file)
+    sys.path[:] = call["path"]
+    if call["main"] is not None:
+        _import_main(call["main"])
+    elif call["definitions"]:
+        define(_fresh_main(), call["definitions"])
+    try:
+        function, arguments = pickle.loads(call["function"])
+    except AttributeError as error:
+        error.add_note("define it at the top level of a module or of the script, not under if __name__ == '__main__':")
+        raise
+    result = function(*arguments)
+    try:
+        data = pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"what {function.__qualname__} returned, a {type(result).__name__}, cannot be sent back ({error}); "
+            "return numbers, texts, tensors or arrays"
+        ) from None
+    final = os.path.join(folder, f"{os.environ['RANK']}.result")
+    with open(final + ".part", "wb") as file:
+        file.write(data)
+    os.replace(final + ".part", final)
+
+
+def define(module: ModuleType, definitions: list[tuple[str, str, Any]]) -> None:
+    """Give a module what a notebook's function uses; see ``zeromesh.launcher.notebook``.
+
+    Args:
+        module: takes the names.
+        definitions: kind, name and content: ``module`` with its dotted name, ``value`` pickled, ``source`` with the
+            name of a file or cell and its text, of which the lines before the definition are blank.
+    """
+    import importlib
+    import linecache
+    import pickle
+
+    for kind, name, content in definitions:
+        if kind == "module":
+            setattr(module, name, importlib.import_module(content))
+        elif kind == "value":
+            setattr(module, name, pickle.loads(content))
+        else:
+            file, text = content
+            # So that tracebacks show the lines.
+            linecache.cache.setdefault(file, (len(text), None, text.splitlines(keepends=True), file))
+            exec(compile(text, file, "exec"), module.__dict__)
+
+
+def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The hook of exceptions that nobody caught."""
+    if issubclass(kind, KeyboardInterrupt):
+        return  # whoever pressed Ctrl-C knows
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    details = "".join(traceback.format_exception(kind, error, trace))
+    # Not what a SyntaxError quotes, which is indented, nor the notes, which come last.
+    lines = traceback.format_exception_only(kind, error)
+    summary = next((line for line in lines if not line.startswith(" ")), lines[-1]).strip()
+    if not write_failure(summary, details):
+        sys.stderr.write(details)
+
+
+def write_failure(summary: str, details: str, status: int = 1, lingers: float = 0.0) -> bool:
+    """Leave word of this rank's failure, and when it was; False if nobody on this machine waits for it.
+
+    One that ``lingers``, so many seconds, ends the whole run: what becomes of other ranks then is its consequence.
+    """
+    rank, folder = _rank(), os.environ.get(FAILURES)
+    if rank is None or folder is None or not os.path.isdir(folder):
+        return False
+    final = os.path.join(folder, f"{rank}.failure")
+    if os.path.exists(final):
+        return True  # the first one is the cause
+    with open(final + ".part", "w", encoding="utf-8") as file:
+        words = {"at": time.time(), "summary": summary, "details": details, "status": status, "lingers": lingers}
+        json.dump(words, file)
+    os.replace(final + ".part", final)
+    return True
+
+
+def record_step(step: int) -> None:
+    """Let whoever started this rank know which update it works on, should it be killed."""
+    rank, folder = _rank(), os.environ.get(FAILURES)
+    if rank is None or folder is None:
+        return
+    try:
+        with open(os.path.join(folder, f"{rank}.step"), "w", encoding="ascii") as file:
+            file.write(str(step))
+    except OSError:
+        pass  # nobody on this machine waits for it
+
+
+def _rank() -> str | None:
+    return next((os.environ[name] for name in RANKS if name in os.environ), None)
+
+
+def _fresh_main() -> ModuleType:
+    module = ModuleType("__main__")
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    return module
+
+
+def _import_main(data: dict[str, Any]) -> None:
+    """Import the script that started the ranks, not as ``__main__``, as multiprocessing does."""
+    from multiprocessing import spawn
+
+    os.environ[PREPARING] = data.get("init_main_from_path") or data.get("init_main_from_name") or "the script"
+    spawn.prepare(data)
+    del os.environ[PREPARING]
+
+
+def _end_with_the_launcher() -> None:
+    """Ask the kernel to end this process when the one that started it is gone, however that ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    main()

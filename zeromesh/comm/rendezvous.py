@@ -1,0 +1,257 @@
+"""How the ranks find each other: the store of rank 0, and what they tell each other there before the group starts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zeromesh.comm.detect import Environment
+from zeromesh.comm.failure import StartError
+from zeromesh.comm.launchers import LOOPBACK
+
+START_SECONDS = 300.0
+"""How long ranks wait for each other at the start, unless ZEROMESH_START_TIMEOUT says otherwise."""
+
+FAREWELL_SECONDS = 10.0
+"""How long a rank that cannot go on tries to tell the others why."""
+
+_TCPStore, _PrefixStore = dist.TCPStore, dist.PrefixStore  # type: ignore[attr-defined]
+
+_starts: Counter[tuple[str, int]] = Counter()
+"""Starts of a group at each address and port: torchrun's store outlives groups, and one must not read another's
+keys."""
+
+
+def start_limit(given: timedelta | None = None) -> timedelta:
+    """How long to wait for the other ranks: as given, else ZEROMESH_START_TIMEOUT in seconds, else five minutes.
+
+    Raises:
+        ValueError: if it is not a number above 0.
+    """
+    text = os.environ.get("ZEROMESH_START_TIMEOUT")
+    try:
+        seconds = given.total_seconds() if given is not None else START_SECONDS if text is None else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e8:
+        shown = f"ZEROMESH_START_TIMEOUT is {text!r}" if given is None else f"start_timeout is {given}"
+        raise ValueError(f"{shown}, but must be a number of seconds above 0, such as 60")
+    return timedelta(seconds=seconds)
+
+
+def meet(environment: Environment, limit: timedelta, problem: Exception | None) -> Any:
+    """Join the other ranks at the master; all of them go on, or none does.
+
+    Args:
+        environment: who this process is.
+        limit: how long to wait.
+        problem: why this rank cannot go on, which the others then hear.
+
+    Returns:
+        A store that the ranks share, for ``init_process_group``.
+
+    Raises:
+        StartError: the master's port is in use, the master or some rank does not come, or another rank has a problem.
+        Exception: this rank's problem.
+    """
+    master = environment.master_address, environment.master_port
+    prefix = f"zeromesh/{_starts[master]}"
+    _starts[master] += 1
+    if problem is not None:
+        _tell(environment, prefix, problem)
+        raise problem
+    store = _PrefixStore(prefix, _store(environment, limit))
+    store.set(f"here/{environment.rank}", "")
+    if store.add("count", 1) == environment.world_size:
+        store.set("go", "")
+    _await_all(store, environment, limit)
+    problem_of_another = store.get("go").decode()
+    if problem_of_another:
+        store.add("told", 1)
+        raise StartError(problem_of_another)
+    return store
+
+
+def _await_all(store: Any, environment: Environment, limit: timedelta) -> None:
+    """Ask again and again: torch's own wait heeds no Ctrl-C, and prints two warnings whenever its time is over."""
+    end, pause = time.monotonic() + limit.total_seconds(), 0.005
+    master = f"{environment.master_address}:{environment.master_port}"
+    try:
+        while not store.check(["go"]) and time.monotonic() < end:
+            time.sleep(min(pause, max(0.0, end - time.monotonic())))
+            pause = min(2 * pause, 0.2)
+        missing = [] if store.check(["go"]) else _who_is_missing(store, environment.world_size)
+    except RuntimeError as error:
+        raise StartError(
+            f"rank 0 at {master} went away while this rank waited for the others: {_first_line(error)}; see the "
+            "output of rank 0"
+        ) from None
+    if missing:
+        shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        raise StartError(
+            f"of {environment.world_size} ranks, {shown} did not come to {master} within {_text(limit)}; see "
+            "whether they are running, have failed before, and can reach that address. ZEROMESH_START_TIMEOUT sets "
+            "how many seconds to wait"
+        )
+
+
+def _who_is_missing(store: Any, world_size: int) -> list[str]:
+    return [str(rank) for rank in range(world_size) if not store.check([f"here/{rank}"])]
+
+
+def _tell(environment: Environment, prefix: str, problem: Exception) -> None:
+    """Let the other ranks hear of a problem of this one, as far as they come in time."""
+    limit = timedelta(seconds=min(FAREWELL_SECONDS, start_limit().total_seconds()))
+    end = time.monotonic() + limit.total_seconds()
+    try:
+        store = _PrefixStore(prefix, _store(environment, limit))
+        store.set("go", f"rank {environment.rank} on {socket.gethostname()} cannot start: {problem}")
+        told = store.add("told", 1)
+        while _serves(environment) and told < environment.world_size and time.monotonic() < end:
+            time.sleep(0.02)
+            told = store.add("told", 0)
+    except RuntimeError:
+        return  # the problem itself is what this rank's user is to see
+
+
+def _serves(environment: Environment) -> bool:
+    """Whether this process holds the store; torchrun's agent may do so instead."""
+    return environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _store(environment: Environment, limit: timedelta) -> Any:
+    address, port = environment.master_address, environment.master_port
+    if _serves(environment):
+        return _serve(address, port, environment.world_size, limit)
+    end = time.monotonic() + limit.total_seconds()
+    tries, failure = reach(address, port, end)
+    if failure:
+        raise StartError(
+            f"the master at {address}:{port} cannot be reached from {socket.gethostname()}: {tries} attempts in "
+            f"{_text(limit)}, the last one: {failure}; see that rank 0 is running and has not failed before, that "
+            f"MASTER_ADDR is the machine of rank 0, under a name or address that this one can reach, and that no "
+            f"firewall blocks port {port}. ZEROMESH_START_TIMEOUT sets how many seconds to wait"
+        )
+    # Torch waits for ever on a program that accepts connections and is not a store.
+    made: list[Any] = []
+    join = in_background(lambda: _client(address, port, environment.world_size, limit), made)
+    join(max(1.0, end - time.monotonic()))
+    if made and not isinstance(made[0], Exception):
+        return made[0]
+    why = f": {_first_line(made[0])}" if made else ""
+    raise StartError(
+        f"something listens at {address}:{port}, the master's address, but it did not answer as rank 0 does within "
+        f"{_text(limit)}{why}; another program has that port, or rank 0 is stuck: see the output of rank 0, and set "
+        "MASTER_PORT to a free port on all ranks"
+    )
+
+
+def _client(address: str, port: int, world_size: int, limit: timedelta) -> Any:
+    return _TCPStore(address, port, world_size, False, limit, wait_for_workers=False)
+
+
+def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[float], None]:
+    """Begin something that may wait for ever; what is returned waits so many seconds for its result, or its error."""
+
+    def run() -> None:
+        try:
+            result.append(action())
+        except Exception as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread.join
+
+
+def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
+    """The store itself; on one machine it is not to be seen from others."""
+    listener, families = None, (socket.AF_INET,) if address in LOOPBACK[:2] else (socket.AF_INET6, socket.AF_INET)
+    host = "127.0.0.1" if address in LOOPBACK[:2] else address if address in LOOPBACK else ""
+    for family in families:
+        try:
+            listener = socket.create_server(
+                (host, port), family=family, backlog=2048, dualstack_ipv6=family is socket.AF_INET6 and not host
+            )
+            break
+        except OSError as error:
+            failure = error
+    # If the port is in use by this process, for a group that it had before, torch finds that one's store again.
+    descriptor = None if listener is None else listener.detach()
+    try:
+        return _TCPStore(
+            host or "localhost", port, world_size, True, limit,
+            wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor,
+        )  # fmt: skip
+    except RuntimeError:
+        if listener is not None:
+            raise
+        holder = holder_of(port) if failure.errno == errno.EADDRINUSE else ""
+        raise StartError(
+            f"rank 0 cannot listen on port {port}, MASTER_PORT: {os.strerror(failure.errno or 0)}{holder}; set "
+            "MASTER_PORT to a free port on all ranks, or end what uses it"
+        ) from None
+
+
+def reach(address: str, port: int, end: float) -> tuple[int, str]:
+    """Wait until somebody listens at an address: the number of attempts, and why the last one failed, else ""."""
+    pause, tries = 0.01, 0
+    while True:
+        tries += 1
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, min(10.0, end - time.monotonic()))).close()
+            return tries, ""
+        except socket.gaierror as error:
+            failure = f"the name {address!r} is not known here ({error.strerror})"
+        except TimeoutError:
+            failure = "no answer, as behind a firewall, or where the machine is off"
+        except OSError as error:
+            failure = f"{error.strerror or error}"
+        if time.monotonic() + pause >= end:
+            return tries, failure
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+
+
+def holder_of(port: int) -> str:
+    """Which process of this machine listens on a TCP port: " (process 12, python train.py)", or "" if unknown."""
+    inodes = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        rows = table.read_text().splitlines()[1:] if table.is_file() else []
+        fields = [row.split() for row in rows]
+        inodes |= {f"socket:[{f[9]}]" for f in fields if f[3] == "0A" and int(f[1].rpartition(":")[2], 16) == port}
+    for process in Path("/proc").glob("[0-9]*") if inodes else ():
+        if inodes & _open_files(process):
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            return f" (process {process.name}, {command[:100]})"
+    return ""
+
+
+def _open_files(process: Path) -> set[str]:
+    """What its descriptors stand for, as far as this user may see them; some may be closed meanwhile."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(entry))
+    return found
+
+
+def _text(limit: timedelta) -> str:
+    return f"{limit.total_seconds():g} s"
+
+
+def _first_line(error: Exception) -> str:
+    return re.split(r"\n|Exception raised from", str(error))[0].strip()

@@ -1,0 +1,71 @@
+"""Find ranks that compute much longer than the others, for which these wait in every update."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from zeromesh.comm.mesh import Mesh
+
+RATIO = 2.0
+"""Times the others' median from which on a rank is named."""
+
+INTERVAL = 60.0
+"""Seconds between two warnings, at least."""
+
+LEAST_UPDATES = 10
+"""Updates that a warning is about, at least."""
+
+_log = logging.getLogger("zeromesh")
+
+
+class Stragglers:
+    """Compares how long ranks compute between updates, and warns of one that is slow, once per ``INTERVAL``.
+
+    Ranks at other places of a pipeline are not compared, as stages may differ. With nccl, whose waits are on the
+    device, nothing is known, and nobody is named.
+
+    Args:
+        mesh: of the ranks.
+        clock: seconds that pass.
+    """
+
+    def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> None:
+        self._mesh = mesh
+        self._clock = clock
+        self._mark: tuple[float, float] | None = None
+        self._began = clock()
+        self._updates = 0
+        self._busy = [0.0] * mesh.world_size
+
+    def busy(self) -> float:
+        """Return the seconds since the last call in which this rank did not wait for others; 0 at first."""
+        waited, now, before = self._mesh.waited, self._clock(), self._mark
+        if waited is None:
+            return 0.0
+        self._mark = now, waited
+        return 0.0 if before is None else max(0.0, now - before[0] - (waited - before[1]))
+
+    def compare(self, busy: Sequence[float]) -> None:
+        """Take what each rank said, by rank, and warn if it is time to. The first rank alone writes to the log."""
+        if self._mesh.rank or not all(seconds > 0.0 for seconds in busy):
+            return
+        self._updates += 1
+        self._busy = [before + seconds for before, seconds in zip(self._busy, busy, strict=True)]
+        if self._updates < LEAST_UPDATES or self._clock() - self._began < INTERVAL:
+            return
+        for ranks in zip(*self._mesh.lines("pipeline"), strict=True):
+            for rank in ranks:
+                others = [self._busy[other] for other in ranks if other != rank]
+                usual = median(others) if others else 0.0
+                if usual and self._busy[rank] >= RATIO * usual:
+                    _log.warning(
+                        "rank %d computed %.1f times as long as the others in the last %d updates (%.3g s instead of "
+                        "%.3g s each), and all wait for it; look for other programs, heat or slow memory on its "
+                        "machine, or for a data loader that is slow there",
+                        rank, self._busy[rank] / usual, self._updates,
+                        self._busy[rank] / self._updates, usual / self._updates,
+                    )  # fmt: skip
+        self._began, self._updates, self._busy = self._clock(), 0, [0.0] * len(self._busy)

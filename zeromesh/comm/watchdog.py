@@ -1,0 +1,381 @@
+"""End runs whose ranks wait for each other for ever, and say where each of them is.
+
+Ranks that issue different collectives, or the same ones in different orders, wait for messages that nobody sends. From
+inside one rank that looks like a slow peer. Three things tell the difference, and each ends the run:
+
+- Every rank has waited for ``PATIENCE`` seconds, and none got any further: nobody is left who could send.
+- A rank gives no sign of life while another one waits: it was stopped, or its machine is gone. Every rank counts on
+  aloud, in a thread of its own. Native code may keep that from running, so a process that runs is only named.
+- The store through which ranks tell each other so does not answer: the process that holds it was stopped.
+
+Ranks say what they wait for only once they have waited for long, so a run in which all is well pays next to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeromesh.comm.rank import write_failure
+
+PATIENCE = 30.0
+"""Seconds that every rank must have waited, each in one collective, before they are given up."""
+
+OWN = 10
+"""Times ``PATIENCE`` that collectives of the program's own may take: nothing is known of their size."""
+
+TICKS = 6
+"""Looks per ``PATIENCE``."""
+
+SILENT = 10
+"""Times ``PATIENCE`` without a sign of life after which a rank on another host, or the store, is given up."""
+
+LIMITS = {"stopped": 1, "alive": None, "unknown": SILENT}
+"""The same by what is known of its process; native code may keep Python from running for as long as it likes."""
+
+_LIVES = {
+    "stopped": ": it is stopped, or gone",
+    "alive": ", though its process runs: native code keeps Python from running there",
+    "unknown": "; it was stopped, or its machine is gone or has run out of memory",
+}
+
+SLOWEST_LINK = 5e6
+"""Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer."""
+
+LEAVE = 2.0
+"""Seconds that a process which ends waits for an answer of the store."""
+
+EXIT_CODE = 70
+
+_PACKAGES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
+_OWN_WAITS = ("barrier", "broadcast", "reduce", "gather", "scatter", "all_to_all")
+"""Parts of the names of torch's functions in which a program waits for all ranks of a group."""
+
+
+class Watchdog:
+    """Watches over this rank's waits, and over the signs of life of the others.
+
+    Attributes:
+        waited: seconds that this rank has spent in collectives.
+
+    Args:
+        store: the process group's key-value store.
+        rank: this rank.
+        world_size: number of ranks.
+        patience: usually ``PATIENCE``.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, patience: float) -> None:
+        self.waited = 0.0
+        self._store = store = store.clone()  # of its own: another thread's wait for a key holds the connection
+        self._rank = rank
+        self._world_size = world_size
+        self._patience = patience
+        self._thread = threading.get_ident()
+        self._waits = 0
+        self._depth = 0
+        self._began = self._due = 0.0
+        self._what = ""
+        self._own: tuple[str, int] | None = None
+        self._own_began = self._since = 0.0
+        self._told: dict[str, Any] | None = None  # an engine before this one may have left word of a wait
+        self._seen: tuple[list[Any], list[str]] | None = None
+        self._beat = 0
+        self._quiet: dict[int, tuple[str, int]] = {}
+        self._warned: set[int] = set()
+        self._ends = False
+        self._holder = ""  # the sign of the rank that mostly holds the store
+        self._gone = threading.Event()
+        arguments = (weakref.ref(self), patience / TICKS, self._gone)
+        threads = [
+            threading.Thread(target=_watch, args=(*arguments, store, f"zeromesh/signs/{rank}"), daemon=True),
+            threading.Thread(target=_judge, args=arguments, daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, _stop, self._gone, threads)
+
+    def begin(self, what: str, nbytes: int = 0) -> None:
+        """Note that a wait begins, for a collective that carries so many bytes."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._thread = threading.get_ident()
+        self._waits += 1
+        self._began = time.monotonic()
+        self._what, self._due = what, self._began + self._patience + nbytes / SLOWEST_LINK
+
+    def end(self) -> None:
+        """Note that it is over."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._what = ""
+            self.waited += time.monotonic() - self._began
+
+    def check(self) -> None:
+        """Give a sign of life. If this rank has waited for long, look for a reason to end the run."""
+        self._beat += 1
+        self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {_PLACE} {os.getpid()} {socket.gethostname()}")
+        self._holder = self._holder or self._signs([0])[0]
+        if self._store.check(["zeromesh/ended"]):
+            self._end(self._store.get("zeromesh/ended").decode(), tell=False)
+        wait, now = self._wait(), time.monotonic()
+        if wait is None or now < self._since + self._patience:
+            self._quiet.clear()
+            self._warned.clear()
+            signs = None
+        else:
+            signs = self._signs(range(self._world_size))
+            self._look_for_silent(wait, signs)
+        if wait is None or signs is None or now < (self._due if self._what else self._since + OWN * self._patience):
+            self._tell({})
+            self._seen = None
+            return
+        self._tell(wait)
+        states = self._states()
+        if self._seen is None or self._seen[0] != states:
+            self._seen = states, signs
+        still = self._wait()
+        alive = all(sign != before for sign, before in zip(signs, self._seen[1], strict=True))
+        if all(states) and alive and still is not None and still["number"] == wait["number"]:
+            self._give_up(states)
+
+    def _wait(self) -> dict[str, Any] | None:
+        """Return what this rank waits for: a collective of the engine, or one that the program called itself."""
+        what, number, frame = self._what, self._waits, sys._current_frames().get(self._thread)
+        if what:
+            self._since = self._began
+            return {"what": what, "number": number, "where": where(frame)}
+        own, calls = _own_wait(frame), _calls()
+        if own is None or calls is None:
+            self._own = None
+            return None
+        if self._own != (own, calls):
+            self._own, self._own_began = (own, calls), time.monotonic()
+        self._since = self._own_began
+        return {"what": f"{own} of the program's own", "number": calls, "where": where(frame)}
+
+    def _tell(self, state: dict[str, Any]) -> None:
+        if state != self._told:
+            self._store.set(f"zeromesh/waits/{self._rank}", json.dumps(state))
+            self._told = state
+
+    def _states(self) -> list[Any]:
+        return [told(self._store, rank) for rank in range(self._world_size)]
+
+    def _signs(self, ranks: Sequence[int]) -> list[str]:
+        """Return the last sign of each rank; empty where there is none, as no engine is there."""
+        keys = [f"zeromesh/signs/{rank}" for rank in ranks]
+        return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
+
+    def _look_for_silent(self, wait: dict[str, Any], signs: Sequence[str]) -> None:
+        """End the run if a rank has given no sign for long; looks are counted, as this process may stop, too."""
+        for rank, sign in enumerate(signs):
+            before, count = self._quiet.get(rank, ("", 0))
+            count = count + 1 if sign and sign == before else 0
+            self._quiet[rank] = sign, count
+            if count < TICKS // 2 or rank == self._rank:
+                continue
+            life = _life(sign)
+            text = (
+                f"rank {rank} ({_process(sign)}) has given no sign of life for {count * self._patience / TICKS:.0f} s"
+                f"{_LIVES[life]}; rank {self._rank} waits for {_described(wait)}"
+            )
+            if rank not in self._warned:
+                self._warned.add(rank)
+                print(f"zeromesh: {text}", file=sys.stderr, flush=True)
+            limit = LIMITS[life]
+            if limit is not None and count >= TICKS * limit:
+                self._end(text, tell=True)
+
+    def _give_up(self, states: list[Any]) -> None:
+        lines = [
+            f"  rank {rank} waits in its collective {s['number']}: {_described(s)}" for rank, s in enumerate(states)
+        ]
+        advice = "All ranks must run the same forwards, backwards and steps in the same order."
+        if len({state["what"] for state in states}) > 1 and any("parameters of" in state["what"] for state in states):
+            advice += (
+                " Where ranks use a block that they use several times in different numbers, or in different orders, "
+                "it must stay in memory: raise slots.parameter to the number of blocks, or use "
+                "zero_optimization.stage 2."
+            )
+        text = f"every rank has waited for {self._patience:.0f} s or more and none got any further"
+        self._end("\n".join([f"{text}:", *lines, advice]), tell=True)
+
+    def store_is_silent(self, ticks: int) -> None:
+        """Hear that the store has not answered for so many ticks; end the run if this rank waits, and has for long."""
+        if ticks < TICKS or not (self._what or _own_wait(sys._current_frames().get(self._thread))):
+            return
+        seconds = ticks * self._patience / TICKS
+        text = (
+            f"the store through which ranks meet has not answered rank {self._rank} for {seconds:.0f} s: the process "
+            "that holds it, rank 0 or the launcher of the first node, was stopped, or its machine is gone"
+        )
+        if ticks == TICKS:
+            print(f"zeromesh: {text}", file=sys.stderr, flush=True)
+        stopped = bool(self._holder) and _life(self._holder) == "stopped"
+        if ticks >= TICKS * ((LIMITS["stopped"] if stopped else None) or SILENT):
+            self._end(text, tell=False)
+
+    @property
+    def beat(self) -> int:
+        """How often this rank has given a sign of life."""
+        return self._beat
+
+    def _end(self, why: str, tell: bool) -> None:
+        """Say why, and where this rank is; leave the others the time to say where they are; end the process."""
+        if self._ends:
+            return
+        self._ends = True
+        if tell:
+            self._store.set("zeromesh/ended", why)
+        print(f"zeromesh: {why}\nThis rank, {self._rank}, was here:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        pause = 2.5 * self._patience / TICKS
+        write_failure(why.splitlines()[0].rstrip(":"), f"{why}\n{_stack(self._thread)}", EXIT_CODE, pause)
+        time.sleep(pause)
+        # The waiting thread is inside gloo, which cannot be interrupted.
+        os._exit(EXIT_CODE)
+
+
+def where(frame: FrameType | None) -> str:
+    """Return ``FILE:LINE`` of the innermost call that is neither in this package nor in torch; empty if there is none.
+
+    Args:
+        frame: the innermost frame.
+    """
+    for one in _outwards(frame):
+        if not one.f_code.co_filename.startswith(_PACKAGES):
+            return f"{one.f_code.co_filename}:{one.f_lineno}"
+    return ""
+
+
+def told(store: Any, rank: int) -> dict[str, Any]:
+    """Return what a rank has said that it waits for; empty if it has not waited for long."""
+    key = f"zeromesh/waits/{rank}"
+    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
+    return found
+
+
+def _described(state: dict[str, Any]) -> str:
+    return f"{state['what']}, at {state['where']}" if state.get("where") else str(state["what"])
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _own_wait(frame: FrameType | None) -> str | None:
+    """Return the name of torch's function that the program waits in; None if it waits in none."""
+    found = None
+    for one in _outwards(frame):
+        if os.path.basename(one.f_code.co_filename) not in ("distributed_c10d.py", "c10d_logger.py"):
+            break
+        if any(part in one.f_code.co_name for part in _OWN_WAITS):
+            found = one.f_code.co_name
+    return found
+
+
+def _calls() -> int | None:
+    """Return how many collectives this process has called; None where a backend does not count, such as MPI's."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    try:
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)
+    except RuntimeError:
+        return None
+
+
+def _process(sign: str) -> str:
+    _, _, process, host = sign.split(" ", 3)
+    return f"process {process} on {host}"
+
+
+def _place() -> str:
+    """Return what tells machines, and containers on one, apart: process numbers of another one mean nothing here."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()}/?"
+
+
+_PLACE = _place()
+
+
+def _life(sign: str) -> str:
+    """Return what the kernel says of the process that gave the sign: a key of ``LIMITS``."""
+    _, place, process, _ = sign.split(" ", 3)
+    if place != _PLACE or place.endswith("?"):
+        return "unknown"
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return "stopped"
+    return "stopped" if stat.rpartition(")")[2].split()[0] in ("T", "t", "Z", "X") else "alive"
+
+
+def _stack(thread: int) -> str:
+    text = io.StringIO()
+    traceback.print_stack(sys._current_frames().get(thread), file=text)
+    return text.getvalue()
+
+
+def _watch(
+    watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event, store: Any, key: str
+) -> None:  # fmt: skip
+    _repeat(watchdog, pause, gone, Watchdog.check)
+    with contextlib.suppress(RuntimeError):
+        store.set(key, "")  # a rank without an engine owes nobody a sign
+
+
+def _judge(watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event) -> None:
+    """Watch over the other thread, which the store may keep waiting."""
+    seen, ticks = -1, 0
+
+    def look(alive: Watchdog) -> None:
+        nonlocal seen, ticks
+        ticks = ticks + 1 if alive.beat == seen else 0
+        seen = alive.beat
+        alive.store_is_silent(ticks)
+
+    _repeat(watchdog, pause, gone, look)
+
+
+def _stop(gone: threading.Event, threads: list[threading.Thread]) -> None:
+    """End the threads, also as the process ends: one that comes back from the store when Python is gone aborts it."""
+    gone.set()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(LEAVE)
+
+
+def _repeat(
+    watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event, act: Callable[[Watchdog], None]
+) -> None:  # fmt: skip
+    while not gone.wait(pause):
+        alive = watchdog()
+        if alive is None:
+            return
+        try:
+            act(alive)
+        except RuntimeError:
+            gone.set()  # the process group and its store are gone
+            return
+        del alive

@@ -1,0 +1,351 @@
+"""Run a command as every rank of this node, with torchrun's library: rendezvous, watching, restarts, ending."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
+from zeromesh.comm.rank import FAILURES
+from zeromesh.comm.rendezvous import in_background, reach
+from zeromesh.launcher.output import Relay, Streams
+from zeromesh.launcher.rendezvous import RUN, LoopbackRendezvous, signed_rendezvous
+
+KILLED_BEFORE = 1.0
+"""Seconds before a rank that ends the run goes, in which stopped ones are killed."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Those that are passed on to the ranks, and end the run."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which ranks there are, and what holds them together.
+
+    Attributes:
+        ranks: on this node.
+        least_nodes: with fewer nodes the run does not begin, or go on.
+        most_nodes: with more it does not go on.
+        master: ``HOST:PORT`` of the rendezvous; empty for one node, which uses a free port on loopback.
+        node_rank: 0 on the node that is the master; None to find out by its host name.
+        restarts: how often all ranks may be started again after one failed.
+        timeout: seconds that nodes have to find each other.
+        secret: of all nodes; empty for one node.
+        variables: environment variables of the ranks beside those of this process and torchrun's.
+    """
+
+    ranks: int
+    least_nodes: int = 1
+    most_nodes: int = 1
+    master: str = ""
+    node_rank: int | None = None
+    restarts: int = 0
+    timeout: float = 300.0
+    secret: bytes = field(default=b"", repr=False)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def one_node(self) -> bool:
+        """Whether the ranks of this node are all."""
+        return not self.master
+
+
+def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], None]) -> None:
+    """Run a command as every rank of this node, and wait for it.
+
+    Args:
+        command: a program and its arguments.
+        plan: which ranks.
+        folder: an empty one for files that live as long as the run.
+        tell: is given lines for the user: restarts, changes of the world.
+
+    Raises:
+        RankFailure: a rank of this node raised or died, and no restarts were left. The others have been ended.
+        ConnectionError: the master cannot be reached, or its port is in use.
+        TimeoutError: too few nodes came.
+        KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
+        SystemExit: on another of ``SIGNALS``.
+    """
+    relay = Relay(folder)
+    with ExitStack() as stack:
+        stack.callback(relay.close)
+        # From now on, as nodes may wait for others for long; torchrun's library sets the same ones for the ranks.
+        stack.enter_context(_handlers(_end))
+        stack.enter_context(_silence())
+        if plan.restarts:
+            # Ranks that are started again must not find what those before left in the store, such as their addresses;
+            # the one that torchrun's library shares with them by default stays the same.
+            stack.enter_context(_variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
+        try:
+            agent = _agent(command, plan, folder, relay, tell)
+            stack.enter_context(_handlers(agent.pass_on, (signal.SIGUSR1,)))
+            closes = True
+            try:
+                result = agent.run()
+            except SignalException:
+                closes = False  # other nodes may go on
+                raise
+            finally:
+                if closes:
+                    agent.rendezvous.shutdown()
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            if (folder / SAVED).exists():
+                raise SystemExit(SAVED_AND_ENDED) from None
+            raise SystemExit(128 + error.sigval) from None
+        except RendezvousTimeoutError:
+            raise TimeoutError(_too_few(plan)) from None
+        except RendezvousStateError:
+            raise ConnectionError(
+                f"what nodes tell each other at {plan.master} is not signed with this node's secret: nodes have "
+                "different secrets, or a stranger writes there; pass the same --secret-file on every node"
+            ) from None
+        except RendezvousClosedError:
+            raise ConnectionError(f"the run at {plan.master} has ended already; start it anew on all nodes") from None
+        except RendezvousConnectionError:
+            raise ConnectionError(
+                f"the master {plan.master} has gone: zeromesh launch has ended there, or the network has failed; see "
+                "its output, and start the run anew on all nodes"
+            ) from None
+    if result is not None and result.is_failed():
+        assert agent.failure is not None
+        raise agent.failure
+
+
+def _agent(
+    command: Sequence[str], plan: Plan, folder: Path, relay: Relay, tell: Callable[[str], None]
+) -> _Agent:  # fmt: skip
+    local = "127.0.0.1" if plan.one_node else _address_towards(plan)
+    rendezvous = LoopbackRendezvous(plan.timeout) if plan.one_node else _rendezvous(plan, local)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=plan.ranks,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=plan.restarts,
+        monitor_interval=0.1,
+        local_addr=local,
+    )
+    return _Agent(spec, Streams(folder, relay, {**plan.variables, FAILURES: str(folder)}), folder, tell)
+
+
+def _rendezvous(plan: Plan, local: str) -> RendezvousHandler:
+    """Where the nodes meet. Torch waits for ever on a program that is no store, and does not heed Ctrl-C meanwhile."""
+    if not plan.secret:
+        raise ValueError("several nodes need a secret that they share")
+    # A node that is gone is missed after six seconds, and after five more the others go on without it.
+    options: dict[str, Any] = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
+    if plan.node_rank is not None:
+        options["is_host"] = plan.node_rank == 0
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=plan.master,
+        run_id=RUN,
+        min_nodes=plan.least_nodes,
+        max_nodes=plan.most_nodes,
+        local_addr=local,
+        join_timeout=int(plan.timeout),
+        read_timeout=max(1, int(plan.timeout)),
+        **options,
+    )
+    end, failure = time.monotonic() + plan.timeout, ""
+    if plan.node_rank:
+        host, _, port = plan.master.rpartition(":")
+        failure = reach(host.strip("[]"), int(port), end)[1]
+    made: list[Any] = []
+    if not failure:
+        in_background(lambda: signed_rendezvous(parameters, plan.secret), made)(max(1.0, end - time.monotonic()))
+        if made and not isinstance(made[0], Exception):
+            handler: RendezvousHandler = made[0]
+            return handler
+        if made and not isinstance(made[0], RendezvousConnectionError):
+            raise made[0]
+        failure = str(made[0].__cause__ or made[0]) if made else "what listens there is no zeromesh launch"
+    raise ConnectionError(_no_master(plan, failure))
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, which tells what it does and does not wait long for ranks that it ends.
+
+    Attributes:
+        rendezvous: where it meets those of other nodes.
+        failure: the first one of the last start.
+    """
+
+    def __init__(self, spec: WorkerSpec, streams: Streams, folder: Path, tell: Callable[[str], None]) -> None:
+        super().__init__(spec, streams)
+        self.rendezvous = spec.rdzv_handler
+        self.failure: RankFailure | None = None
+        self._folder = folder
+        self._tell = tell
+        self._left = spec.max_restarts
+        self._world = 0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for file in (*self._folder.glob("*.failure"), *self._folder.glob("*.step")):
+            file.unlink()
+        world = worker_group.workers[0].world_size
+        if self._world and self._world != world:
+            self._tell(f"the run goes on with {world} rank{'s' * (world > 1)} instead of {self._world}")
+        elif self._world and self.failure is None:
+            self._tell("the ranks are started again, because nodes came or went")
+        self.failure, self._world = None, world
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._kill_stopped()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            if (self._folder / SAVED).exists() and {f.exitcode for f in result.failures.values()} == {SAVED_AND_ENDED}:
+                raise SystemExit(SAVED_AND_ENDED)  # a batch system told the ranks alone
+            exitcodes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            self.failure = first_failure(self._folder, exitcodes)
+            if self._left:
+                self._left -= 1
+                made = worker_group.spec.max_restarts - self._left
+                self._tell(f"{self.failure}\nall ranks are started again ({made} of {worker_group.spec.max_restarts})")
+        return result
+
+    def _kill_stopped(self) -> None:
+        """Kill stopped ranks of a run that another rank is about to end: torch would wait for them for 30 seconds."""
+        records = [json.loads(file.read_text(encoding="utf-8")) for file in self._folder.glob("*.failure")]
+        ends = min((one["at"] + one["lingers"] for one in records if one["lingers"]), default=math.inf)
+        if time.time() > ends - KILLED_BEFORE and self._pcontext is not None:
+            for pid in self._pcontext.pids().values():
+                with suppress(OSError):
+                    if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
+                        os.kill(pid, signal.SIGKILL)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        with _handlers(self._end_at_once):
+            # Ranks that outlive a failed one have nothing to save, and may heed no signal: they wait for it.
+            super()._shutdown(death_sig, grace(death_sig) if self.failure is None else HASTE)  # type: ignore[arg-type]
+        if self._worker_group.state is not WorkerState.SUCCEEDED:
+            self._end_at_once()  # what ranks left behind that died
+
+    def pass_on(self, number: int, _: Any) -> None:
+        """Hand a signal to the ranks, and go on."""
+        for pid in self._pcontext.pids().values() if self._pcontext else ():
+            with suppress(OSError):
+                os.kill(pid, number)
+
+    def _end_at_once(self, *_: object) -> None:
+        for pid in self._pcontext.pids().values() if self._pcontext else ():
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _address_towards(plan: Plan) -> str:
+    """This machine's address on the way to the master, by which other nodes reach it; host names need not be known."""
+    host, port = plan.master.rsplit(":", 1)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConnectionError(
+            f"the master {plan.master} cannot be found from {socket.gethostname()} ({error}); --master takes the name "
+            "or address of the first node as the other nodes know it, and a free port: --master HOST:29500"
+        ) from None
+    if plan.node_rank == 0:
+        _require_free(plan, family, int(port))
+    return own
+
+
+def _require_free(plan: Plan, family: int, port: int) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConnectionError(
+                f"port {port} of --master {plan.master} cannot be used on {socket.gethostname()} ({error.strerror}): "
+                "another program, or another run, listens on it; choose another port on all nodes"
+            ) from None
+
+
+def _no_master(plan: Plan, failure: str) -> str:
+    return (
+        f"{socket.gethostname()} could not reach the master {plan.master} in {plan.timeout:.0f} s; start zeromesh "
+        "launch with the same --nnodes and --master on the node that --master names too, with --node-rank 0, and see "
+        f"that no firewall or other program holds the port: {failure}"
+    )
+
+
+def _too_few(plan: Plan) -> str:
+    return (
+        f"fewer than {plan.least_nodes} nodes met at {plan.master} in {plan.timeout:.0f} s; start zeromesh launch with "
+        "the same --nnodes and --master on every node, or lower --nnodes"
+    )
+
+
+def _end(number: int, _: Any) -> None:
+    raise SignalException(f"got signal {number}", signal.Signals(number))
+
+
+@contextmanager
+def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
+    """Handle signals meanwhile, and afterwards as before; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in numbers:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old if old is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep torchrun's own log lines off the terminal: this process only waits, and the ranks speak for themselves."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable meanwhile, unless somebody has."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -1,0 +1,120 @@
+"""The built-in decoders as transformers knows them: the configuration, and where each of its tensors comes from.
+
+A gpt is a ``GPT2LMHeadModel``, whose linear layers have their matrices transposed and queries, keys and values as one;
+a llama is a ``LlamaForCausalLM``, with other names only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeromesh.config.train import ModelShape
+from zeromesh.train.architectures.decoder import Sizes
+
+
+@dataclass(frozen=True)
+class Published:
+    """A tensor of transformers' model.
+
+    Attributes:
+        name: there.
+        sources: names in the ``Decoder``.
+        transposed: the sources' last two dims change places.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    transposed: bool = False
+
+    def make(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The tensor, from a function that gives a parameter of the ``Decoder`` by its name."""
+        parts = [read(source) for source in self.sources]
+        return torch.cat([part.mT for part in parts] if self.transposed else parts, dim=-1).contiguous()
+
+
+GPT_BLOCK: dict[str, Sequence[str]] = {
+    "ln_1": ("attention_norm",),
+    "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
+    "attn.c_proj": ("attention.output",),
+    "ln_2": ("mlp_norm",),
+    "mlp.c_fc": ("mlp.up",),
+    "mlp.c_proj": ("mlp.down",),
+}
+LLAMA_BLOCK: dict[str, Sequence[str]] = {
+    "input_layernorm": ("attention_norm",),
+    "self_attn.q_proj": ("attention.query",),
+    "self_attn.k_proj": ("attention.key",),
+    "self_attn.v_proj": ("attention.value",),
+    "self_attn.o_proj": ("attention.output",),
+    "post_attention_layernorm": ("mlp_norm",),
+    "mlp.gate_proj": ("mlp.gate",),
+    "mlp.up_proj": ("mlp.up",),
+    "mlp.down_proj": ("mlp.down",),
+}
+
+
+def tensors(shape: ModelShape) -> Iterator[Published]:
+    """All tensors of transformers' model."""
+    sizes = Sizes(shape)
+    gpt = shape.architecture == "gpt"
+    kinds = ("weight", "bias") if gpt else ("weight",)
+    if gpt:
+        yield Published("transformer.wte.weight", ("embedding.weight",))
+        yield Published("transformer.wpe.weight", ("positions.weight",))
+    else:
+        yield Published("model.embed_tokens.weight", ("embedding.weight",))
+    for number in range(shape.layers):
+        block = f"transformer.h.{number}" if gpt else f"model.layers.{number}"
+        for name, sources in (GPT_BLOCK if gpt else LLAMA_BLOCK).items():
+            for kind in kinds:
+                parts = tuple(f"blocks.{number}.{source}.{kind}" for source in sources)
+                transposed = gpt and kind == "weight" and not name.startswith("ln_")
+                yield Published(f"{block}.{name}.{kind}", parts, transposed)
+    norm = "transformer.ln_f" if gpt else "model.norm"
+    yield from (Published(f"{norm}.{kind}", (f"norm.{kind}",)) for kind in kinds)
+    if not sizes.tied:
+        yield Published("lm_head.weight", ("head.weight",))
+
+
+def configuration(shape: ModelShape, end: int) -> tuple[str, dict[str, Any]]:
+    """The name of transformers' class, and the arguments of its configuration.
+
+    Args:
+        shape: of the decoder, the vocabulary included.
+        end: the token that ends a text.
+    """
+    sizes = Sizes(shape)
+    common = {
+        "vocab_size": sizes.vocabulary,
+        "tie_word_embeddings": sizes.tied,
+        "initializer_range": shape.initializer_range,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+    if shape.architecture == "gpt":
+        dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop"), shape.dropout)
+        return "GPT2LMHeadModel", common | dropped | {
+            "n_positions": shape.sequence_length,
+            "n_embd": shape.hidden_size,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_inner": sizes.mlp,
+            "attn_pdrop": 0.0,
+            "layer_norm_epsilon": shape.norm_eps,
+            "activation_function": "gelu_new",
+        }
+    return "LlamaForCausalLM", common | {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": sizes.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_width,
+        "max_position_embeddings": shape.sequence_length,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+    }

@@ -1,0 +1,240 @@
+"""What a record is: how it becomes token ids, and which of them are learned. Kinds of records are rows of a table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeromesh.config.errors import show
+from zeromesh.config.train import TextData
+from zeromesh.train.data.chat import Ids
+from zeromesh.train.data.portions import OF_AN_ARRAY
+from zeromesh.train.data.tokenizer import TextTokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may speak in a chat."""
+
+RESPONSES = ("response", "completion")
+"""Keys of a response, where the settings name none."""
+
+
+TOOLS = "tools"
+"""Key of the schemas of functions that the assistant of a chat may call."""
+
+
+class Chat(NamedTuple):
+    """A record of a chat."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A record, or a piece of a text, in ids.
+
+    Attributes:
+        ids: int64.
+        mask: which of them are labels, bool, of the same shape; None for all.
+        size: bytes of text that the labels stand for.
+    """
+
+    ids: Ids
+    mask: NDArray[np.bool_] | None
+    size: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of ``KINDS``.
+
+    Attributes:
+        keys: those that a record needs, by the settings.
+        read: a record to what ``encode`` takes. Raises ValueError with what is wrong with the record.
+        encode: many of them to tokens, one after the other; raises ValueError at the one that is wrong.
+        texts: what of one a tokenizer is trained on.
+        packed: records are learned from as wholes; otherwise they are a stream.
+    """
+
+    keys: Callable[[TextData, Mapping[str, Any]], tuple[str, ...]]
+    read: Callable[[TextData, Mapping[str, Any]], Any]
+    encode: Callable[[TextTokenizer, Sequence[Any]], Iterator[Tokens]]
+    texts: Callable[[Any], list[str]]
+    packed: bool
+
+
+def kind_of(data: TextData, record: Any) -> str:
+    """The kind of a source whose first record this is: the first row of the table whose keys it has.
+
+    Raises:
+        ValueError: if it is of none.
+    """
+    _require_object(record)
+    for name, kind in KINDS.items():
+        if data.format in (None, name) and set(kind.keys(data, record)) <= record.keys():
+            return name
+    wanted = [KINDS[data.format]] if data.format else list(KINDS.values())
+    keys = " or ".join(" and ".join(map(repr, kind.keys(data, record))) for kind in wanted)
+    raise ValueError(
+        f"has the keys {list(record)}, and must have {keys}; change them, or name yours in data.text_key, "
+        "data.prompt_key, data.response_key or data.messages_key"
+    )
+
+
+def read_record(data: TextData, name: str, record: Any) -> Any:
+    """A record as its kind's ``encode`` takes it.
+
+    Raises:
+        ValueError: if it is not of that kind.
+    """
+    _require_object(record)
+    kind = KINDS[name]
+    missing = [key for key in kind.keys(data, record) if key not in record]
+    if missing:
+        raise ValueError(
+            f"has the keys {list(record)} and lacks {', '.join(map(repr, missing))}; all records of a source are "
+            f"of one kind, here {name!r}, as its first record or data.format says: put others into sources of their own"
+        )
+    return kind.read(data, record)
+
+
+def share_of(record: Any) -> float:
+    """A number in [0, 1) that only depends on what the record holds."""
+    text = json.dumps(record, sort_keys=True, default=str)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2.0**53
+
+
+def encode_text(tokenizer: TextTokenizer, texts: Sequence[str]) -> Iterator[Tokens]:
+    """Pieces of text, without an end."""
+    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        yield Tokens(ids, None, len(text.encode()))
+
+
+def _require_object(record: Any) -> None:
+    if not isinstance(record, Mapping):
+        hint = OF_AN_ARRAY if isinstance(record, list) else ""
+        raise ValueError(f"is {show(record)}, and must be an object with keys: {{...}}{hint}")
+
+
+def _string(record: Mapping[str, Any], key: str) -> str:
+    value = record[key]
+    if not isinstance(value, str):
+        raise ValueError(f"{key} = {show(value)} must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{key} has half of a surrogate pair, {show(value)}, which is no character") from None
+    return value
+
+
+def _encode_documents(tokenizer: TextTokenizer, texts: Sequence[str]) -> Iterator[Tokens]:
+    for tokens in encode_text(tokenizer, texts):
+        yield Tokens(tokenizer.bounded(tokens.ids), None, tokens.size)
+
+
+def _response_key(data: TextData, record: Mapping[str, Any]) -> str:
+    return data.response_key or next((key for key in RESPONSES if key in record), RESPONSES[0])
+
+
+def _encode_responses(tokenizer: TextTokenizer, pairs: Sequence[tuple[str, str]]) -> Iterator[Tokens]:
+    prompts, responses = (tokenizer.encode([pair[side] for pair in pairs]) for side in (0, 1))
+    for pair, prompt, response in zip(pairs, prompts, responses, strict=True):
+        ids = tokenizer.bounded(np.concatenate([prompt, response]))
+        yield Tokens(ids, np.arange(len(ids)) >= len(ids) - len(response) - 1, len(pair[1].encode()))
+
+
+def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:
+    key = data.messages_key
+    messages = record[key]
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(f"{key} = {show(messages)} must be a list of at least one message")
+    read = [_read_message(f"{key}[{place}]", message) for place, message in enumerate(messages)]
+    if all(message["role"] != "assistant" for message in read):
+        raise ValueError(
+            f"{key} has no turn of the assistant, so nothing can be learned from it; add one, or take it out"
+        )
+    return Chat(read, _read_tools(record.get(TOOLS)))
+
+
+def _read_tools(given: Any) -> list[dict[str, Any]] | None:
+    """Schemas of functions: objects, or JSON in a string, as tables have it, whose objects all need the same keys."""
+    tools = _of_json(given)
+    if tools is None or tools == []:
+        return None
+    read: list[Any] = [_of_json(tool) for tool in tools] if isinstance(tools, list) else [None]
+    if not all(isinstance(tool, Mapping) for tool in read):
+        raise ValueError(
+            f"{TOOLS} = {show(given)} must be a list of objects, each the schema of a function, or JSON of it"
+        )
+    return read
+
+
+def _of_json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{TOOLS} = {show(value)} is not JSON ({error})") from None
+
+
+def _read_message(name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} = {show(message)} must be an object with role and content")
+    for key in ("role", "content"):
+        if key not in message and not (key == "content" and message.get("tool_calls")):
+            raise ValueError(f"{name} = {show(dict(message))} lacks {key!r}; a message has role and content")
+    if message["role"] not in ROLES:
+        raise ValueError(f"{name}.role = {show(message['role'])} must be one of {', '.join(ROLES)}")
+    # Tables give every message every key; those that it does not have are None.
+    kept = {key: value for key, value in message.items() if value is not None}
+    if "content" in kept or not kept.get("tool_calls"):
+        _string({f"{name}.content": message["content"]}, f"{name}.content")
+    return kept
+
+
+def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[Tokens]:
+    for chat in chats:
+        try:
+            ids, mask = tokenizer.chat(chat.messages, chat.tools)
+        except ValueError:
+            raise
+        except Exception as error:  # a template may raise what it likes
+            raise ValueError(f"the tokenizer's chat template refuses it: {error}") from error
+        if not mask[1:].any():
+            raise ValueError(
+                "the tokenizer's chat template marks nothing of it as said by the assistant; look at where the "
+                "template has {% generation %}"
+            )
+        yield Tokens(ids, mask, len(tokenizer.decode(ids[mask].tolist()).encode()))
+
+
+KINDS: dict[str, Kind] = {
+    "chat": Kind(
+        keys=lambda data, record: (data.messages_key,),
+        read=_read_chat,
+        encode=_encode_chats,
+        texts=lambda chat: [message.get("content", "") for message in chat.messages],
+        packed=True,
+    ),
+    "response": Kind(
+        keys=lambda data, record: (data.prompt_key, _response_key(data, record)),
+        read=lambda data, record: (_string(record, data.prompt_key), _string(record, _response_key(data, record))),
+        encode=_encode_responses,
+        texts=list,
+        packed=True,
+    ),
+    "text": Kind(
+        keys=lambda data, record: (data.text_key,),
+        read=lambda data, record: _string(record, data.text_key),
+        encode=_encode_documents,
+        texts=lambda text: [text],
+        packed=False,
+    ),
+}
+"""The first row whose keys a record has is its kind."""

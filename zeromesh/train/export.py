@@ -1,0 +1,161 @@
+"""``zeromesh export``: from a run's checkpoint to a folder that ``from_pretrained`` opens, tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.folder import locate
+from zeromesh.export import State, adapter_names, is_adapted, plain_state, write_model, written_names
+from zeromesh.pretrained import first_names, require_transformers
+from zeromesh.train.architectures import published
+from zeromesh.train.data.making import TOKENIZER_FOLDER
+from zeromesh.train.data.tokenizer import load_tokenizer
+from zeromesh.train.folder import RunFolder
+from zeromesh.train.model import BuiltIn, Transformer, language_model
+from zeromesh.train.screen import make_console
+
+FILE = "model.safetensors"
+DRAFT = ".zeromesh-export"
+
+
+def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
+    """Write the model of a run in the dtype that it computes in, with its tokenizer.
+
+    Args:
+        run: the folder of the run.
+        output: the folder to write, which has nothing in it.
+        tag: the checkpoint; None is the latest.
+        merge: write adapters added to their model, instead of alone.
+
+    Raises:
+        ValueError: there is no such checkpoint, the output holds something, or there are no adapters to merge.
+    """
+    folder = RunFolder(run)
+    reader = _reader(folder, tag)
+    settings = folder.settings()
+    language = language_model(settings)
+    dtype = settings.precision.compute or torch.float32
+    with _draft(output) as draft:
+        if isinstance(language, BuiltIn):
+            if merge:
+                raise ValueError(f"--merge: the run in {str(run)!r} has no adapters; leave it out")
+            _export_built_in(language, reader, folder, draft, dtype)
+        else:
+            assert isinstance(language, Transformer)
+            folder.require_base()
+            _export_transformer(language, reader, draft, dtype, merge)
+        folder.copy_tokenizer(draft)
+    make_console().print(f"{reader.folder} is written to {output}", soft_wrap=True)
+
+
+@contextmanager
+def _draft(output: Path) -> Iterator[Path]:
+    """A folder in the output, whose files come out of it when they are all written; else nothing is left.
+
+    Raises:
+        ValueError: the output holds anything but what an export that was killed left in its draft.
+    """
+    draft, made = output / DRAFT, not output.exists()
+    held = [] if made else [path.name for path in output.iterdir() if path != draft] if output.is_dir() else ["a file"]
+    if held:
+        some = ", ".join(sorted(held)[:3])
+        beside = f", beside {DRAFT} of an export that was interrupted" if draft.exists() else ""
+        raise ValueError(
+            f"{str(output)!r} is there already, and is not overwritten; it holds {some}{beside}: choose another folder"
+        )
+    try:
+        if draft.exists():
+            shutil.rmtree(draft)
+        draft.mkdir(parents=True)
+        yield draft
+        # The configuration last, without which nothing opens the folder.
+        for path in sorted(draft.iterdir(), key=lambda path: path.name.endswith("config.json")):
+            path.rename(output / path.name)
+        draft.rmdir()
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        if made:
+            with suppress(OSError):
+                output.rmdir()
+        raise
+
+
+def _reader(folder: RunFolder, tag: str | None) -> Reader:
+    chosen = tag or folder.last_checkpoint
+    if chosen is None:
+        raise ValueError(f"{str(folder.path)!r} holds no checkpoint; name the folder that run.output named in training")
+    reader = Reader(locate(folder.checkpoints, chosen))
+    reader.verify(names={name for name in reader.names if name.startswith(("parameter/", "buffer/"))})
+    return reader
+
+
+def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, output: Path, dtype: torch.dtype) -> None:
+    transformers = require_transformers()
+    name, arguments = published.configuration(language.shape, _end_of_text(folder))
+    make = getattr(transformers, name)
+    with torch.device("meta"):
+        model = make(make.config_class(**arguments)).to(dtype)
+
+    def read(parameter: str) -> torch.Tensor:
+        return reader.tensor(f"parameter/{parameter}").to(dtype)
+
+    states = ({tensor.name: tensor.make(read)} for tensor in published.tensors(language.shape))
+    write_model(model, states, output, FILE)
+
+
+def _end_of_text(folder: RunFolder) -> int:
+    tokenizer = folder.text / TOKENIZER_FOLDER
+    return load_tokenizer(tokenizer).end if tokenizer.is_dir() else 0
+
+
+def _export_transformer(language: Transformer, reader: Reader, output: Path, dtype: torch.dtype, merge: bool) -> None:
+    with torch.device("meta"):
+        model: Any = language.unfilled(dtype)
+    if merge and not is_adapted(model):
+        raise ValueError("--merge: the run has no adapters; leave it out")
+    if is_adapted(model) and not merge:
+        first = first_names(model)
+        state = {name: reader.tensor(f"parameter/{first.get(name, name)}") for name in adapter_names(model)}
+        model.save_pretrained(str(output), state_dict=state)
+    else:
+        write_model(model, _states(model, reader), output, FILE)
+
+
+def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
+    """What each block adds to the plain model's state; conversions of transformers never cross blocks."""
+    written, first = written_names(model), first_names(model)
+
+    def real(path: str) -> nn.Module:
+        """An adapted layer with its values."""
+        layer = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+        names = {name: f"{path}.{name}" for name, _ in layer.named_parameters()}
+        values = {name: reader.tensor(f"parameter/{first.get(own, own)}") for name, own in names.items()}
+        layer.load_state_dict(values, strict=False)
+        return layer
+
+    for _, members in groupby(model.named_parameters(), lambda named: _block(named[0])):
+        state: State = {}
+        for name, like in members:
+            state |= dict.fromkeys(written[name], reader.tensor(f"parameter/{name}").to(like.dtype))
+        yield plain_state(model, state, real)
+    for name in reader.names:
+        kind, _, buffer = name.partition("/")
+        if kind == "buffer":
+            yield plain_state(model, {buffer: reader.tensor(name)}, real)
+
+
+def _block(name: str) -> str:
+    """The path of the block that a parameter is in: up to the first number."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else ""

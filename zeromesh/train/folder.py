@@ -1,0 +1,157 @@
+"""The folder of a run: what lies where in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeromesh.checkpoint.folder import latest
+from zeromesh.checkpoint.manifest import MANIFEST
+from zeromesh.config.settings import Resolved
+from zeromesh.tiers.lock import FolderInUse, locked
+from zeromesh.train.data.making import TOKENIZER_FOLDER
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Everything that a run writes lies in ``path``."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings."""
+        return self.path / "config.json"
+
+    @property
+    def text(self) -> Path:
+        """A folder with the tokenizer and the token files."""
+        return self.path / "text"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON record per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def picture(self) -> Path:
+        """The loss over the steps."""
+        return self.path / "loss.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        """A folder with what a resumed run needs."""
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """A folder with the weights at the end of the run, or the adapters."""
+        return self.path / "model"
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the run has come to its end once."""
+        return any(self.model.glob("*.safetensors"))
+
+    def copy_tokenizer(self, target: Path) -> None:
+        """Put the tokenizer's files beside a model; there are none where the text was tokens already."""
+        source = self.text / TOKENIZER_FOLDER
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+
+    @property
+    def report(self) -> Path:
+        """The closing report for programs; beside it, in Markdown, for people."""
+        return self.path / "report.json"
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The tag of the checkpoint that a run is resumed from; None if there is none."""
+        if not self.checkpoints.is_dir() or not any(self.checkpoints.glob(f"*/{MANIFEST}")):
+            return None
+        return latest(self.checkpoints)
+
+    @property
+    def holds_a_beginning(self) -> bool:
+        """Whether a run ended here before it had written a checkpoint or the weights, so that nothing of it counts."""
+        return self.metrics.exists() and self.last_checkpoint is None and not self.has_finished
+
+    def settings(self) -> Resolved:
+        """The settings that the run wrote down, without the log of those that have no effect.
+
+        Raises:
+            ValueError: if the file is not what a run wrote.
+        """
+        try:
+            return Resolved.model_validate(json.loads(self.config.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{str(self.config)!r} is not what zeromesh train wrote: {error}") from None
+
+    def require_base(self) -> None:
+        """Refuse if the folder of the model of transformers that the run began with is gone.
+
+        Raises:
+            ValueError: it is.
+        """
+        base = self.settings().huggingface
+        if base is None or Path(base.path).expanduser().is_dir():
+            return
+        raise ValueError(
+            f"huggingface.path = {base.path!r} in {str(self.config)!r} is no folder any more: the run began with the "
+            f"model in {str(Path(base.path).expanduser().absolute())!r}; put it back there, or a link to where it is "
+            "now (zeromesh sample and export also take its new place from that file)"
+        )
+
+    @contextmanager
+    def held(self, resume: bool) -> Iterator[None]:
+        """Keep other runs out of the folder.
+
+        Raises:
+            ValueError: another run is in it, or was in it after ``check``.
+        """
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.path))
+            except FolderInUse as error:
+                raise ValueError(
+                    f"run.output = {str(self.path)!r} is in use: {error.strerror}; wait for that run to end, or choose "
+                    "another folder with --set run.output=FOLDER"
+                ) from None
+            self.check(resume)
+            yield
+
+    def check(self, resume: bool) -> None:
+        """Refuse a folder in which the run cannot start.
+
+        Raises:
+            ValueError: if it holds a run and is not to be resumed, or holds none and is, or cannot be written to.
+        """
+        checkpoint = self.last_checkpoint
+        if resume and checkpoint is None:
+            remedy = "start the run without --resume, or name the folder of an earlier run"
+            if self.has_finished:
+                remedy = "choose another folder with --set run.output=FOLDER, and leave --resume out"
+            raise ValueError(f"run.output = {str(self.path)!r} holds no checkpoint to resume from; {remedy}")
+        if not resume and (checkpoint is not None or self.has_finished):
+            remedies = [
+                *(["continue it with --resume"] if checkpoint is not None else []),
+                "choose another folder with --set run.output=FOLDER",
+            ]
+            raise ValueError(
+                f"run.output = {str(self.path)!r} already holds a run; {', '.join(remedies)}, or delete it"
+            )
+        try:
+            for folder in (self.path, self.checkpoints):  # checkpoints may be a link to another disk
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+        except OSError as error:
+            raise ValueError(
+                f"run.output = {str(self.path)!r} cannot be written to ({error.strerror}); "
+                "choose another folder with --set run.output=FOLDER"
+            ) from None

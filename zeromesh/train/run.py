@@ -1,0 +1,206 @@
+"""``zeromesh train``: check, prepare the text, start the ranks, train, close."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+
+import zeromesh
+from zeromesh.checkpoint.random_state import share_random_state
+from zeromesh.comm.agreement import attempt, share, world_group
+from zeromesh.comm.detect import may_restart
+from zeromesh.comm.environment import device_of_group, init_distributed, shutdown
+from zeromesh.config.printing import jsonable
+from zeromesh.config.settings import Settings
+from zeromesh.config.unset import tell_unset
+from zeromesh.engine import Engine
+from zeromesh.launcher.launch import RankFailure, launch
+from zeromesh.observe.metrics import MetricsLog
+from zeromesh.observe.progress import Display
+from zeromesh.observe.units import scaled_text
+from zeromesh.train.check import Job, check, prepare_text
+from zeromesh.train.closing import Span, close
+from zeromesh.train.data.loader import Share, training_batches
+from zeromesh.train.data.prepared import Prepared
+from zeromesh.train.evaluate import HeldOut
+from zeromesh.train.folder import RunFolder
+from zeromesh.train.loop import Loop, Progress
+from zeromesh.train.model import require_causal, require_document_attention
+from zeromesh.train.screen import is_first, make_console, shown_log
+from zeromesh.train.signals import heeded, ignore_requests
+
+
+def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
+    """Train as a file says; everything that can be refused is refused before a rank is started.
+
+    Raises:
+        ValueError: if the configuration, the text or the output folder does not allow the run.
+        RankFailure: if a rank failed.
+    """
+    began = time.time()
+    ignore_requests()
+    overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
+    settings = _decided(Settings.load(config, overrides))
+    if is_first():
+        tell_unset(config, settings, {}, overrides)
+    job = check(settings)
+    try:
+        with job.folder.held(job.run.resume is True) if is_first() else nullcontext():
+            if is_first():
+                _prepare(job, make_console())
+            launch(run_rank, job.run.ranks, settings, began)
+    except (KeyboardInterrupt, RankFailure, FloatingPointError) as error:
+        if is_first():
+            error.add_note(_how_to_go_on(job))
+        raise
+
+
+def _decided(settings: Settings) -> Settings:
+    """The settings with ``run.resume`` true or false; all ranks that a launcher starts see the same folder."""
+    run = settings.run
+    if run is None or run.resume is True or (run.resume is False and not may_restart()):
+        return settings
+    resume = RunFolder(Path(run.output)).last_checkpoint is not None
+    return settings.model_copy(update={"run": run.model_copy(update={"resume": resume})})
+
+
+def _prepare(job: Job, console: Console) -> None:
+    if job.folder.holds_a_beginning:
+        console.print(
+            f"{job.folder.path} holds a run that ended before its first checkpoint; it is started again, "
+            "and its metrics are overwritten"
+        )
+    console.print("reading the text")
+    console.print(_text_line(prepare_text(job, may_write=not job.run.resume, console=console)))
+
+
+def _how_to_go_on(job: Job) -> str:
+    checkpoint = job.folder.last_checkpoint
+    if checkpoint is not None:
+        return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
+    every = job.run.save_every
+    return f"{job.folder.path} has no checkpoint yet, and the same command starts from the beginning; " + (
+        f"run.save_every = {every} writes the first after {every} steps"
+        if every
+        else "run.save_every = 0 writes none before the end"
+    )
+
+
+def _text_line(prepared: Prepared) -> str:
+    sides = [
+        f"{sum(part.documents for part in parts)} documents of {scaled_text(sum(part.tokens for part in parts))} tokens"
+        for parts in (prepared.train, prepared.validation)
+    ]
+    dropped = f"{prepared.dropped} longer than a sample, " if prepared.dropped else ""
+    return (
+        f"{sides[0]} to train on, {sides[1]} held out, {dropped}{prepared.skipped} empty or unreadable; "
+        f"a vocabulary of {prepared.vocabulary} entries{', which is all that it gives' if prepared.capped else ''}"
+    )
+
+
+def run_rank(settings: Settings, began: float) -> None:
+    """What every rank does.
+
+    Args:
+        settings: the same on all ranks, and checked.
+        began: time at which the command was given, in seconds since the epoch.
+    """
+    ignore_requests()
+    with shown_log():
+        _run_rank(Job.of(settings), began)
+
+
+def _run_rank(job: Job, began: float) -> None:
+    if job.run.threads is not None:
+        torch.set_num_threads(job.run.threads)
+    init_distributed()
+    try:
+        # The first rank has written the tokens before it came here.
+        torch.distributed.barrier()
+        prepared = prepare_text(job, may_write=False)
+        trained = prepared.tokenizer is not None and job.data.tokenizer is None
+        _train(job.with_vocabulary(prepared.vocabulary, trained), prepared, began)
+    finally:
+        shutdown()
+
+
+def _train(job: Job, prepared: Prepared, began: float) -> None:
+    engine, cost = _engine(job)
+    try:
+        console = make_console(quiet=engine.mesh.rank != 0)
+        console.print(_settings_lines(engine.config))
+        console.print(
+            f"{job.language.name}, {_parameters_text(engine)}, "
+            f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
+        )
+        vocabulary = job.language.vocabulary or prepared.vocabulary
+        require_causal(engine, job.language, vocabulary)
+        if prepared.document_attention:
+            require_document_attention(engine, job.language, vocabulary)
+        start = _resume(engine, job) if job.run.resume else Progress()
+        if engine.mesh.rank == 0:
+            again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
+            job.folder.config.write_text(again.to_json())
+        with Display(console, job.run.steps) as display:
+            loop = _loop(engine, job, prepared, start, display, cost)
+            length, seed = job.language.sequence_length, job.settings.seed
+            with heeded(engine):
+                reached = loop.run(training_batches(prepared, length, loop.share, seed, start.samples), start)
+        close(loop, prepared, Span(began, start, reached), console)
+    finally:
+        engine.destroy()
+
+
+def _settings_lines(settings: Settings) -> str:
+    """What the settings are where they are not the defaults, a line per key or section."""
+    changed = jsonable(settings.model_dump(exclude_defaults=True))
+    return "\n".join(["settings beside the defaults:", *(f"  {key}: {json.dumps(changed[key])}" for key in changed)])
+
+
+def _loop(engine: Engine, job: Job, prepared: Prepared, start: Progress, display: Display, cost: float) -> Loop:
+    rows = engine.train_micro_batch_size_per_gpu()
+    return Loop(
+        engine=engine,
+        job=job,
+        share=Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps()),
+        held_out=HeldOut(prepared, job.language, rows),
+        flops_per_token=cost,
+        metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
+        display=display,
+    )
+
+
+def _engine(job: Job) -> tuple[Engine, float]:
+    """The model with the weights that the folder or the seed gives, and what a token of training costs.
+
+    Random numbers differ from rank to rank after that, but for ranks that split layers: each drops the same.
+    """
+    settings = job.settings
+    torch.manual_seed(settings.seed)
+    model, failure = attempt(job.language.build)
+    share(world_group(device_of_group(init_distributed())), "build the model", failure)
+    assert model is not None
+    cost = job.language.cost(model)
+    engine, *_ = zeromesh.initialize(model, config=settings)
+    torch.manual_seed(settings.seed + 1 + engine.mesh.rank)
+    share_random_state(engine.mesh.group("tensor"))
+    return engine, cost
+
+
+def _parameters_text(engine: Engine) -> str:
+    trained, every = engine.sharded.count(trained=True), engine.sharded.count()
+    part = f", {scaled_text(trained)} of them trained" if trained < every else ""
+    return f"{scaled_text(every)} parameters{part}"
+
+
+def _resume(engine: Engine, job: Job) -> Progress:
+    path, state = engine.load_checkpoint(job.folder.checkpoints)
+    assert path is not None, "the folder was checked for a checkpoint before the start"
+    return Progress(engine.global_steps, state["samples"], state["seconds"])

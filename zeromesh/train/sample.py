@@ -1,0 +1,171 @@
+"""``zeromesh sample``: continue a text with a trained model, one token after the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from zeromesh.model.lengths import positions
+from zeromesh.train.architectures.decoder import Decoder
+from zeromesh.train.data.making import TOKENIZER_FOLDER
+from zeromesh.train.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
+from zeromesh.train.folder import RunFolder
+from zeromesh.train.model import BuiltIn, Transformer, language_model, quiet
+from zeromesh.train.screen import make_console, write
+
+Next = Callable[[Sequence[int]], torch.Tensor]
+"""From all ids so far, a longer list each time, to the logits of the next one, shape ``(vocabulary,)``."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model on one process, with its tokenizer.
+
+    Attributes:
+        begin: starts a text.
+        ends: ids after which a text is over.
+        tokenizer: of the model.
+    """
+
+    begin: Callable[[], Next]
+    ends: frozenset[int]
+    tokenizer: TextTokenizer
+
+    def pieces(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> Iterator[str]:
+        """Continue ``prompt`` by up to ``tokens`` tokens, piece by piece; ends early at the end of a text.
+
+        Args:
+            prompt: the beginning; the model sees no more of it than fits into its sequence length.
+            tokens: most tokens to add.
+            temperature: divides the logits; 0 takes the likeliest token.
+            seed: of the choices.
+            chat: whether the prompt is what a user says, and what comes the answer.
+        """
+        if chat:
+            before = self.tokenizer.prompt([{"role": "user", "content": prompt}]).tolist()
+        else:
+            start = self.tokenizer.end if self.tokenizer.begin is None else self.tokenizer.begin
+            before = [start, *self.tokenizer.encode([prompt])[0].tolist()]
+        yield from stream_text(self.tokenizer, self._ids(before, tokens, temperature, seed), before)
+
+    @torch.no_grad()
+    def _ids(self, before: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
+        context = list(before)
+        generator = torch.Generator().manual_seed(seed)
+        following = self.begin()
+        for _ in range(tokens):
+            token = _choose(following(context)[: self.tokenizer.size].float(), temperature, generator)
+            if token in self.ends:
+                break
+            context.append(token)
+            yield token
+
+    def text(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> str:
+        """The prompt and its continuation."""
+        return prompt + ("\n" if chat else "") + "".join(self.pieces(prompt, tokens, temperature, seed, chat))
+
+
+def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+
+
+def load_writer(folder: RunFolder) -> Writer:
+    """The model at the end of a run, in fp32 on the CPU.
+
+    Raises:
+        ValueError: if there is no run in the folder, or it has not finished.
+    """
+    if not folder.config.is_file():
+        raise ValueError(f"{str(folder.path)!r} holds no run; name the folder that run.output named in training")
+    if not folder.has_finished:
+        raise ValueError(
+            f"the run in {str(folder.path)!r} has no weights in {folder.model.name}: it has not finished; "
+            "continue it with zeromesh train CONFIG --resume"
+        )
+    if not (folder.text / TOKENIZER_FOLDER).is_dir():
+        raise ValueError(
+            f"the run in {str(folder.path)!r} has no tokenizer, since it was trained on tokens; train with the one "
+            "that they were made with in data.tokenizer"
+        )
+    tokenizer = load_tokenizer(folder.text / TOKENIZER_FOLDER)
+    language = language_model(folder.settings())
+    if isinstance(language, Transformer):
+        if language.lora is not None:
+            folder.require_base()
+        model = load_transformer(language, folder.model)
+        ends = model.generation_config.eos_token_id
+        known = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        longest = positions(model.config.get_text_config())
+        return Writer(lambda: _cached(model, longest), known | {tokenizer.end}, tokenizer)
+    assert isinstance(language, BuiltIn)
+    decoder, longest = _decoder(language, folder.model / "model.safetensors"), language.sequence_length
+    following: Next = lambda ids: decoder(torch.tensor([ids[-longest:]]))[0, -1]  # noqa: E731
+    return Writer(lambda: following, frozenset({tokenizer.end}), tokenizer)
+
+
+def _decoder(language: BuiltIn, weights: Path) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(language.shape)
+    state = {name: tensor.float() for name, tensor in load_file(weights).items()}
+    if model.sizes.tied:
+        state["head.weight"] = state["embedding.weight"]
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def load_transformer(language: Transformer, folder: Path) -> Any:
+    """A model of transformers that a run wrote, whole, in fp32; with its adapters, if that is what the run trained."""
+    from transformers import AutoModelForCausalLM
+
+    quiet()
+    options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
+    if language.lora is None:
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()  # type: ignore[no-untyped-call]
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(language.folder, **options)
+    return PeftModel.from_pretrained(base, str(folder)).eval()
+
+
+def _cached(model: Any, longest: int | None) -> Next:
+    """The next logits with keys and values kept, where the model keeps them, and while it has positions."""
+    cache, seen = None, 0
+
+    def following(ids: Sequence[int]) -> torch.Tensor:
+        nonlocal cache, seen
+        if longest is not None and len(ids) > longest:
+            ids, cache, seen = ids[-longest:], None, 0
+        output = model(input_ids=torch.tensor([ids[seen:]]), past_key_values=cache, use_cache=True)
+        cache = getattr(output, "past_key_values", None)
+        seen = len(ids) if cache is not None else 0
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+    return following
+
+
+def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed: int, count: int, chat: bool) -> None:
+    """Write continuations to the terminal as they come.
+
+    Raises:
+        ValueError: if the run cannot be sampled from.
+    """
+    writer = load_writer(RunFolder(run))
+    # Python keeps bytes of the command line that the locale does not know as lone surrogates.
+    prompt = os.fsencode(prompt).decode("utf-8", "replace")
+    console = make_console()
+    for number in range(count):
+        if number:
+            console.rule()
+        write(prompt + ("\n" if chat else ""))
+        for piece in writer.pieces(prompt, tokens, temperature, seed + number, chat):
+            write(piece)
+        write("\n")

@@ -1,0 +1,75 @@
+"""What the commands write to the terminal: consoles, text as it is, and the log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+
+from zeromesh.comm.detect import Environment, is_launched
+
+LONGEST_LINE = 200
+"""Characters of a line of the log; the rest is left out."""
+
+
+def is_first() -> bool:
+    """Whether this process is the one that speaks: the only one so far, or rank 0 of a launcher's."""
+    return not is_launched() or Environment.detect().rank == 0
+
+
+def make_console(quiet: bool = False) -> Console:
+    """A console on standard output that shows text as it is: no markup, no names of emoji, no highlights."""
+    _replace_what_cannot_be_encoded(sys.stdout)
+    return Console(quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def write(text: str) -> None:
+    """Write text to standard output, unchanged but for characters that its encoding does not have."""
+    _replace_what_cannot_be_encoded(sys.stdout)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Show the log from INFO on as lines on standard error, on the first rank and unless it is shown already."""
+    logger = logging.getLogger("zeromesh")
+    if logger.handlers:
+        yield
+        return
+    try:
+        first = is_first()
+    except ValueError:  # for the command to tell, if it needs to know which rank it is
+        first = True
+    handler, level = _Lines() if first else logging.NullHandler(), logger.level
+    logger.addHandler(handler)
+    if level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Lines(logging.Handler):
+    """Writes records to what is standard error at that time, which a live line of progress stands in for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+            for line in (prefix + self.format(record)).splitlines():
+                short = line if len(line) <= LONGEST_LINE else line[: LONGEST_LINE - 3] + "..."
+                print(short, file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+def _replace_what_cannot_be_encoded(stream: TextIO) -> None:
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
