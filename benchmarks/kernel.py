@@ -32,10 +32,8 @@ BYTES = 28
 """Of a parameter's gradient, master, moments and 16-bit parameter, each read or written once or both."""
 
 HALVES = "ZeroMesh, halves"
-EIGHT = "ZeroMesh, 8 bits"
-BYTES_OF = {HALVES: 26, EIGHT: 16.06}
-"""Of rows that move fewer: the parameter is the master's upper half, and is not written beside it; or moments are
-bytes, with two scales of 4 bytes for each 256, all read and written."""
+BYTES_OF = {HALVES: 26}
+"""Bytes of rows that move fewer: the parameter is the master's upper half, and is not written beside it."""
 
 OURS, MEMORY, CASTS, DEEPSPEED = "ZeroMesh", "memory", "torch: cast, fused, cast", "DeepSpeed: cast, update, cast"
 AIMS = {MEMORY: 0.9, CASTS: 1.7, DEEPSPEED: 1.1}
@@ -46,7 +44,6 @@ EXPLAINED = {
     OURS: "its best instructions, in place; with the factor of unscaling and clipping",
     "ZeroMesh, AVX2": "the same with AVX2",
     HALVES: "the master as the 16-bit parameter and a remainder of 16 bits: 4 bytes kept for both instead of 6",
-    EIGHT: "moments in 8 bits with a scale for each 256",
     "ZeroMesh, out of place": "new master and moments go to other memory",
     "torch: foreach": "the update alone, `foreach`, on fp32 gradients",
     "torch: fused": "the update alone, `fused`, on fp32 gradients",
@@ -62,7 +59,6 @@ class Memory:
     """What is updated: ``elements`` parameters."""
 
     def __init__(self, elements: int) -> None:
-        from zeromesh.kernels import eight
         from zeromesh.kernels.halves import split
         from zeromesh.tiers.memory import empty
 
@@ -78,8 +74,6 @@ class Memory:
         self.halves = make(torch.bfloat16), make(torch.int16)
         for half, values in zip(self.halves, split(self.master.detach()), strict=True):
             half.copy_(values)
-        codes = eight.encode(torch.rand(elements) + 0.1, False, 1), eight.encode(torch.rand(elements) + 0.1, True, 1)
-        self.codes, self.scales = ((codes[0][k], codes[1][k]) for k in range(2))
         self.new = [make(torch.float32) for _ in range(3)]
 
     def cast(self, step: Work) -> Work:
@@ -106,7 +100,6 @@ class Memory:
         other = Piece(step, self.gradient, master, self.states, self.output, self.new[0], tuple(self.new[1:]))
         upper, lower = self.halves
         halved = Piece(step, self.gradient, upper, self.states, remainder=lower)
-        coded = Piece(step, self.gradient, master, self.codes, self.output, scales=self.scales)
         foreach = torch.optim.AdamW([self.master], **ADAMW, foreach=True)  # type: ignore[arg-type]
         fused = torch.optim.AdamW([self.master], **ADAMW, fused=True)  # type: ignore[arg-type]
         for optimizer in (foreach, fused):
@@ -123,7 +116,6 @@ class Memory:
             ours["ZeroMesh, AVX2"] = lambda threads: update([piece], FACTOR, threads, "avx2")
         ours["ZeroMesh, out of place"] = lambda threads: update([other], FACTOR, threads)
         ours[HALVES] = lambda threads: update([halved], FACTOR, threads)
-        ours[EIGHT] = lambda threads: update([coded], FACTOR, threads)
         works = {
             MEMORY: memory, "torch: foreach": foreach.step, "torch: fused": fused.step, CASTS: self.cast(fused.step)
         }  # fmt: skip
@@ -253,8 +245,7 @@ def page(result: dict[str, Any]) -> str:
 figures are in [{result["name"]}.json]({result["name"]}.json).
 Load of the machine before: {result["load"]:.1f}, after: {result["load_after"]:.1f}.""",
         f"""AdamW on {million:.0f} M parameters in one piece: fp32 masters and moments, gradients and parameters in
-bf16, in huge pages. That is {BYTES} bytes per parameter: 2 + 12 read, 12 + 2 written; {BYTES_OF[HALVES]} with halves,
-{BYTES_OF[EIGHT]} with moments of 8 bits.
+bf16, in huge pages. That is {BYTES} bytes per parameter: 2 + 12 read, 12 + 2 written; {BYTES_OF[HALVES]} with halves.
 {result["rounds"]} rounds, in
 which all rows take turns; a round's figure is the best of {result["repetitions"]} repetitions, shown are median and
 extremes of the rounds. GB/s counts those bytes, also where more are moved. *ZeroMesh is* compares within each round,

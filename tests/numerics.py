@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from zeromesh.kernels import eight, halves
+from zeromesh.kernels import halves
 from zeromesh.kernels.update import Given
 from zeromesh.model.placement import Tier
 from zeromesh.optim.host import HostSteps
@@ -55,26 +55,16 @@ POLICIES: dict[str, tuple[int, Shape]] = {
     "row 1, host, early": (1, (None, None)),
     "row 3, all on host, early": (3, (None, None)),
     "row 3, nvme, early": (3, (None, None)),
-    "row 1, host, delayed": (1, (None, None)),
-    "row 3, half on host, delayed": (3, (None, None)),
-    "row 3, all on host, delayed": (3, (None, None)),
-    "row 3, nvme, delayed": (3, (None, None)),
-    "row 2, host, 8 bits": (2, (None, None)),
-    "row 3, nvme, 8 bits, delayed": (3, (None, None)),
     "row 3, all on host, split": (3, (None, None)),
-    "row 3, all in files, split, 8 bits": (3, (None, None)),
+    "row 3, all in files, split": (3, (None, None)),
     "row 3, parameters in files": (3, (None, None)),
     "row 3, host and files": (3, (3, None)),
     "row 3, all in files": (3, (None, None)),
 }
 """By name: the row of the placement table, and the budgets of parameter and gradient slots (None: the row's own)."""
 
-DELAY_AFTER = 3
-"""Updates before the first that is delayed."""
-
 _EARLY = {"update_during_backward": 1.0}
-_DELAYED = {"inexact_delay_after": DELAY_AFTER}
-_EIGHT, _SPLIT = {"states_in_8_bits": True}, {"split_master": True}
+_SPLIT = {"split_master": True}
 _HOST = {"device": "cpu"}
 _NVME = {"device": "nvme", "nvme_path": tempfile.gettempdir(), "buffer_count": 2}
 OFFLOADED: dict[str, dict[str, Any]] = {
@@ -87,15 +77,9 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "row 1, host, early": {"offload_optimizer": {**_HOST, "update_during_backward": 0.6}},
     "row 3, all on host, early": {"offload_optimizer": {**_HOST, **_EARLY}, "offload_param": _HOST},
     "row 3, nvme, early": {"offload_optimizer": {**_NVME, **_EARLY}},
-    "row 1, host, delayed": {"offload_optimizer": {**_HOST, **_DELAYED}},
-    "row 3, half on host, delayed": {"offload_optimizer": {**_HOST, **_DELAYED, "ratio": 0.5}},
-    "row 3, all on host, delayed": {"offload_optimizer": {**_HOST, **_DELAYED}, "offload_param": _HOST},
-    "row 3, nvme, delayed": {"offload_optimizer": {**_NVME, **_DELAYED}},
-    "row 2, host, 8 bits": {"offload_optimizer": {**_HOST, **_EIGHT}},
-    "row 3, nvme, 8 bits, delayed": {"offload_optimizer": {**_NVME, **_EIGHT, **_DELAYED}},
     "row 3, all on host, split": {"offload_optimizer": {**_HOST, **_SPLIT}, "offload_param": _HOST},
-    "row 3, all in files, split, 8 bits": {
-        "offload_optimizer": {**_NVME, **_SPLIT, **_EIGHT},
+    "row 3, all in files, split": {
+        "offload_optimizer": {**_NVME, **_SPLIT},
         "offload_param": {**_NVME, "buffer_count": 2},
     },
     "row 3, parameters in files": {"offload_param": _NVME},
@@ -179,11 +163,6 @@ class Case:
             rest = {key: value for key, value in chosen["offload_optimizer"].items() if key not in _SPLIT}
             chosen = {**chosen, "offload_optimizer": rest}
         return chosen
-
-    @property
-    def eight(self) -> bool:
-        """Whether states that rest off the device are in 8 bits."""
-        return "8 bits" in self.policy and self.precision != "float64"
 
     def computed(self, master: torch.Tensor) -> torch.Tensor:
         """A parameter as it is computed with."""
@@ -460,10 +439,9 @@ def make_optimizers(name: str, parameters: dict[str, nn.Parameter], cut: Sequenc
 
 
 def apply(
-    views: dict[Any, nn.Parameter], optimizers: Any, gradients: dict[str, torch.Tensor | None], native: Any = (),
-    in_8_bits: bool = False,
+    views: dict[Any, nn.Parameter], optimizers: Any, gradients: dict[str, torch.Tensor | None], native: Any = ()
 ) -> None:  # fmt: skip
-    """One step; of the parameters named in ``native`` by the native kernel, where it can, with states ``in_8_bits``."""
+    """One step; of the parameters named in ``native`` by the native kernel, where it can."""
     for (name, start, stop), view in views.items():
         gradient = gradients[name]
         view.grad = None if gradient is None else gradient.flatten()[start:stop].view(view.shape).clone()
@@ -474,11 +452,6 @@ def apply(
                 ours.append(Given(view, view.grad.view(-1)))
                 view.grad = None
         steps.step(ours)
-        for view, *_ in ours if in_8_bits else ():
-            state = optimizer.state[view]
-            for name in ("exp_avg", "exp_avg_sq"):
-                coded = eight.encode(state[name].view(-1), eight.rooted(name), int(state["step"]))
-                state[name] = eight.decode(*coded, eight.rooted(name)).view_as(view)
         optimizer.step()
 
 
@@ -492,13 +465,8 @@ def counts(views: dict[Any, nn.Parameter], optimizers: Any) -> dict[str, float]:
 
 
 @functools.cache
-def plain(
-    precision: str, clip: bool, optimizer: str, late: tuple[str, ...] = ()
-) -> tuple[Run, dict[str, torch.Tensor]]:  # fmt: skip
-    """Torch on the whole global batch in one process; the run, and the parameters at the end.
-
-    Of the parameters named in ``late``, updates are seen one update later by what computes, when they are delayed.
-    """
+def plain(precision: str, clip: bool, optimizer: str) -> tuple[Run, dict[str, torch.Tensor]]:
+    """Torch on the whole global batch in one process; the run, and the parameters at the end."""
     dtype = torch.float64 if precision == "float64" else torch.float32
     model = build_net(dtype)
     computed = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -511,11 +479,10 @@ def plain(
         loss.backward()
         limit = CLIP if clip else float("inf")
         run.norms.append(nn.utils.clip_grad_norm_(computed.values(), limit).item())
-        before = {name: p.detach().clone() for name, p in trained.items()}
         apply(views, optimizers, {name: p.grad for name, p in computed.items()})
         with torch.no_grad():
             for name, p in computed.items():
-                p.copy_(before[name] if is_late(name, step, late) else trained[name])
+                p.copy_(trained[name])
         for one in optimizers:
             for group in one.param_groups:
                 group["lr"] *= GAMMA
@@ -523,11 +490,6 @@ def plain(
         run.rates.append(optimizers[0].param_groups[0]["lr"])
     run.counts = counts(views, optimizers)
     return run, {name: p.detach() for name, p in trained.items()}
-
-
-def is_late(name: str, step: int, late: Sequence[str]) -> bool:
-    """Whether what computes does not see this update of a parameter yet."""
-    return name in late and step >= DELAY_AFTER
 
 
 # The reference with the same rounding points.
@@ -542,21 +504,14 @@ def rounded(case: Case, runs: Sequence[Run]) -> tuple[Run, dict[str, torch.Tenso
     """
     cut = sorted({piece for run in runs for piece in run.pieces})
     policy = "row 0" if case.row == 0 else "row 1" if case.row == 1 and case.accumulation > 1 else "row 3"
-    policy += ", split" * ("split" in case.policy) + ", 8 bits" * case.eight
+    policy += ", split" * ("split" in case.policy)
     native = () if case.optimizer in ("lamb", "muon") else tuple(runs[0].on_host)
-    late = late_names(case, runs)
-    return _rounded(replace(case, policy=policy, checkpointing=False), tuple(runs[0].norms), tuple(cut), native, late)
-
-
-def late_names(case: Case, runs: Sequence[Run]) -> tuple[str, ...]:
-    """The parameters whose updates are delayed."""
-    return tuple(runs[0].on_host) if "delayed" in case.policy else ()
+    return _rounded(replace(case, policy=policy, checkpointing=False), tuple(runs[0].norms), tuple(cut), native)
 
 
 @functools.lru_cache(maxsize=8)
 def _rounded(
-    case: Case, norms: tuple[float, ...], cut: tuple[tuple[str, int, int], ...], native: tuple[str, ...],
-    late: tuple[str, ...],
+    case: Case, norms: tuple[float, ...], cut: tuple[tuple[str, int, int], ...], native: tuple[str, ...]
 ) -> tuple[Run, Any]:  # fmt: skip
     model = build_net(torch.float32 if case.precision != "float64" else torch.float64)
     masters = {name: p.detach().to(case.master, copy=True) for name, p in model.named_parameters() if p.requires_grad}
@@ -579,15 +534,13 @@ def _rounded(
             assert abs(norms[step] - norm) <= 1e-6 * norm, f"update {step}: norm {norms[step]}, but {norm} expected"
             clip = min(1.0, CLIP / (norms[step] + 1e-6)) if case.clip else 1.0
             means = {name: None if t is None else t.to(case.master).mul_(factor * clip) for name, t in sums.items()}
-            before = {name: masters[name].clone() for name in late}
-            apply(views, optimizers, means, native, case.eight)
+            apply(views, optimizers, means, native)
             for one in optimizers:
                 for group in one.param_groups:
                     group["lr"] *= GAMMA
             with torch.no_grad():
                 for name, master in masters.items():
-                    seen = before[name] if is_late(name, step, late) else master
-                    model.get_parameter(name).copy_(case.computed(seen))
+                    model.get_parameter(name).copy_(case.computed(master))
         run.scales.append(scaler.value if scaler else 1.0)
         run.rates.append(optimizers[0].param_groups[0]["lr"])
     run.counts = counts(views, optimizers)

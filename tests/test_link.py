@@ -33,13 +33,6 @@ ZERO: dict[str, dict[str, Any]] = {
     "row 3": {"stage": 3, "offload_optimizer": HOST},
     "row 3, parameters": {"stage": 3, "offload_param": HOST},
     "row 3, all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
-    "row 1, delayed": {"stage": 1, "offload_optimizer": {**HOST, "inexact_delay_after": 0}},
-    "row 3, delayed": {"stage": 3, "offload_optimizer": {**HOST, "inexact_delay_after": 0}},
-    "row 3, all, delayed": {
-        "stage": 3,
-        "offload_optimizer": {**HOST, "inexact_delay_after": 1},
-        "offload_param": HOST,
-    },
     "row 3, early": {"stage": 3, "offload_optimizer": {**HOST, "update_during_backward": 1.0}},
 }
 OPTIMIZERS = {"native": {"type": "AdamW", "params": {"lr": 1e-2}}, "torch's": {"type": "Lamb", "params": {"lr": 1e-2}}}
@@ -135,7 +128,7 @@ def both(zero: dict[str, Any]) -> list[tuple[Outcome, Outcome]]:
         (accumulation, {"bf16": bf16, "optimizer": OPTIMIZERS[optimizer]})
         for accumulation in (1, 2, 3)
         for bf16 in (False, True)
-        for optimizer in (OPTIMIZERS if accumulation == 1 and "inexact" not in str(zero) else ("native",))
+        for optimizer in (OPTIMIZERS if accumulation == 1 else ("native",))
     ]
     return [
         (result(None, zero, accumulation, **more), result(LateStreams(), zero, accumulation, **more))
@@ -143,7 +136,7 @@ def both(zero: dict[str, Any]) -> list[tuple[Outcome, Outcome]]:
     ]
 
 
-SOME = ["row 2", "row 3", "row 3, parameters", "row 3, early", "row 3, all, delayed", "row 1, delayed"]
+SOME = ["row 2", "row 3", "row 3, parameters", "row 3, early"]
 USUAL = [name for name in [*ZERO, "row 3, all, some frozen"] if name not in SOME]
 
 
@@ -212,16 +205,6 @@ def without_waits_for_staged_parameters() -> Any:
     return patch.object(Staging, "send", forget)
 
 
-def without_waits_for_late_parameters() -> Any:
-    send = Flat.send_home
-
-    def forget(flat: Flat, values: torch.Tensor, link: Link) -> Copy:
-        send(flat, values, link)
-        return DONE
-
-    return patch.object(Flat, "send_home", forget)
-
-
 def without_waits_of_collectives() -> Any:
     return patch.object(Link, "behind", lambda link: nullcontext())
 
@@ -236,7 +219,6 @@ MUTATIONS: dict[Callable[[], Any], tuple[int, str, int]] = {
     without_waits_for_what_is_fetched: (1, "row 3, all", 1),
     without_waits_for_new_parameters: (1, "row 3", 1),
     without_waits_for_staged_parameters: (1, "row 1", 1),
-    without_waits_for_late_parameters: (1, "row 3, delayed", 1),
     without_waits_of_collectives: (2, "row 3, all", 1),
 }
 """What is left out, and where it shows: on how many ranks, in which row, with how many micro-batches."""

@@ -19,15 +19,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "half": {"stage": 3, "offload_optimizer": {**HOST, "ratio": 0.5}},
     "all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
     "early": {"stage": 3, "offload_optimizer": {**HOST, "update_during_backward": 0.5}, "offload_param": HOST},
-    "delayed": {"stage": 1, "offload_optimizer": {**HOST, "inexact_delay_after": 0}},
-    "delayed, all": {"stage": 3, "offload_optimizer": {**HOST, "inexact_delay_after": 0}, "offload_param": HOST},
-    "delayed, files": {"stage": 3, "offload_optimizer": {"device": "nvme", "inexact_delay_after": 1}},
-    "8 bits": {"stage": 2, "offload_optimizer": {**HOST, "states_in_8_bits": True}},
-    "8 bits, half, delayed": {
+    "split": {
         "stage": 3,
-        "offload_optimizer": {**HOST, "states_in_8_bits": True, "ratio": 0.5, "inexact_delay_after": 0},
+        "offload_optimizer": {**HOST, "split_master": True, "ratio": 0.5},
+        "offload_param": HOST,
     },
-    "8 bits, files": {"stage": 1, "offload_optimizer": {"device": "nvme", "states_in_8_bits": True}},
     "early, files": {"stage": 2, "offload_optimizer": {"device": "nvme", "update_during_backward": 1.0}},
     "files": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 2}, "offload_param": HOST},
     "parameters in files": {"stage": 3, "offload_optimizer": HOST, "offload_param": {"device": "nvme"}},
@@ -67,8 +63,14 @@ def limits(name: str, folder: str, precision: dict[str, Any]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": False}}], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", PLACES)
+FP32 = {"bf16": {"enabled": False}}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, precision) for name in PLACES for precision in ({}, FP32) if name != "split" or not precision],
+    ids=lambda value: value if isinstance(value, str) else "fp32" if value else "bf16",
+)
 def test_the_need_is_what_the_report_says_to_the_byte(name: str, precision: dict[str, Any], tmp_path: Any) -> None:
     for refused, taken in run_ranks(limits, 2, name, str(tmp_path), precision):
         assert taken == ""
@@ -92,10 +94,6 @@ GB = 10**9
         (
             {"optimizer states": 9 * GB, "next copies of optimizer states": 9 * GB}, 12 * GB, None,
             "but 12.0 GB are available; offload_optimizer.update_during_backward = 0 takes 9.00 GB; or ",
-        ),
-        (
-            {"optimizer states": 9 * GB, "copies for delayed updates": 4 * GB}, 12 * GB, None,
-            "but 12.0 GB are available; offload_optimizer.inexact_delay_after = null takes 9.00 GB; or ",
         ),
         ({"optimizer states": 9 * GB}, 96 * GB, 3 * GB, "but host_memory_limit is 3.00 GB; .*ratio = 0.33 fits"),
         (

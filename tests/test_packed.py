@@ -1,4 +1,4 @@
-"""Masters in halves and states in 8 bits: the same on the host and in files, seen by everybody as they were whole."""
+"""Masters in halves: the same on the host and in files, and seen by everybody as whole ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from harness import run_ranks
 from test_swap import STATE, last_of_life
 from test_tiers import HOST, start, update
 from zeromesh import zero
-from zeromesh.kernels import eight, halves
+from zeromesh.kernels import halves
 from zeromesh.shard import rows
-from zeromesh.shard.rows import Form
 
-EIGHT, SPLIT = {"states_in_8_bits": True}, {"split_master": True}
-FORMS: dict[str, dict[str, Any]] = {"8 bits": EIGHT, "split": SPLIT, "both": {**EIGHT, **SPLIT}}
+SPLIT = {"split_master": True}
+FORMS: dict[str, dict[str, Any]] = {"split": SPLIT}
 
 
 def begin(folder: str, device: str, form: str, stage: int = 3, **more: Any) -> Any:
@@ -56,10 +55,7 @@ def life(folder: str, device: str, form: str, optimizer: str) -> list[Any]:
     zero.safe_set_full_optimizer_state(first, state * 0.5, STATE[optimizer])
     halved = zero.safe_get_full_optimizer_state(first, STATE[optimizer])
     assert halved is not None
-    if "states_in_8_bits" in FORMS[form]:
-        assert_codes_of(halved, state * 0.5)
-    else:
-        assert torch.equal(halved, state * 0.5)
+    assert torch.equal(halved, state * 0.5)
     with zero.GatheredParameters([last], modifier_rank=0), torch.no_grad():
         last.fill_(0.3)
     whole = zero.safe_get_full_fp32_param(last)
@@ -72,15 +68,8 @@ def both_lives(folder: str, *case: Any) -> tuple[list[Any], list[Any]]:
     return life(folder, "cpu", *case), life(folder, "nvme", *case)
 
 
-CASES = [("8 bits", "AdamW"), ("both", "SGD")]
-REST = [
-    ("split", "Adagrad"),
-    ("8 bits", "Adagrad"),
-    ("8 bits", "SGD"),
-    ("split", "AdamW"),
-    ("both", "Lion"),
-    ("both", "AdamW"),
-]
+CASES = [("split", "SGD")]
+REST = [("split", "AdamW"), ("split", "Adagrad"), ("split", "Lion")]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +92,6 @@ def states(engine: Any, name: str) -> list[torch.Tensor]:
     return [state for state in found if state is not None]
 
 
-def assert_codes_of(found: torch.Tensor, state: torch.Tensor) -> None:
-    """A code is a 16th of its number apart from the next, and of small numbers a 16th of the largest one's 247th."""
-    torch.testing.assert_close(found, state, rtol=1 / 15, atol=float(state.abs().max()) / 16 / 247)
-
-
 def resumed(folder: str, form: str, device: str) -> None:
     """In a new engine, from what a run with these forms saved, and one without any of them."""
     for saved in (form, "whole"):
@@ -123,16 +107,13 @@ def resumed(folder: str, form: str, device: str) -> None:
         for master, expected in zip(masters(engine), wanted, strict=True):
             assert torch.equal(master, expected)
         for state, expected in zip(states(engine, "exp_avg"), moments, strict=True):
-            assert_codes_of(state, expected)
+            assert torch.equal(state, expected)
         found = [update(engine, number) for number in range(3)]
         assert found == going_on or saved != form
         engine.destroy()
 
 
-FULL = [pytest.param(form, "cpu", marks=pytest.mark.full) for form in ("8 bits", "split")]
-
-
-@pytest.mark.parametrize(("form", "device"), [("both", "nvme"), *FULL])
+@pytest.mark.parametrize(("form", "device"), [("split", "nvme"), pytest.param("split", "cpu", marks=pytest.mark.full)])
 def test_a_resumed_run_goes_on_as_the_one_that_was_saved(form: str, device: str, tmp_path: Path) -> None:
     run_ranks(resumed, 2, str(tmp_path), form, device)
 
@@ -149,17 +130,13 @@ def one_update(folder: str, form: str) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("form", ["8 bits", "split"])
-def test_one_update_gives_the_masters_of_whole_states_to_the_bit(form: str, tmp_path: Path) -> None:
-    whole, other = (run_ranks(one_update, 1, str(tmp_path), name)[0] for name in ("whole", form))
+def test_one_update_gives_the_masters_of_whole_states_to_the_bit(tmp_path: Path) -> None:
+    whole, other = (run_ranks(one_update, 1, str(tmp_path), name)[0] for name in ("whole", "split"))
     for found, expected in zip(other["master"], whole["master"], strict=True):
         assert torch.equal(found, expected)
     for name in ("exp_avg", "exp_avg_sq"):
         for found, expected in zip(other[name], whole[name], strict=True):
-            if form == "split":
-                assert torch.equal(found, expected)
-            else:
-                assert_codes_of(found, expected)
+            assert torch.equal(found, expected)
 
 
 def losses(folder: str, form: str, updates: int) -> list[float]:
@@ -198,7 +175,7 @@ def kernel_calls(folder: str, form: str) -> list[tuple[set[str], set[str]]]:
 
 @pytest.mark.parametrize(
     ("form", "master", "state"),
-    [("8 bits", "float32", "uint8"), ("split", "bfloat16", "float32"), ("both", "bfloat16", "uint8")],
+    [("split", "bfloat16", "float32")],
 )
 def test_the_update_reads_and_writes_what_rests(form: str, master: str, state: str, tmp_path: Path) -> None:
     assert {(str(m), str(s)) for m, s in run_ranks(kernel_calls, 1, str(tmp_path), form)[0]} == {
@@ -207,8 +184,8 @@ def test_the_update_reads_and_writes_what_rests(form: str, master: str, state: s
 
 
 def unused(folder: str) -> bool:
-    """A parameter that gets no gradient for a while keeps its codes to the bit."""
-    engine = begin(folder, "cpu", "both")
+    """A parameter that gets no gradient for a while keeps its states to the bit."""
+    engine = begin(folder, "cpu", "split")
     for number in range(2):
         update(engine, number)
     block = engine.module.blocks[1]
@@ -275,19 +252,7 @@ def test_a_look_does_not_change_a_tie(tmp_path: Path) -> None:
     assert run_ranks(ties, 1, str(tmp_path)) == [1 + 2.0**-8]
 
 
-def test_what_other_ranks_have_beside_other_elements_is_not_coded() -> None:
-    engine = start({"stage": 1})
-    flat = engine.sharded.flats[0]
-    (_, local, _), *_ = flat.pieces
-    assert Form(1, eight=True).of(flat, torch.float32).eight
-    flat.gradient.shared = {2: [(local.start, local.stop, True)]}
-    assert Form(1, eight=True).of(flat, torch.float32).eight
-    flat.gradient.shared = {2: [(local.start, local.stop - 1, True)]}
-    assert not Form(1, eight=True).of(flat, torch.float32).eight
-    engine.destroy()
-
-
-def test_codes_are_made_in_runs_whatever_their_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masters_are_joined_in_runs_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for run in (rows.RUN, 1024):
         monkeypatch.setattr(rows, "RUN", run)
@@ -296,33 +261,20 @@ def test_codes_are_made_in_runs_whatever_their_length(tmp_path: Path, monkeypatc
 
 
 def after_some(folder: str) -> list[float]:
-    engine = begin(folder, "cpu", "both")
+    engine = begin(folder, "cpu", "split")
     update(engine)
-    engine.save_checkpoint(folder)  # which codes anew
+    engine.save_checkpoint(folder)
     found = [update(engine, number) for number in range(3)]
     engine.destroy()
     return found
 
 
-def test_codes_are_the_same_in_runs_and_stand_for_what_they_are_made_of() -> None:
-    state = torch.randn(1000) * torch.logspace(-6, 0, 1000)
-    for root, values in ((False, state), (True, state.square())):
-        seen = eight.decode(*eight.encode(values, root, 7), root)
-        one = eight.encode(seen, root, 1)
-        runs = [eight.encode(seen[first : first + 512], root, 1, first) for first in (0, 512)]
-        assert all(torch.equal(a, torch.cat(b)) for a, b in zip(one, zip(*runs, strict=True), strict=True))
-        step = float(values.abs().max()) / 16 / 247
-        torch.testing.assert_close(eight.decode(*one, root), seen, rtol=1 / 15, atol=step)
-
-
 @pytest.mark.parametrize(
     ("offload", "more", "text"),
     [
-        ({**EIGHT, "update_during_backward": 0.5}, {}, "states_in_8_bits is true, and a share of 0.5"),
         ({**SPLIT, "super_offload": True}, {}, "split_master is true, and a share of 1"),
-        ({**SPLIT, "inexact_delay_after": 3}, {}, "cannot be older"),
         ({**SPLIT}, {"bf16": {"enabled": False}}, "set bf16.enabled and offload_param.device"),
-        ({**EIGHT}, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, "fewer bytes, but Lamb, .* leave split_m"),
+        ({**SPLIT}, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, "fewer bytes, but Lamb, .* leave split_m"),
     ],
 )
 def test_what_cannot_be_is_refused(offload: dict[str, Any], more: dict[str, Any], text: str) -> None:
@@ -330,22 +282,3 @@ def test_what_cannot_be_is_refused(offload: dict[str, Any], more: dict[str, Any]
         start({"stage": 3, "offload_optimizer": {**HOST, **offload}, "offload_param": HOST}, **more)
     with pytest.raises(ValueError, match="set bf16.enabled and offload_param.device"):
         start({"stage": 3, "offload_optimizer": {**HOST, **SPLIT}})
-
-
-def test_what_takes_no_fewer_bytes_is_as_ever() -> None:
-    """fp32 masters only are in 8 bits, and none in halves; here they are in float64."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4).double()
-    import zeromesh
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "offload_optimizer": {**HOST, **EIGHT}},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    engine = zeromesh.initialize(model=model, config=config)[0]
-    engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)).sum())
-    engine.step()
-    assert engine.sharded.swap is None
-    assert all(state["exp_avg"].dtype is torch.float64 for state in engine.optimizer.state.values())
-    engine.destroy()

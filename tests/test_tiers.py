@@ -27,13 +27,7 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "optimizer of row 3": {"stage": 3, "offload_optimizer": HOST},
     "parameters": {"stage": 3, "offload_param": HOST},
     "all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
-    "optimizer of row 2, 8 bits": {"stage": 2, "offload_optimizer": {**HOST, "states_in_8_bits": True}},
     "all, split": {"stage": 3, "offload_optimizer": {**HOST, "split_master": True}, "offload_param": HOST},
-    "all, split, 8 bits": {
-        "stage": 3,
-        "offload_optimizer": {**HOST, "split_master": True, "states_in_8_bits": True},
-        "offload_param": HOST,
-    },
 }
 WIDTH = 480
 
@@ -110,7 +104,7 @@ def in_parameters(name: str) -> dict[str, dict[str, float]]:
         return {"parameter": {}, "gradient": {"device": 4 * half}, "optimizer": {"device": 12 * half}}
     gradient = {tier: 4 * half} | ({"device": 2.0} if "row 1" in name else {})
     home = "host" if name == "parameters" or "all" in name else "device"
-    states = (2 if "split" in name else 4) + (2 * (1 + 4 / 256) if "8 bits" in name else 8)
+    states = (2 if "split" in name else 4) + 8
     return {"parameter": {home: whole}, "gradient": gradient, "optimizer": {tier: states * half}}
 
 

@@ -48,7 +48,6 @@ def find_bounds(
     if operations is not None:
         amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, dtype))
     if sharded.updated_bytes:
-        sharded.delayed.wait()
         busy = sharded.updated_seconds / updates
         amounts[HOST] = Amount(sharded.updated_bytes / updates, memory_bandwidth(), busy)
     if sharded.link.moved:

@@ -34,7 +34,6 @@ from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.replicas import require_equal_replicas
-from zeromesh.shard.delayed import Delayed
 from zeromesh.shard.sharded import Agreement, Sharded
 from zeromesh.shortage import Explained, explain
 from zeromesh.signatures import refuse
@@ -123,9 +122,6 @@ class Engine:
         if optimizer is not None:  # without knowing the engine, which would live as long as its model
             self.sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
             self._unbind = bind(optimizer, self)
-            if sharded.delayed.flats:
-                optimizer.register_state_dict_pre_hook(partial(_wait_for, sharded.delayed))
-                optimizer.register_load_state_dict_pre_hook(partial(_wait_for, sharded.delayed))
 
     def __getattr__(self, name: str) -> Any:
         """The model's own methods and attributes; its methods may use its parameters."""
@@ -381,9 +377,6 @@ class Engine:
             self._check_groups()
             factor *= self._clip(self._norm or 0.0)
             steps = HostSteps(optimizer, factor) if self.sharded.updates_on_host else None
-            if self.sharded.delayed.begun:
-                with span("update_on_host"):
-                    self.sharded.delayed.wait()  # the optimizer may look at any of its states in its own step
             with span("clip"):
                 self.sharded.set_gradients(factor, steps)
         except BaseException:
@@ -398,23 +391,10 @@ class Engine:
             raise
         else:
             with span("publish"):
-                self.sharded.updated(steps, self._delays)
+                self.sharded.updated(steps)
         finally:
             self._updating = False
             expire()
-
-    @property
-    def _delays(self) -> bool:
-        """Whether what the host does of this update comes one update late."""
-        after = self.config.zero_optimization.delay_after
-        return after is not None and self.global_steps > after
-
-    def finish_update(self) -> None:
-        """Let the last update count in full, where ``inexact_delay_after`` has delayed a part of it. All ranks call it.
-
-        Between two updates; whatever saves or gives away the model calls it. Otherwise nothing happens.
-        """
-        self.sharded.finish_update()
 
     def _check_groups(self) -> None:
         """The optimizer updates pieces of parameters; those themselves, if somebody added them, it cannot."""
@@ -845,13 +825,9 @@ class Engine:
             )
         with self.observer.phase("checkpoint"):
             together(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
-            self.finish_update()
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
-            saved = save.save(self, Path(save_dir), tag, client_state or {}, save_latest)
-            if self.sharded.swap is not None:
-                self.sharded.swap.recode()  # of 8-bit states there are in it the numbers, which are coded when loaded
-            return saved
+            return save.save(self, Path(save_dir), tag, client_state or {}, save_latest)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
@@ -886,7 +862,6 @@ class Engine:
         states = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
         position = load_data_position and not load_module_only
         more = {"strict": load_module_strict, "data_position": position, "progress": not load_module_only}
-        self.finish_update()
         loaded = load.load(self, Path(load_dir), tag, *states, **more)
         self.zero_grad()
         answer(self.optimizer, self.loss_scale, overflow=False)
@@ -901,7 +876,6 @@ class Engine:
         Parameters that are sharded, split or of other stages of a pipeline are in it as whole copies: every rank has
         all of the model then. ``gathered_state_dict`` gives it to the first rank alone.
         """
-        self.finish_update()
         if not (self.sharded.sharded or self.sharded.is_split or self.pipelined):
             found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
             return found
@@ -920,7 +894,6 @@ class Engine:
         Of a model in stages, these are all of the model's, as ``state_dict`` gives them.
         """
         sharded = self.sharded
-        self.finish_update()
         with sharded.gathered(sharded.units):
             result = whole.load_here(sharded, state_dict, strict)
             for flat in sharded.flats:
@@ -935,7 +908,6 @@ class Engine:
 
     def gathered_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
-        self.finish_update()
         return whole.gathered_state_dict(self.sharded)
 
     def save_16bit_model(
@@ -957,7 +929,6 @@ class Engine:
             OSError: the first rank could not write; RuntimeError on the others.
             ValueError: there are no adapters to merge, or frozen parameters would be left out of what is merged.
         """
-        self.finish_update()
         taken = () if self.pipelined is None else self.pipelined.taken
         chosen = export.Written(merge_adapters, exclude_frozen_parameters)
         export.save_model(self.sharded, Path(save_dir), save_filename, chosen, taken)
@@ -969,11 +940,6 @@ class Engine:
         if self._unbind is not None:
             self._unbind()
         self.sharded.close()
-
-
-def _wait_for(delayed: Delayed, optimizer: Optimizer, *state: Any) -> None:
-    """Nobody sees states in the middle of an update."""
-    delayed.wait()
 
 
 def _host_steps(engine: weakref.ref[Engine]) -> HostSteps | None:

@@ -46,7 +46,6 @@ class Offload:
         early: share of the states that is updated during the backward; None: all on an accelerator, where there is
             plenty of room.
         pinned: whether host memory for files is page-locked where there is a GPU.
-        delays: whether updates are to be delayed.
     """
 
     disk: Disk | None
@@ -55,7 +54,6 @@ class Offload:
     limit: int | None
     early: float | None
     pinned: bool = True
-    delays: bool = False
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
@@ -65,22 +63,19 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
         ValueError: its states cannot rest there.
     """
     zero, limit = settings.zero_optimization, settings.host_memory_limit
-    if optimizer is not None and zero.delay_after is not None:
-        states_of(optimizer, "updates are to be delayed", "offload_optimizer.inexact_delay_after = null")
     stored, early = _disk(zero.offload_param, settings), zero.early_share
-    form, pinned = Form(0, settings.row.eight, settings.row.split), zero.pins
+    form, pinned = Form(0, settings.row.split), zero.pins
     disk = _disk(zero.offload_optimizer, settings)
-    if form.is_packed:
+    if form.split:
         early = 0.0
         if optimizer is not None:
-            states_of(optimizer, "states are to rest in fewer bytes", "leave split_master and states_in_8_bits out")
+            states_of(optimizer, "states are to rest in fewer bytes", "leave split_master out")
     counted, failure = attempt(lambda: count_states(optimizer))
     if counted is None:
         if disk is not None and failure is not None:
             raise failure
         return Offload(None, stored, Form(USUAL_STATES), limit, 0.0, pinned)
-    delays = zero.delay_after is not None
-    return Offload(disk, stored, replace(form, states=counted), limit, early, pinned, delays)
+    return Offload(disk, stored, replace(form, states=counted), limit, early, pinned)
 
 
 def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved) -> Disk | None:
@@ -112,13 +107,10 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
     def prepare(needs: Needs) -> Room:
         ahead = needs.ahead(1.0 if offload.early is None and mesh.device.type != "cpu" else offload.early or 0.0)
         states = offload.form.states
-        if mesh.rank == 0 and offload.form.is_packed and not any(rows.form.is_packed for rows in needs.rows(states)):
+        if mesh.rank == 0 and offload.form.split and not any(rows.form.split for rows in needs.rows(states)):
             _log.warning(
-                "split_master and states_in_8_bits have no effect here: nothing that is offloaded has fp32 masters (of "
-                "bf16 parameters, for split_master) that one rank alone updates"
+                "split_master has no effect here: nothing that is offloaded has fp32 masters of bf16 parameters"
             )
-        if mesh.rank == 0 and offload.delays and not needs.delayed:
-            _log.warning("inexact_delay_after has no effect here: nothing with masters in fp32 or fp64 is offloaded")
         buffers = 0 if offload.disk is None else sum(buffer_bytes(needs.rows(states), offload.disk))
         buffers += 0 if offload.stored is None else sum(stored_buffer_bytes(needs.stored, offload.stored))
         parts = needs.host(states, buffers, ahead)

@@ -46,7 +46,6 @@ def memory(sharded: Sharded, optimizer: Optimizer | None, activations: Store | N
 
 
 def _optimizer_state(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[tuple[str, str, int]]:
-    sharded.delayed.wait()  # it makes states
     flats = {id(piece.parameter): flat for flat in sharded.flats for _, _, piece in flat.pieces}
     for parameter, state in optimizer.state.items() if optimizer else ():
         flat = flats[id(parameter)]

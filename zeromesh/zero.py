@@ -166,8 +166,6 @@ def GatheredParameters(
     found = [_find(parameter) for parameter in members]
     place = None if modifier_rank is None else _place_in_stage(sharded.mesh, modifier_rank)
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
-    if place is not None:
-        sharded.finish_update()  # what has not come from it would not be known from what is changed
     with sharded.gathered(units):
         before = [] if place is not None else [_fingerprint(parameter) for parameter in members]
         yield
@@ -294,8 +292,6 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
         raise ValueError(f"{segment.name} has shape {segment.held.whole}, the value given {tuple(value.shape)}")
     if not flat.layout.trainable:
         raise ValueError(f"{segment.name} is frozen; change it inside GatheredParameters with modifier_rank")
-    if not engine.sharded.reducer.begun:  # else it goes on, and this one is of what is updated
-        engine.finish_update()
     flat.bring(write=True)
     for position, local, piece in flat.pieces:
         if position == index:

@@ -301,8 +301,6 @@ class Settings(Section):
             optimizer_tier=TIERS[zero.optimizer_device],
             offloaded=zero.offload_ratio,
             pinned=zero.pins,
-            delayed=zero.delay_after is not None,
-            eight=zero.row_options.states_in_8_bits,
             split=zero.row_options.split_master,
         )
 
@@ -483,17 +481,10 @@ def _offload_problems(settings: Settings) -> list[str]:
         for key, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param))
         if section is not None and section.device == "nvme" and not section.nvme_path
     ]
-    if zero.delay_after is not None and zero.early_share:
-        problems.append(
-            f"zero_optimization.offload_optimizer.inexact_delay_after is {zero.delay_after}, and a share of "
-            f"{zero.early_share:g} is to be updated during the backward; an update is done early or late: set "
-            "update_during_backward to 0 and super_offload to false, or inexact_delay_after to null"
-        )
     chosen = zero.row_options
-    packed = [key for key in ("states_in_8_bits", "split_master") if getattr(chosen, key)]
-    if packed and zero.early_share:
+    if chosen.split_master and zero.early_share:
         problems.append(
-            f"zero_optimization.offload_optimizer.{packed[0]} is true, and a share of {zero.early_share:g} is to be "
+            f"zero_optimization.offload_optimizer.split_master is true, and a share of {zero.early_share:g} is to be "
             "updated during the backward, which takes second copies of states in full; set update_during_backward to 0 "
             "and super_offload to false, or leave it out"
         )
@@ -501,11 +492,6 @@ def _offload_problems(settings: Settings) -> list[str]:
         problems.append(
             "zero_optimization.offload_optimizer.split_master is true, but one half of a master is its parameter in "
             "bf16, where that is offloaded, too; set bf16.enabled and offload_param.device, or leave split_master out"
-        )
-    if chosen.split_master and zero.delay_after is not None:
-        problems.append(
-            "zero_optimization.offload_optimizer.split_master is true, and updates are to be delayed, but a parameter "
-            "that is a half of its master cannot be older than that; leave split_master or inexact_delay_after out"
         )
     if settings.aio is not None and settings.aio.block_size % BLOCK:
         problems.append(

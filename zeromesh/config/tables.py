@@ -14,8 +14,6 @@ OURS: tuple[str, ...] = (
     "slots",
     "host_memory_limit",
     "zero_optimization.offload_optimizer.update_during_backward",
-    "zero_optimization.offload_optimizer.inexact_delay_after",
-    "zero_optimization.offload_optimizer.states_in_8_bits",
     "zero_optimization.offload_optimizer.split_master",
     "units",
     "seed",
@@ -215,6 +213,8 @@ GONE: dict[str, str] = {
     "curriculum_learning": "order the samples in the loader",
     "progressive_layer_drop": "drop layers in the model",
     "zero_optimization.zeropp_loco_param": "use communication_data_type for fewer bits on the wire",
+    "zero_optimization.offload_optimizer.inexact_delay_after": "updates are exact; update_during_backward hides them",
+    "zero_optimization.offload_optimizer.states_in_8_bits": "use split_master, or device = nvme, for less host memory",
     "vocabulary_size": "set data.vocabulary_size or model.vocab_size for zeromesh train; initialize takes the model as "
     "it is, so leave it out",
 }

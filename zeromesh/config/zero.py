@@ -40,16 +40,6 @@ class OffloadOptimizer(Section):
         "on: where gradients come first. The host keeps a second copy of it, or the file does. Null: all, on an "
         "accelerator, if that leaves half of the host's memory free, else nothing.",
     )
-    inexact_delay_after: CountInt | None = Field(
-        None,
-        description="After so many updates, the host's part of each runs beside the next forward and backward, and its "
-        "parameters come one update late: NOT what the optimizer computes otherwise. Null: never.",
-    )
-    states_in_8_bits: bool = Field(
-        False,
-        description="Keep offloaded optimizer states as 8-bit codes with a scale for each 256: 2 bytes for both of "
-        "Adam's moments instead of 8. Not exact. fp32 masters only.",
-    )
     split_master: bool = Field(
         False,
         description="Keep of offloaded fp32 masters only the half that their bf16 parameters, which must be offloaded, "
@@ -181,11 +171,6 @@ class ZeroOptimization(Section):
             return None
         given = section.update_during_backward
         return 1.0 if given is None and section.super_offload else given
-
-    @property
-    def delay_after(self) -> int | None:
-        """Updates after which the host's part of one is delayed; None: never."""
-        return self.row_options.inexact_delay_after
 
     @property
     def row_options(self) -> OffloadOptimizer:

@@ -5,8 +5,6 @@
 //   SQRT, FMA           of vectors, rounded once
 //   TO_DOUBLES          of half a vector
 //   FROM_HALF, TO_HALF  between WIDTH halves in 16-bit integers and floats
-//   FROM_OCTETS         WIDTH bytes at an address, as integers
-//   TO_OCTETS           integers below 256, to bytes at an address
 //   STREAM              store to an aligned address, past the caches
 //
 // All is done lane by lane in the same order of roundings, and what is left at the end goes through whole vectors, too.
@@ -26,7 +24,6 @@ typedef double DOUBLES __attribute__((vector_size(4 * WIDTH)));
 typedef float PART __attribute__((vector_size(2 * WIDTH)));
 typedef FLOATS NAME(floats_anywhere) __attribute__((aligned(4), may_alias));
 typedef SHORTS NAME(shorts_anywhere) __attribute__((aligned(2), may_alias));
-typedef INTEGERS NAME(integers_anywhere) __attribute__((aligned(4), may_alias));
 
 INLINE FLOATS NAME(load)(const float *from) { return *(const NAME(floats_anywhere) *)from; }
 
@@ -168,137 +165,17 @@ INLINE void NAME(elements)(int rule, const struct row *given, const struct piece
     if (q.parameter) memcpy((char *)q.parameter + narrow * i, parameter, narrow * rest);
 }
 
-// In these forms compilers know them as single instructions.
-INLINE INTEGERS NAME(most)(INTEGERS x, INTEGERS y) {
-    INTEGERS more = (INTEGERS)(x > y);
-    return (more & x) | (~more & y);
-}
-
-INLINE INTEGERS NAME(least)(INTEGERS x, INTEGERS y) {
-    INTEGERS less = (INTEGERS)(x < y);
-    return (less & x) | (~less & y);
-}
-
-// States of 8 bits, whose code zeromesh/kernels/eight.py explains. A root is of a state that is never negative.
-INLINE FLOATS NAME(decode)(const uint8_t *from, float scale, int root) {
-    INTEGERS code = FROM_OCTETS(from);
-    INTEGERS size = root ? code << ROOT_SHIFT : (code & 127) << SIGNED_SHIFT;
-    FLOATS x = ((FLOATS)(size + ONE) - 1.0f) * scale;
-    return root ? x * x : (FLOATS)((INTEGERS)x | (code & 128) << 24);
-}
-
-// The scale and its inverse are of the block; of a root `x` is that. Noise instead of one half is added before rounding down.
-INLINE void NAME(encode)(uint8_t *to, FLOATS x, float inverse, INTEGERS noise, int root) {
-    const INTEGERS zero = {0}, size = (INTEGERS)x & 0x7fffffff;
-    const union { float number; uint32_t bits; } most = {(root ? ROOT_MOST : SIGNED_MOST) + 1.0f};
-    INTEGERS bits = NAME(least)((INTEGERS)((FLOATS)size * inverse + 1.0f), zero + most.bits) - ONE;
-    INTEGERS code;
-    if (root) code = NAME(most)((bits + (noise >> (32 - ROOT_SHIFT))) >> ROOT_SHIFT, NAME(least)(size, zero + 1));
-    else code = (bits + (noise & ((1 << SIGNED_SHIFT) - 1))) >> SIGNED_SHIFT | ((INTEGERS)x >> 24 & 128);
-    TO_OCTETS(to, code);
-}
-
-// A block with its scales, at most EIGHT elements in whole vectors, which lie at `at` and count from `index`.
-INLINE void NAME(block)(int rule, const struct row *row, const struct piece *q, int64_t at, int64_t index,
-                               int64_t elements, int stream, int halves) {
-    float new[2][EIGHT] __attribute__((aligned(64)));
-    const int states = rule == ADAM ? 2 : 1, root[2] = {rule == ADAGRAD, 1};
-    INTEGERS most[2] = {{0}};
-    float scales[2] = {0};
-    for (int k = 0; k < states; k++) scales[k] = q->scales[k][index / EIGHT];
-    for (int64_t j = 0; j < elements; j += WIDTH) {
-        int64_t i = at + j;
-        FLOATS x[3] = {{0}};
-        ASK(q->gradient, 2 * i, 2);
-        if (halves) {
-            ASK(q->read[0], 2 * i, 2);
-            ASK(q->remainder, 2 * i, 2);
-            x[0] = NAME(join)((const uint16_t *)q->read[0] + i, q->remainder + i);
-        } else {
-            ASK(q->read[0], 4 * i, 4);
-            x[0] = NAME(load)(q->read[0] + i);
-        }
-        for (int k = 0; k < states; k++) {
-            ASK(q->read[k + 1], i, 1);
-            x[k + 1] = NAME(decode)((const uint8_t *)q->read[k + 1] + i, scales[k], root[k]);
-        }
-        NAME(rule)(rule, row, NAME(widen)(q->gradient, i, q->gradient_type), &x[0], &x[1], &x[2]);
-        if (halves) NAME(split)((uint16_t *)q->write[0] + i, q->new_remainder + i, x[0]);
-        else NAME(store)(q->write[0] + i, x[0], stream);
-        for (int k = 0; k < states; k++) {
-            if (root[k]) x[k + 1] = SQRT(x[k + 1]);
-            NAME(store)(new[k] + j, x[k + 1], 0);
-            most[k] = NAME(most)((INTEGERS)x[k + 1] & 0x7fffffff, most[k]);  // as integers a NaN is the largest
-        }
-        if (!q->parameter) continue;
-        ASK(q->parameter, 2 * i, 2);
-        NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
-    }
-    float inverses[2] = {0};
-    for (int k = 0; k < states; k++) q->new_scales[k][index / EIGHT] = scale_of((const uint32_t *)&most[k], WIDTH, root[k], &inverses[k]);
-    // A hash of the step and the element.
-    INTEGERS counted = (*(const NAME(integers_anywhere) *)lanes + (uint32_t)index) * 0x9e3779b1 + row->noise;
-    for (int64_t j = 0; j < elements; j += WIDTH, counted += WIDTH * 0x9e3779b1) {
-        INTEGERS noise = (counted ^ counted >> 15) * 0x85ebca6b;
-        noise ^= noise >> 13;
-        for (int k = 0; k < states; k++) {
-            uint8_t *to = (uint8_t *)q->write[k + 1] + at + j;
-            NAME(encode)(to, NAME(load)(new[k] + j), inverses[k], noise, root[k]);
-        }
-    }
-    for (int k = 0; k < states; k++)
-        if (inverses[k] < 0) memset((uint8_t *)q->write[k + 1] + at, 0, elements);
-}
-
-INLINE void NAME(blocks)(int rule, const struct row *given, const struct piece *whole, int64_t begin, int64_t end,
-                         int stream, int halves) {
-    struct row row = *given;
-    struct piece q = *whole;
-    int64_t i = begin;
-    for (; i + EIGHT <= end; i += EIGHT) NAME(block)(rule, &row, &q, i, i, EIGHT, stream, halves);
-    if (i == end) return;
-    // The last block, in copies with zeros behind, which change no scale.
-    float master[EIGHT] = {0}, gradient[EIGHT] = {0}, parameter[EIGHT] = {0};
-    uint16_t remainder[EIGHT] = {0};
-    uint8_t state[2][EIGHT] = {{0}};
-    int64_t rest = end - i, wide = q.gradient_type == FLOAT32 ? 4 : 2, narrow = q.parameter_type == FLOAT32 ? 4 : 2;
-    int64_t each = halves ? 2 : 4;
-    int states = rule == ADAM ? 2 : 1;
-    struct piece small = q;
-    memcpy(gradient, (const char *)q.gradient + wide * i, wide * rest);
-    small.gradient = gradient;
-    memcpy(master, (const char *)q.read[0] + each * i, each * rest);
-    small.read[0] = small.write[0] = master;
-    for (int k = 0; k < states; k++) {
-        memcpy(state[k], (const uint8_t *)q.read[k + 1] + i, rest);
-        small.read[k + 1] = small.write[k + 1] = (float *)state[k];
-    }
-    if (halves) {
-        memcpy(remainder, q.remainder + i, 2 * rest);
-        small.remainder = small.new_remainder = remainder;
-    }
-    if (q.parameter) small.parameter = parameter;
-    NAME(block)(rule, &row, &small, 0, i, (rest + WIDTH - 1) / WIDTH * WIDTH, 0, halves);
-    memcpy((char *)q.write[0] + each * i, master, each * rest);
-    for (int k = 0; k < states; k++) memcpy((uint8_t *)q.write[k + 1] + i, state[k], rest);
-    if (halves) memcpy(q.new_remainder + i, remainder, 2 * rest);
-    if (q.parameter) memcpy((char *)q.parameter + narrow * i, parameter, narrow * rest);
-}
-
 TARGET static void NAME(update)(const struct row *row, const struct piece *q, int64_t begin, int64_t end, int stream) {
-    // Streams need aligned addresses. Halves of a master and states of 8 bits are not streamed.
-    int halves = q->remainder != NULL, eight = q->scales[0] != NULL;
-    for (int k = halves; k < (eight ? 1 : 3); k++)
+    // Streams need aligned addresses. Halves of a master are not streamed.
+    int halves = q->remainder != NULL;
+    for (int k = halves; k < 3; k++)
         if (q->write[k] && (uintptr_t)(q->write[k] + begin) % (4 * WIDTH)) stream = 0;
-#define KIND(what, rule)                                                   \
-    if (halves && stream) NAME(what)(rule, row, q, begin, end, 1, 1);      \
-    else if (halves) NAME(what)(rule, row, q, begin, end, 0, 1);           \
-    else if (stream) NAME(what)(rule, row, q, begin, end, 1, 0);           \
-    else NAME(what)(rule, row, q, begin, end, 0, 0)
-#define CASE(rule)                              \
-    case rule:                                  \
-        if (eight) { KIND(blocks, rule); }      \
-        else { KIND(elements, rule); }          \
+#define CASE(rule)                                                               \
+    case rule:                                                                   \
+        if (halves && stream) NAME(elements)(rule, row, q, begin, end, 1, 1);    \
+        else if (halves) NAME(elements)(rule, row, q, begin, end, 0, 1);         \
+        else if (stream) NAME(elements)(rule, row, q, begin, end, 1, 0);         \
+        else NAME(elements)(rule, row, q, begin, end, 0, 0);                     \
         break
     switch (row->rule) {
         CASE(ADAM);
@@ -307,7 +184,6 @@ TARGET static void NAME(update)(const struct row *row, const struct piece *q, in
         CASE(ADAGRAD);
     }
 #undef CASE
-#undef KIND
     if (stream) FENCE();
 }
 
@@ -352,7 +228,5 @@ TARGET static double NAME(squares)(const void *from, int type, int64_t begin, in
 #undef TO_DOUBLES
 #undef FROM_HALF
 #undef TO_HALF
-#undef FROM_OCTETS
-#undef TO_OCTETS
 #undef STREAM
 #undef FENCE

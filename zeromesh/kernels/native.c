@@ -12,31 +12,6 @@
 // Numbers, as there may be nothing. Asking for that is no fault.
 #define ASK(from, offset, wide) __builtin_prefetch((const void *)((uintptr_t)(from) + (offset) + 256 * (wide)))
 
-// The code of states of 8 bits, as zeromesh/kernels/eight.py has it: what is left of a float's fraction, and the
-// largest number of each code.
-#define ONE 0x3f800000
-#define SIGNED_SHIFT 19
-#define ROOT_SHIFT 18
-#define SIGNED_MOST 247.0f
-#define ROOT_MOST 251.0f
-
-// The scale of a block, from the bits of its largest numbers, and one over it; -1 where a number of it is not finite.
-static float scale_of(const uint32_t *sizes, int count, int root, float *inverse) {
-    union { uint32_t bits; float number; } most = {0}, nan = {0x7fc00000};
-    for (int k = 0; k < count; k++)
-        if (sizes[k] > most.bits) most.bits = sizes[k];
-    *inverse = most.bits >= 0x7f800000 ? -1 : 0;
-    if (most.bits >= 0x7f800000) return nan.number;
-    if (most.bits == 0) return 0;
-    // Not so small that its inverse, or the square of a root, would leave the numbers there are.
-    float scale = most.number / (root ? ROOT_MOST : SIGNED_MOST), least = root ? 0x1p-58f : 0x1p-100f;
-    if (scale < least) scale = least;
-    *inverse = 1 / scale;
-    return scale;
-}
-
-static const uint32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 typedef void update_function(const struct row *, const struct piece *, int64_t, int64_t, int);
 typedef double squares_function(const void *, int, int64_t, int64_t);
 
@@ -52,17 +27,9 @@ typedef double squares_function(const void *, int, int64_t, int64_t);
 #define TO_DOUBLES(x) ((DOUBLES)_mm512_cvtps_pd((__m256)(x)))
 #define FROM_HALF(x) ((FLOATS)_mm512_cvtph_ps((__m256i)(x)))
 #define TO_HALF(x) ((SHORTS)_mm512_cvtps_ph((__m512)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-#define FROM_OCTETS(from) ((INTEGERS)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from))))
-#define TO_OCTETS(to, x) _mm_storeu_si128((__m128i *)(to), _mm512_cvtepi32_epi8((__m512i)(x)))
 #define STREAM(to, x) _mm512_stream_ps(to, (__m512)(x))
 #define FENCE() _mm_sfence()
 #include "lanes.h"
-
-// The lower bytes of eight integers of at most 255.
-__attribute__((target("avx2"))) static inline __m128i octets_avx2(__m256i x) {
-    __m128i shorts = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    return _mm_packus_epi16(shorts, shorts);
-}
 
 #define NAME(x) x##_avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
@@ -72,8 +39,6 @@ __attribute__((target("avx2"))) static inline __m128i octets_avx2(__m256i x) {
 #define TO_DOUBLES(x) ((DOUBLES)_mm256_cvtps_pd((__m128)(x)))
 #define FROM_HALF(x) ((FLOATS)_mm256_cvtph_ps((__m128i)(x)))
 #define TO_HALF(x) ((SHORTS)_mm256_cvtps_ph((__m256)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-#define FROM_OCTETS(from) ((INTEGERS)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(from))))
-#define TO_OCTETS(to, x) _mm_storel_epi64((__m128i *)(to), octets_avx2((__m256i)(x)))
 #define STREAM(to, x) _mm256_stream_ps(to, (__m256)(x))
 #define FENCE() _mm_sfence()
 #include "lanes.h"
@@ -96,18 +61,6 @@ static int has_avx512(void) {
 #elif defined(__aarch64__) && defined(__AARCH64EL__)
 #include <arm_neon.h>
 
-static inline uint64_t four_at(const uint8_t *from) {
-    uint32_t bytes;
-    memcpy(&bytes, from, 4);
-    return bytes;
-}
-
-static inline void octets_neon(uint8_t *to, uint32x4_t x) {
-    uint8x8_t bytes = vmovn_u16(vcombine_u16(vmovn_u32(x), vdup_n_u16(0)));
-    uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
-    memcpy(to, &four, 4);
-}
-
 #define NAME(x) x##_neon
 #define TARGET
 #define WIDTH 4
@@ -116,8 +69,6 @@ static inline void octets_neon(uint8_t *to, uint32x4_t x) {
 #define TO_DOUBLES(x) ((DOUBLES)vcvt_f64_f32((float32x2_t)(x)))
 #define FROM_HALF(x) ((FLOATS)vcvt_f32_f16((float16x4_t)(x)))
 #define TO_HALF(x) ((SHORTS)vcvt_f16_f32((float32x4_t)(x)))
-#define FROM_OCTETS(from) ((INTEGERS)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four_at(from))))))
-#define TO_OCTETS(to, x) octets_neon(to, (uint32x4_t)(x))
 #define STREAM(to, x) (*(NAME(floats_anywhere) *)(to) = (x))
 #define FENCE()
 #include "lanes.h"

@@ -2,8 +2,7 @@
 
 #include <stdint.h>
 
-#define INTERFACE 3
-#define EIGHT 256  // elements with one scale, where states are of 8 bits
+#define INTERFACE 4
 
 enum number { NOTHING, FLOAT32, BFLOAT16, FLOAT16 };
 enum rule { ADAM, SGD, LION, ADAGRAD };
@@ -23,7 +22,6 @@ struct row {
     float weight2;         // of the gradient in the second moment, in SGD's momentum and in Lion's
     float root;            // Adam: the root of the second bias correction
     float eps;
-    uint32_t noise;        // with which states of 8 bits are rounded; another one in each step
 };
 
 // Elements that lie together. What is written may be what is read, and is otherwise apart from all else.
@@ -31,11 +29,9 @@ struct piece {
     const void *gradient;
     void *parameter;       // where the new parameter goes as it is computed with, or null
     const float *read[3];  // master and up to two states; null where the rule has none
-    float *write[3];           // states of 8 bits are bytes, in either
+    float *write[3];
     const uint16_t *remainder;  // the lower halves of the master, whose upper ones read[0] then has; or null
     uint16_t *new_remainder;
-    const float *scales[2];     // of states of 8 bits, one for each EIGHT elements; or null
-    float *new_scales[2];
     int64_t elements;
     int32_t gradient_type, parameter_type;
     int32_t row;

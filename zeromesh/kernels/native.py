@@ -18,7 +18,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 3
+_INTERFACE = 4
 
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """The codes of dtypes; 0 is no tensor."""
@@ -31,15 +31,13 @@ class Row(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rule", "first", "nesterov", "momentous")),
         *((name, ctypes.c_float) for name in ("scale", "weight_decay", "decay", "step", "weight1")),
         *((name, ctypes.c_float) for name in ("beta2", "weight2", "root", "eps")),
-        ("noise", ctypes.c_uint32),
     ]
 
 
-PIECE = "@15q4i"
-"""``struct piece``: gradient, parameter, three to read, three to write, two remainders,
-two scales to read, two to write, elements; dtypes, row, nothing."""
+PIECE = "@11q4i"
+"""``struct piece``: gradient, parameter, three read, three written, two remainders, elements; dtypes, row, unused."""
 
-PIECE_BYTES = 136
+PIECE_BYTES = 104
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zeromesh.kernels import eight, fallback, halves
+from zeromesh.kernels import fallback, halves
 from zeromesh.kernels.native import PIECE, PIECE_BYTES, TYPES, Row, check, library, threads_of
 from zeromesh.kernels.rules import RULES, Group
 
@@ -50,16 +50,12 @@ class Piece:
         master: fp32; or float64, the states, too, which torch updates; or, where there is a remainder, its upper half
             in bf16, which is the parameter.
         states: fp32, as ``RULES[step.rule].states(step.group)`` names them. At the first step they are zeros; SGD's
-            momentum may then be anything. Where there are scales, they are uint8 codes of ``zeromesh.kernels.eight``.
+            momentum may then be anything.
         output: fp32, bf16 or fp16, where the new parameter goes, too, rounded to nearest even; None if nowhere.
         new_master, new_states: where the new master and states go; None and () for where the old ones are. A step so
             written can be dropped: what it was read from is left as it was.
         remainder: int16, the lower half of the master, as ``zeromesh.kernels.halves`` splits it; None for a whole one.
         new_remainder: where the new one goes, beside ``new_master``; None for where the old one is.
-        scales: of the states, where these are of 8 bits: fp32, ``eight.scales_of(elements)`` of each, in their order. A
-            scale is that of ``eight.BLOCK`` elements, counted from the first of this piece, so that the same elements
-            cut into other pieces have other codes. Zeros at the first step. () for states in fp32.
-        new_scales: where the new ones go, beside ``new_states``; () for where the old ones are.
 
     What is written shares no memory with anything else, but for what is updated in place, and for an output of the
     gradient's dtype in the place of the gradient.
@@ -74,38 +70,23 @@ class Piece:
     new_states: tuple[torch.Tensor, ...] = field(default=())
     remainder: torch.Tensor | None = None
     new_remainder: torch.Tensor | None = None
-    scales: tuple[torch.Tensor, ...] = field(default=())
-    new_scales: tuple[torch.Tensor, ...] = field(default=())
 
 
 @dataclass(slots=True)
-class Packed:
-    """What takes the place of an fp32 master, of fp32 states, or both, in a ``Piece``; see there.
+class Halves:
+    """An fp32 master in two halves, as in ``Piece``: the bf16 parameter and the int16 remainder."""
 
-    Attributes:
-        upper, remainder: of the master; None where it is whole.
-        states, scales: in 8 bits; () where they are in fp32.
-    """
-
-    upper: torch.Tensor | None = None
-    remainder: torch.Tensor | None = None
-    states: tuple[torch.Tensor, ...] = ()
-    scales: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of it."""
-        halves_ = (half for half in (self.upper, self.remainder) if half is not None)
-        return sum(tensor.nbytes for tensor in (*halves_, *self.states, *self.scales))
+    upper: torch.Tensor
+    remainder: torch.Tensor
 
 
 class Given(NamedTuple):
-    """A parameter of an optimizer, its gradient, where the new parameter goes, too, and what of it is packed."""
+    """A parameter, its gradient, the output for the new value, and the master where that is in halves."""
 
     parameter: nn.Parameter
     gradient: torch.Tensor
     output: torch.Tensor | None = None
-    packed: Packed | None = None
+    halves: Halves | None = None
 
 
 def update(
@@ -150,21 +131,9 @@ def _update_by_torch(piece: Piece, factor: float) -> None:
         else:
             master = kept if kept is piece.master else kept.copy_(piece.master)
         step, written = piece.step, piece.new_states or piece.states
-        roots = [eight.rooted(name) for name in RULES[step.rule].states(step.group)]
-        if piece.scales:
-            coded = zip(piece.states, piece.scales, roots, strict=True)
-            states = [eight.decode(codes, scales, root) for codes, scales, root in coded]
-        else:
-            pairs = zip(written, piece.states, strict=True)
-            states = [new if new is old else new.copy_(old) for new, old in pairs]
+        pairs = zip(written, piece.states, strict=True)
+        states = [new if new is old else new.copy_(old) for new, old in pairs]
         fallback.update(step.rule, step.group, step.number, piece.gradient, factor, master, states)
-        if piece.scales:
-            for state, root, codes, scales in zip(
-                states, roots, written, piece.new_scales or piece.scales, strict=True
-            ):
-                new = eight.encode(state, root, step.number)
-                codes.copy_(new[0])
-                scales.copy_(new[1])
         if piece.remainder is not None:
             upper, lower = halves.split(master)
             kept.copy_(upper)
@@ -177,7 +146,7 @@ def _row(step: Step, factor: float) -> Row:
     """What the kernel computes with."""
     rule = RULES[step.rule]
     values = {"decay": 1.0, "scale": -factor if step.group.get("maximize") else factor}
-    return Row(rule=rule.code, noise=eight.seed(step.number), **values | rule.row(step.group, step.number))
+    return Row(rule=rule.code, **values | rule.row(step.group, step.number))
 
 
 def _described(piece: Piece) -> tuple[int, ...]:
@@ -189,12 +158,10 @@ def _described(piece: Piece) -> tuple[int, ...]:
     lower = piece.remainder
     new_lower = lower if piece.new_remainder is None else piece.new_remainder
     remainders = (0 if tensor is None else tensor.data_ptr() for tensor in (lower, new_lower))
-    all_scales = (piece.scales, piece.new_scales or piece.scales)
-    scales = (address for of in all_scales for address in (*(tensor.data_ptr() for tensor in of), 0, 0)[:2])
     output = piece.output
     addresses = (piece.gradient.data_ptr(), 0 if output is None else output.data_ptr(), *read, *missing, *write)
     types = (TYPES[piece.gradient.dtype], 0 if output is None else TYPES[output.dtype])
-    return (*addresses, *missing, *remainders, *scales, piece.master.numel(), *types)
+    return (*addresses, *missing, *remainders, piece.master.numel(), *types)
 
 
 _EXACT, _WIDE = (torch.float32,), (torch.float64,)
@@ -209,22 +176,18 @@ def _check(piece: Piece) -> None:
     if piece.new_states and len(piece.new_states) != len(names):
         raise ValueError(f"{len(names)} states are read, and {len(piece.new_states)} are to be written; name as many")
     wide = piece.master.dtype is torch.float64
-    if wide and piece.scales:
-        raise ValueError("the master is torch.float64, and states of 8 bits go with fp32; leave scales out")
     exact, others = (_WIDE, (*_WIDE, *_ANY)) if wide else (_EXACT, _ANY)
     masters = exact if piece.remainder is None else (torch.bfloat16,)
-    kept = (torch.uint8,) if piece.scales else exact
     check("gradient", piece.gradient, elements, others)
     check("master", piece.master, elements, masters)
     for name, state in zip(names, piece.states, strict=True):
-        check(name, state, elements, kept)
+        check(name, state, elements, exact)
     if piece.output is not None:
         check("output", piece.output, elements, others)
     if piece.new_master is not None:
         check("new master", piece.new_master, elements, masters)
     for name, state in zip(names, piece.new_states, strict=False):
-        check(f"new {name}", state, elements, kept)
-    _check_scales(piece, names)
+        check(f"new {name}", state, elements, exact)
     if piece.new_remainder is not None and piece.remainder is None:
         raise ValueError("a new remainder is given, and no remainder that is read; give both or neither")
     if piece.remainder is not None and (piece.new_master is None) != (piece.new_remainder is None):
@@ -232,19 +195,3 @@ def _check(piece: Piece) -> None:
     for name, remainder in (("remainder", piece.remainder), ("new remainder", piece.new_remainder)):
         if remainder is not None:
             check(name, remainder, elements, (torch.int16,))
-
-
-def _check_scales(piece: Piece, names: Sequence[str]) -> None:
-    """Refuse scales that do not go with the states."""
-    if piece.scales and len(piece.scales) != len(names):
-        raise ValueError(
-            f"{len(names)} states have 8 bits, and {len(piece.scales)} scales are given; give one for each"
-        )
-    if len(piece.new_scales) != (len(piece.new_states) if piece.scales else 0):
-        raise ValueError(
-            f"{len(piece.new_states)} new states and {len(piece.new_scales)} new scales are given; give as many, and "
-            "none without scales that are read"
-        )
-    for kind, given in (("scales", piece.scales), ("new scales", piece.new_scales)):
-        for name, scales in zip(names, given, strict=False):
-            check(f"{kind} of {name}", scales, eight.scales_of(piece.master.numel()), _EXACT)

@@ -39,8 +39,6 @@ class Row:
         offloaded: share of the model of which gradients and optimizer state are on their tiers, in whole units; those
             of the others are on the device.
         pinned: whether host memory is page-locked.
-        delayed: whether what is updated on the host may be updated beside the next forward and backward.
-        eight: whether states that rest off the device are in 8 bits.
         split: whether masters that rest off the device, as their bf16 parameters do, are halves of which one is these.
 
     Raises:
@@ -56,8 +54,6 @@ class Row:
     optimizer_tier: Tier = Tier.DEVICE
     offloaded: float = 1.0
     pinned: bool = True
-    delayed: bool = False
-    eight: bool = False
     split: bool = False
 
     @property

@@ -36,10 +36,10 @@ PHASES: dict[str, str] = {DATA: INPUT, OTHER: PROGRAM, "checkpoint": PROGRAM, "o
 ADVICE: dict[str, str] = {
     COMPUTE: "the tiers cost little; a faster or a further device, fewer recomputed activations, or 16 bits help",
     HOST: "update_during_backward hides the update behind the backward, ratio < 1 leaves a share of it on the device, "
-    "more ranks or nodes share it, and more micro-batches per update make it rarer; inexact_delay_after hides it",
+    "more ranks or nodes share it, and more micro-batches per update make it rarer",
     LINK: "more micro-batches or a larger one per update, a larger share on the device (ratio), or pin_memory",
-    DISK: "larger micro-batches or more of them per update, more buffers (buffer_count), fewer bytes (split_master, "
-    "states_in_8_bits), a faster disk; or states on the host (device = cpu)",
+    DISK: "larger micro-batches or more of them per update, more buffers (buffer_count), fewer bytes ("
+    "split_master), a faster disk; or states on the host (device = cpu)",
     NETWORK: "fewer, larger micro-batches, a lower stage, hybrid sharding within nodes, 8 bits between nodes; or one "
     "rank waits for a slower one: look at a trace",
     INPUT: "prepare batches in other processes (dataloader workers), or ahead",

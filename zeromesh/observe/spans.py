@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -140,8 +140,6 @@ class Spans:
 _watching: Spans | None = None
 """Who watches the phase that is going on."""
 
-_thread = threading.local()
-
 
 def span(kind: str, of: object = "") -> AbstractContextManager[None]:
     """In this context something is done that is worth a name.
@@ -150,19 +148,9 @@ def span(kind: str, of: object = "") -> AbstractContextManager[None]:
         kind: what is done; one word.
         of: with what, for traces.
     """
-    if _watching is None or getattr(_thread, "unseen", False):
+    if _watching is None:
         return NOTHING
     return Span(_watching, kind, of, is_phase=False)
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """In this context what this thread does belongs to no phase: it works beside them, and none waits for it."""
-    _thread.unseen = True
-    try:
-        yield
-    finally:
-        _thread.unseen = False
 
 
 def collective(name: str, axis: str, sent: int) -> None:

@@ -10,9 +10,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from zeromesh.kernels.rules import RULES, rule_of
-from zeromesh.kernels.update import Given, Packed, Piece, Step, update
+from zeromesh.kernels.update import Given, Piece, Step, update
 from zeromesh.model.placement import Tier
-from zeromesh.tiers.memory import absent, zeros_on
+from zeromesh.tiers.memory import zeros_on
 
 
 def states_of(
@@ -81,17 +81,15 @@ class HostSteps:
         """One step, of parameters that ``takes`` is true for; all tensors of one have the same number of elements."""
         steps: dict[tuple[int, int], Step] = {}
         pieces = []
-        for parameter, gradient, output, packed in given:
+        for parameter, gradient, output, halves in given:
             group = self._groups[id(parameter)]
             rule = rule_of(type(self._optimizer), group)
             assert rule is not None
-            packed = packed or Packed()
-            states, number = self._states(parameter, rule, group, packed)
+            states, number = self._states(parameter, rule, group)
             step = steps.setdefault((id(group), number), Step(rule, group, number))
-            master = parameter.detach().view(-1) if packed.upper is None else packed.upper
-            piece = Piece(step, gradient, master, packed.states or states, output)
-            piece.remainder, piece.scales = packed.remainder, packed.scales
-            pieces.append(piece)
+            master = parameter.detach().view(-1) if halves is None else halves.upper
+            remainder = None if halves is None else halves.remainder
+            pieces.append(Piece(step, gradient, master, states, output, remainder=remainder))
         update(pieces, self.factor)
 
     def coming(self, parameter: Parameter) -> tuple[Step, tuple[torch.Tensor, ...]] | None:
@@ -117,22 +115,17 @@ class HostSteps:
         if rule in COUNTED:
             state["step"] = state["step"] + 1
 
-    def _states(
-        self, parameter: Parameter, rule: str, group: dict[str, Any], packed: Packed
-    ) -> tuple[tuple[torch.Tensor, ...], int]:
-        """The parameter's states, made if it has none yet and none if they are packed, and which step this is."""
+    def _states(self, parameter: Parameter, rule: str, group: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], int]:
+        """The parameter's states, made if it has none yet, and which step this is."""
         state, names = self._optimizer.state[parameter], RULES[rule].states(group)
         first = any(state.get(name) is None for name in names)
         for name in names if first else ():
-            elements, place = parameter.numel(), (parameter.dtype, parameter.device)
-            made = absent(parameter) if packed.states else zeros_on(Tier.HOST, elements, *place).view_as(parameter)
-            state[name] = made
-        for codes in (*packed.states, *packed.scales) if first else ():
-            codes.zero_()  # of states that are no more, as those of a checkpoint from before the first update
+            made = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device)
+            state[name] = made.view_as(parameter)
         if rule in COUNTED:
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
         number = int(state["step"]) if rule in COUNTED else 1 if first else 2
-        return () if packed.states else tuple(state[name].view(-1) for name in names), number
+        return tuple(state[name].view(-1) for name in names), number
 
 
 COUNTED = frozenset({"adam", "adamw", "adagrad"})

@@ -10,16 +10,14 @@ import torch
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.ahead import next_bytes
-from zeromesh.shard.delayed import delayed_bytes
 from zeromesh.shard.rows import Form, Rows
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.swap import Swap, unpacked_bytes
 from zeromesh.shard.unit import Flat
 
 NEXT = "next copies of optimizer states"
-DELAYED = "copies for delayed updates"
 
-PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT, DELAYED)
+PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)
 """What host memory is for."""
 
 
@@ -32,7 +30,7 @@ class Needs:
         packed: those of which they rest on the host, in fewer bytes.
         form: in which both rest, but for the number of states.
         stored: those whose parameters do.
-        parameter, gradient, master, delayed: bytes in host memory.
+        parameter, gradient, master: bytes in host memory.
         per_state: further ones for each state, like the parameter, that the optimizer has.
         early: flat buffers whose update may begin during the backward, with the dtypes of the masters; those whose
             gradients come first are the first.
@@ -45,7 +43,6 @@ class Needs:
     per_state: int = 0
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
     stored: Sequence[Flat] = ()
-    delayed: int = 0
     packed: dict[Flat, torch.dtype] = field(default_factory=dict)
     form: Form = field(default_factory=Form)
 
@@ -61,7 +58,7 @@ class Needs:
             early: those whose update may begin during the backward.
         """
         files, packed, parameter, master, per_state = {}, {}, 0, 0, 0
-        form = Form(eight=row.eight, split=row.split)
+        form = Form(split=row.split)
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
             dtype = flat.master_dtype(mixed)
@@ -69,7 +66,7 @@ class Needs:
                 parameter += layout.shard_size * layout.dtype.itemsize
             if flat.optimizer_tier is Tier.NVME and layout.trainable:
                 files[flat] = dtype
-            elif flat.optimizer_tier is Tier.HOST and layout.trainable and form.of(flat, dtype).is_packed:
+            elif flat.optimizer_tier is Tier.HOST and layout.trainable and form.of(flat, dtype).split:
                 packed[flat] = dtype
             elif flat.optimizer_tier is Tier.HOST and layout.trainable:
                 master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0
@@ -77,9 +74,7 @@ class Needs:
                 per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
         first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
         stored = [flat for flat in flats if flat.parameter_tier is Tier.NVME]
-        late = [flat for flat in flats if flat.delayed]
-        delayed = gradient + sum(map(delayed_bytes, late)) if late else 0
-        return cls(files, parameter, gradient, master, per_state, first, stored, delayed, packed, form)
+        return cls(files, parameter, gradient, master, per_state, first, stored, packed, form)
 
     def rows(self, states: int) -> list[Rows]:
         """Of what is in files, or packed, for an optimizer with so many states."""
@@ -108,7 +103,7 @@ class Needs:
         copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in ahead)
         rows = self.rows(states)
         rest = self.master + states * self.per_state + (0 if self.files else sum(of.nbytes for of in rows))
-        sizes = (self.parameter, self.gradient, rest, buffers + unpacked_bytes(rows), copies, self.delayed)
+        sizes = (self.parameter, self.gradient, rest, buffers + unpacked_bytes(rows), copies)
         return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
 
 
@@ -170,9 +165,8 @@ def _what_fits(parts: dict[str, int], most: int) -> str:
     moved = parts.get("gradients", 0) + parts.get("optimizer states", 0)
     rest = sum(parts.values()) - moved
     ways = []
-    for part, value in {NEXT: "update_during_backward = 0", DELAYED: "inexact_delay_after = null"}.items():
-        if part in parts and (without := sum(parts.values()) - parts[part]) <= most:
-            ways.append(f"offload_optimizer.{value} takes {bytes_text(without)}")
+    if NEXT in parts and (without := sum(parts.values()) - parts[NEXT]) <= most:
+        ways.append(f"offload_optimizer.update_during_backward = 0 takes {bytes_text(without)}")
     if 0 < (share := int(100 * (most - rest) / moved) / 100 if moved else 0.0) < 1:
         ways.append(f"offload_optimizer.ratio = {share:g} fits, and leaves the other states on the device")
     in_files = [("offload_optimizer.device", "optimizer states"), ("offload_param.device", "parameters")]

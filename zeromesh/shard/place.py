@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.placement import Row, Tier
+from zeromesh.model.placement import Row
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, unit_modules
@@ -60,10 +60,6 @@ def lay_out(
             held = {name: (split or {}).get(name) or _whole(shape, mesh) for name, shape in shapes}
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
             flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, holders)
-            wide = (
-                flat.master_dtype(precision.compute is not None).itemsize > 2
-            )  # else the optimizer's own step does it
-            flat.delayed = row.delayed and trainable and wide and row.optimizer_tier is not Tier.DEVICE
             if trainable:
                 place = unit.name or "(root)"
                 flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, place, holders, row.gradient_tier)

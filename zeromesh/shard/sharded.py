@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.kernels.update import Given, Packed
+from zeromesh.kernels.update import Given, Halves
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.model.precision import Precision
@@ -24,7 +24,6 @@ from zeromesh.observe.spans import span
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.ahead import Ahead, HostUpdate, can_begin_early
 from zeromesh.shard.buffers import Buffers
-from zeromesh.shard.delayed import Delayed
 from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
 from zeromesh.shard.gradient import GradientPolicy, Reducer
@@ -111,7 +110,7 @@ class Sharded:
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.accumulation = accumulation or Accumulation(1)
         self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link)
-        early = [flat for flat in self.flats if can_begin_early(flat, mesh) and not flat.delayed]
+        early = [flat for flat in self.flats if can_begin_early(flat, mesh)]
         needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST], early)
         room = Room() if prepare is None else prepare(needs)
         self.swap, self.stored = room.swap, room.stored
@@ -122,7 +121,6 @@ class Sharded:
         place_units(laid_out, mesh, mixed, materialise, self.link)
         self.ahead = Ahead(room.ahead, room.swap, mesh, self.link, room.states, row.pinned)
         self.reducer.on_home = self.ahead.is_whole if room.ahead else None
-        self.delayed = Delayed([flat for flat in self.flats if flat.delayed], mesh.device, self.link, row.pinned)
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
@@ -298,21 +296,16 @@ class Sharded:
         if steps is not None and home is not None and flat.optimizer_tier is not Tier.DEVICE:
             yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, home))
 
-    def updated(self, steps: HostUpdate | None = None, delay: bool = False) -> None:
+    def updated(self, steps: HostUpdate | None = None) -> None:
         """After an update: update the rest from the homes of gradients, publish the masters, forget the gradients.
 
         Args:
             steps: updates what ``set_gradients`` left for later.
-            delay: only begin to, and publish what was begun at the last update.
         """
         try:
             counted = self.ahead.counted(steps)
             if steps is None:
                 self.publish()
-            elif delay and self.delayed.flats:
-                self.publish(counted=self.delayed.flats, adopt=self.delayed.publish)
-                order = [flat for unit in self._in_order for flat in unit.flats]
-                self.delayed.begin(order, partial(self._present, write=True), partial(self._change, steps))
             else:
                 self.publish(partial(self._step, steps), counted, partial(self.ahead.adopt, steps))
         finally:
@@ -359,11 +352,8 @@ class Sharded:
 
     def _moved(self, given: Given) -> int:
         """Bytes that an update reads and writes: gradient, master and states twice, and the new parameter."""
-        parameter, gradient, out, packed = given
+        parameter, gradient, out, _ = given  # both halves of a master are as large as the whole
         rest = (1 + self._states) * parameter.nbytes
-        if packed is not None:
-            rest = packed.nbytes + (parameter.nbytes if packed.upper is None else 0)
-            rest += 0 if packed.states else self._states * parameter.nbytes
         return gradient.nbytes + 2 * rest + (0 if out is None else out.nbytes)
 
     def _write_home(self, flat: Flat) -> None:
@@ -382,7 +372,6 @@ class Sharded:
             counted: those that were updated during the backward.
             adopt: writes these home.
         """
-        self.delayed.wait()
         self.rest()
         for unit in self.units:
             unit.version += 1
@@ -400,15 +389,9 @@ class Sharded:
                 if not self.sharded and any(flat.gathers for flat in unit.flats):
                     self._renew(unit)
             next(present, None)
-        self.delayed.published()
         if self.stored is not None:
             self.stored.ahead(units)  # the next forward begins with these
         self._settle()  # the next forward waits for the last copies, the host does not
-
-    def finish_update(self) -> None:
-        """Publish an update that was delayed, if there is one. All ranks call it, between two updates."""
-        if self.delayed.begun:
-            self.publish(counted=self.delayed.flats, adopt=self.delayed.publish)
 
     @property
     def _in_order(self) -> list[Unit]:
@@ -511,13 +494,11 @@ class Sharded:
             yield "optimizer", self.swap.tier.value, self.swap.nbytes
             yield "slot", "host", self.swap.host_bytes
         yield "slot", "host", self.ahead.nbytes
-        yield "slot", "host", self.delayed.nbytes
         if self.stored is not None:
             yield "parameter", "nvme", self.stored.nbytes
             yield "slot", "host", self.stored.host_bytes
         for tier, size in self.reducer.home_bytes.items():
-            twice = self.delayed.flats and tier is Tier.HOST
-            yield "gradient", tier.value, 2 * size if twice else size
+            yield "gradient", tier.value, size
         yield "slot" if self.reducer.policy.sharded else "gradient", "device", self.reducer.full_bytes
         reducer = self.reducer
         if reducer.arrival_bytes:
@@ -542,7 +523,6 @@ class Sharded:
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
         self.ahead.drop()
-        self.delayed.stop()
         self.reducer.finish()
         self._finish_fetches()
         self.link.synchronize()
@@ -565,6 +545,6 @@ class Sharded:
             flat.settle()
 
 
-def _is_whole(index: int) -> Packed | None:
-    """For flat buffers of which nothing is packed."""
+def _is_whole(index: int) -> Halves | None:
+    """Return None: the master of this parameter is not in halves."""
     return None

@@ -20,8 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.kernels import eight
-from zeromesh.kernels.update import Packed
+from zeromesh.kernels.update import Halves
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.rows import Form, Rows
@@ -94,7 +93,7 @@ class Swap:
         self.folder = self._place.folder
         self._unpacked = unpacked_bytes(self._rows.values())
         self._here: tuple[Flat, torch.Tensor, list[torch.Tensor]] | None = None
-        self._dirty = self._known = self._anew = False
+        self._dirty = self._known = False
         self._optimizer: Optimizer | None = None
         self._names: Names = lambda parameter: ()
         self._bring_home: dict[Flat, Bring] = {}
@@ -161,21 +160,10 @@ class Swap:
             if dirty and self._rows[flat].form.split:
                 self._bring_home[flat](write=True, read=False)
             if dirty:
-                self._rows[flat].pack(memory, values, partial(self._roots, flat), self._anew)
+                self._rows[flat].pack(memory, values[0])
             packed = dirty
         finally:
             self._place.give(flat, packed)
-
-    def recode(self) -> None:
-        """Make all codes anew of the numbers that they stand for, as whoever reads these from a checkpoint will."""
-        for flat, rows in self._rows.items():
-            if rows.form.eight:
-                self.bring(flat, write=True)
-                self._anew = True
-                try:
-                    self.flush()
-                finally:
-                    self._anew = False
 
     def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
         """Each of some flat buffers, in order; those that rest here are present until the next one is asked for.
@@ -188,10 +176,6 @@ class Swap:
         """
         self.flush()
         mine = [flat for flat in flats if flat in self._rows]
-        for flat in mine:
-            if self._rows[flat].form.eight and any(self._loose(flat)):
-                self.bring(flat, write=True)
-        self.flush()
         with closing(self._place.stream(mine, write)) as blocks:
             for flat in flats:
                 if flat not in self._rows:
@@ -214,7 +198,7 @@ class Swap:
         """
         with closing(self._place.stream(flats, write=True, provisional=True)) as blocks:
             for flat, memory in zip(flats, blocks, strict=True):
-                assert not self._rows[flat].form.is_packed
+                assert not self._rows[flat].form.split
                 yield flat, self._rows[flat].raw(memory)
 
     def commit(self) -> None:
@@ -237,7 +221,7 @@ class Swap:
 
     def _bind(self, flat: Flat, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
         """Let the master, the pieces and their states lie in a block, or in what is unpacked; the rows of these."""
-        values = self._rows[flat].unpack(memory, partial(self._roots, flat), known)
+        values = self._rows[flat].unpack(memory, known)
         self._bind_master(flat, values[0])
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
@@ -245,23 +229,21 @@ class Swap:
         return values
 
     def _bind_packed(self, flat: Flat, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Let what is not packed lie in a block, for the update; the rows of these, the first is the master's."""
+        """Let what is not in halves lie in a block, for the update; the rows of these, the first is the master's."""
         rows = self._rows[flat]
-        if not rows.form.is_packed:
+        if not rows.form.split:
             return self._bind(flat, memory, True)
         raw = rows.raw(memory)
-        if not rows.form.split:
-            self._bind_master(flat, raw[0])
-        for _, local, piece in flat.pieces if not rows.form.eight else ():
+        for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), raw[1:], strict=False):
                 _bind_state(state, name, row[local].view(piece.parameter.shape))
 
-        def packed(index: int) -> Packed:
+        def packed(index: int) -> Halves:
             number = next(number for number, (which, *_) in enumerate(flat.pieces) if which == index)
-            return rows.packed(memory, number, len(self._names(flat.pieces[number][2].parameter)))
+            return rows.halves(memory, number)
 
         flat.packed = packed
-        return [] if rows.form.eight else raw
+        return raw
 
     @staticmethod
     def _bind_master(flat: Flat, master: torch.Tensor) -> None:
@@ -280,14 +262,6 @@ class Swap:
                         place.copy_(value.reshape(-1))
                     state[name] = absent(value)
             piece.parameter.data = absent(piece.parameter.data)
-
-    def _roots(self, flat: Flat, piece: int) -> list[bool]:
-        return [eight.rooted(name) for name in self._names(flat.pieces[piece][2].parameter)]
-
-    def _loose(self, flat: Flat) -> Iterator[bool]:
-        """Of each state that there is: whether it is a number, as a checkpoint gave it, and not absent."""
-        for _, _, piece in flat.pieces:
-            yield from (not is_absent(s[name]) for s, name in self._states(piece.parameter) if name in s)
 
     def _states(self, parameter: nn.Parameter) -> Iterator[tuple[dict[str, torch.Tensor], str]]:
         """The states of a parameter that have rows, which the optimizer may not have made yet."""

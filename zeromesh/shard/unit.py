@@ -25,7 +25,7 @@ from torch import nn
 from zeromesh.comm.collectives import Pending
 from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels import halves
-from zeromesh.kernels.update import Packed
+from zeromesh.kernels.update import Halves
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.spans import span
@@ -90,10 +90,9 @@ class Flat:
         self.own = self.shard if row.optimizer is Placement.SHARDED else slice(0, layout.size)
         self.parameter_tier = row.parameter_tier
         self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
-        self.delayed = False  # it may be updated beside the next forward and backward
         self.comes = False  # the master and states are in memory only after ``bring``
         self.split = False  # a half of the master is the home
-        self.packed: Callable[[int], Packed] | None = None  # of each parameter, while it is updated
+        self.packed: Callable[[int], Halves] | None = None  # of each parameter, while it is updated
         self.gradient: Gradient | None = None
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -174,10 +173,10 @@ class Flat:
 
     @property
     def apart(self) -> bool:
-        """Whether the master is another tensor than ``home`` because of where they rest, or when it is updated."""
+        """Whether the master is another tensor than ``home`` because of where they rest."""
         on_disk = self.parameter_tier is Tier.NVME
         elsewhere = on_disk or self.optimizer_tier is not self.parameter_tier
-        return self.layout.trainable and (elsewhere or self.delayed)
+        return self.layout.trainable and elsewhere
 
     def fill(self, row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
         """Take the parameters' values, those of the first rank, into ``home`` (or ``full``) and ``master``.

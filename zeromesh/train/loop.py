@@ -171,7 +171,6 @@ class Loop:
         says so: the next save is another try. After the last step there is none.
         """
         state = {"samples": progress.samples, "seconds": progress.seconds}
-        self.engine.finish_update()
         failure: OSError | RuntimeError | None = None
         try:
             self.engine.save_checkpoint(self.job.folder.checkpoints, client_state=state)
