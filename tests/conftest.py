@@ -8,7 +8,9 @@ import runpy
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import pytest
 
@@ -46,6 +48,53 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generation = folder / "generation_config.json"
     generation.write_text(json.dumps(json.loads(generation.read_text()) | {"top_k": 7}))  # config.json has it not
     return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="run the Kth of N parts of the tests, K from 0, cut by their names")
+    parser.addoption(
+        "--record", metavar="FILE", help="skip tests that FILE has outcomes of, and add those of the others"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other parts, and those that were run already."""
+    part, parts = map(int, (config.getoption("--part") or "0/1").split("/"))
+    record = config.getoption("--record")
+    done = {row["test"] for row in outcomes(Path(record))} if record else set()
+    wanted = [item for item in items if crc32(item.nodeid.encode()) % parts == part and item.nodeid not in done]
+    left_out = set(items) - set(wanted)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = wanted
+
+
+def outcomes(record: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file that ``--record`` wrote; the last one may be cut off where a run was killed."""
+    lines = record.read_text().splitlines(keepends=True) if record.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class Recorder:
+    """Plugin that appends each test's outcome to a file, as a line of JSON, once the test has been torn down."""
+
+    def __init__(self, record: Path) -> None:
+        self._record = record
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        row = self._found.setdefault(report.nodeid, {"test": report.nodeid, "outcome": "passed", "seconds": 0.0})
+        row["seconds"] += report.duration
+        if report.outcome != "passed" and row["outcome"] != "failed":
+            row["outcome"] = report.outcome
+        if report.when == "teardown":
+            with self._record.open("a") as file:
+                file.write(json.dumps(self._found.pop(report.nodeid)) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    record = config.getoption("--record")
+    if record and not hasattr(config, "workerinput"):  # workers of xdist report to the process that has started them
+        config.pluginmanager.register(Recorder(Path(record)))
 
 
 def pytest_report_header() -> str:

@@ -1,27 +1,32 @@
-"""Run every test, the full matrices too, and write what came out to docs/test-all.md: ``make test-all``."""
+"""Run every test, the full matrices too, and write the outcome to docs/test-all.md: ``make test-all``.
+
+Outcomes are recorded as they come, by commit. A run that was interrupted goes on where it stopped. Failed tests are run
+once more, alone.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections import defaultdict
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "test-all.md"
+RECORDS = ROOT / ".test-all"
 OUTCOMES = ("passed", "failed", "skipped")
 
 
 def commit() -> str:
-    """The commit that is tested, with a word on changes that are not in it."""
+    """Return the commit that is tested, with a note on changes that are not in it."""
     git = ["git", "-C", str(ROOT)]
     name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True).stdout.strip()
     page = str(PAGE.relative_to(ROOT))
@@ -29,29 +34,26 @@ def commit() -> str:
     return (name or "unknown") + (", with changes" if any(line[3:] != page for line in changed) else "")
 
 
-def outcome(case: ElementTree.Element) -> str:
-    """What became of one test."""
-    kinds = {child.tag for child in case}
-    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-
-
-def page(report: Path, tested: str, began: float) -> str:
-    """Markdown, from pytest's report."""
+def page(rows: list[dict[str, Any]], tested: str) -> str:
+    """Return the page in Markdown, from the lines of a record; the last outcome of a test counts."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(OUTCOMES, 0))
     seconds: dict[str, float] = defaultdict(float)
-    failed = []
-    for case in ElementTree.parse(report).iter("testcase"):
-        module = case.get("classname", "").removeprefix("tests.") or case.get("name", "")  # skipped as a whole
-        counts[module][outcome(case)] += 1
-        seconds[module] += float(case.get("time", 0))
-        if outcome(case) == "failed":
-            failed.append(f"- `{module}`: `{case.get('name')}`")
+    failed, flaky = [], []
+    first = {row["test"]: row["outcome"] for row in reversed(rows)}
+    for row in {row["test"]: row for row in rows}.values():
+        file, _, name = row["test"].partition("::")
+        module = file.removeprefix("tests/").removesuffix(".py")
+        counts[module][row["outcome"]] += 1
+        seconds[module] += row["seconds"]
+        if row["outcome"] == "failed":
+            failed.append(f"- `{module}`: `{name}`")
+        elif first[row["test"]] == "failed":
+            flaky.append(f"- `{module}`: `{name}`")
     total = {kind: sum(count[kind] for count in counts.values()) for kind in OUTCOMES}
-    minutes = (time.time() - began) / 60
     summary = (
-        f"`make test-all` on commit {tested}, {time.strftime('%Y-%m-%d', time.gmtime(began))}: "
+        f"`make test-all` on commit {tested}, {time.strftime('%Y-%m-%d', time.gmtime())}: "
         + ", ".join(f"{number} {kind}" for kind, number in total.items())
-        + f", in {minutes:.0f} minutes on {os.cpu_count()} cores "
+        + f"; {sum(seconds.values()) / 60:.0f} minutes of tests, two at a time on {os.cpu_count()} cores "
         f"(Python {platform.python_version()}, torch {torch.__version__}). Written by `tools/test_all.py`."
     )
     lines = [
@@ -60,6 +62,7 @@ def page(report: Path, tested: str, began: float) -> str:
         *textwrap.wrap(summary, 120, break_on_hyphens=False),
         "",
         *(["Failed:", "", *failed, ""] if failed else []),
+        *(["Failed in the run, passed alone:", "", *flaky, ""] if flaky else []),
         "| module | " + " | ".join(OUTCOMES) + " | seconds |",
         "|---|" + "---|" * (len(OUTCOMES) + 1),
     ]
@@ -69,16 +72,33 @@ def page(report: Path, tested: str, began: float) -> str:
     return "\n".join(lines) + "\n"
 
 
+def read(record: Path) -> list[dict[str, Any]]:
+    """Return the lines of a record."""
+    lines = record.read_text().splitlines(keepends=True) if record.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def main() -> None:
-    """Run pytest; its exit status is this one's."""
-    began, tested = time.time(), commit()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "full or not full", f"--junitxml={report}", *sys.argv[1:]]
-        status = subprocess.run(command, cwd=ROOT).returncode
-        if report.is_file():
-            PAGE.write_text(page(report, tested, began))
-            print(f"written to {PAGE.relative_to(ROOT)}")
+    """Run pytest; the exit status is 1 if a test fails twice."""
+    tested = commit()
+    record = RECORDS / f"{tested.replace(', ', '-').replace(' ', '-')}.jsonl"
+    RECORDS.mkdir(exist_ok=True)
+    if "changes" in tested:
+        record.unlink(missing_ok=True)  # outcomes of other changes
+    pytest = [sys.executable, "-m", "pytest"]
+    every = ["-m", "full or not full", "--record", str(record), "--numprocesses", "2", "--dist", "loadfile"]
+    status = subprocess.run([*pytest, *every, *sys.argv[1:]], cwd=ROOT).returncode
+    failed = [row["test"] for row in read(record) if row["outcome"] == "failed"]
+    if failed:
+        again = record.with_suffix(".again.jsonl")
+        again.unlink(missing_ok=True)
+        status = subprocess.run(
+            [*pytest, "-m", "full or not full", "--record", str(again), *failed], cwd=ROOT
+        ).returncode
+        with record.open("a") as file:
+            file.write(again.read_text())
+    PAGE.write_text(page(read(record), tested))
+    print(f"written to {PAGE.relative_to(ROOT)}")
     sys.exit(status)
 
 
