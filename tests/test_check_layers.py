@@ -46,7 +46,7 @@ def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
         (
             "config__settings",
             "import zeromesh.comm.mesh",
-            ":1 imports zeromesh.comm.mesh: config and dist are packages",
+            ":1 imports zeromesh.comm.mesh: config and comm are packages",
         ),
         (
             "shard__unit",
@@ -54,8 +54,8 @@ def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
             ":2 imports zeromesh.optim.update: shard and optim are packages",
         ),
         ("model__row", "from zeromesh.config import keys", ":1 imports zeromesh.config.keys: imports point down only"),
-        ("dist__mesh", "def f():\n    import zeromesh.engine", ":2 imports zeromesh.engine: imports point down only"),
-        ("dist__mesh", "from zeromesh import initialize", ":1 imports zeromesh: imports point down only"),
+        ("comm__mesh", "def f():\n    import zeromesh.engine", ":2 imports zeromesh.engine: imports point down only"),
+        ("comm__mesh", "from zeromesh import initialize", ":1 imports zeromesh: imports point down only"),
         (
             "optim__adam",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zeromesh.cli.main import main",
@@ -70,7 +70,7 @@ def test_a_broken_rule_is_reported_with_its_place(
     tool: ModuleType, tmp_path: Path, importing: str, text: str, reported: str
 ) -> None:
     others = {
-        "dist__mesh": "",
+        "comm__mesh": "",
         "optim__update": "",
         "config__keys": "",
         "engine": "",
