@@ -353,7 +353,7 @@ def _train(case: Case, further: Mapping[str, Any]) -> Run:
     hosted = [f for f in flats if f.gradient and f.optimizer_tier is not Tier.DEVICE]
     run.on_host = [s.name for f in hosted for s in f.layout.segments]
     for flat in flats:
-        flat.bring()
+        flat.load_states()
         for _, _, piece in flat.pieces:
             key = (piece.name, piece.start, piece.stop)
             run.pieces.append(key)

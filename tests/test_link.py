@@ -17,9 +17,10 @@ import zeromesh
 from harness import run_ranks
 from late_copies import LateStreams
 from zeromesh.comm.collectives import Pending
-from zeromesh.shard import gradient as gradients
-from zeromesh.shard import sharded, unit
-from zeromesh.shard.gradient import Reducer
+from zeromesh.shard import arrivals, sharded, unit
+from zeromesh.shard import reducer as reducers
+from zeromesh.shard.arrivals import HostSums
+from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.slots import Pool, Slot
 from zeromesh.shard.unit import Flat
 from zeromesh.tiers.link import DONE, Copy, Link
@@ -168,22 +169,22 @@ def without_waiting_for_what_is_computed() -> Any:
 
 
 def without_waits_before_homes_are_used() -> Any:
-    return patch.object(Reducer, "_land_all", lambda reducer: None)
+    return patch.object(HostSums, "land", lambda sums: None)
 
 
 def without_waits_before_slots_go_back() -> Any:
-    leaving = gradients._Leaving
-    return patch.object(gradients, "_Leaving", lambda copy, pool, slot: leaving(DONE, pool, slot))
+    leaving = reducers._Leaving
+    return patch.object(reducers, "_Leaving", lambda copy, pool, slot: leaving(DONE, pool, slot))
 
 
 def without_waits_for_buffers() -> Any:
-    def take(reducer: Reducer, nbytes: int) -> Any:
-        if reducer._arriving:
-            reducer._arrivals.give(reducer._arriving.popleft()[1])
-        return take_arrival(reducer, nbytes)
+    def take(sums: HostSums, nbytes: int) -> Any:
+        if sums._arriving:
+            sums._buffers.give(sums._arriving.popleft()[1])
+        return take_arrival(sums, nbytes)
 
-    take_arrival = Reducer._take_arrival
-    return patch.object(Reducer, "_take_arrival", take)
+    take_arrival = HostSums._take
+    return patch.object(HostSums, "_take", take)
 
 
 def without_waits_for_what_is_fetched() -> Any:
@@ -269,7 +270,7 @@ def test_the_host_waits_for_no_copy_but_for_memory_to_add_the_next_sums(name: st
         assert copies >= units
         assert more >= units
         assert first == 0
-        assert second == 2 * (units - gradients.ARRIVALS)  # for a sum, and for the one before that it is added to
+        assert second == 2 * (units - arrivals.ARRIVALS)  # for a sum, and for the one before that it is added to
 
 
 def test_a_sum_is_added_after_those_that_came_before_it() -> None:
@@ -277,7 +278,7 @@ def test_a_sum_is_added_after_those_that_came_before_it() -> None:
     link, sums, before = Link(torch.device("cpu"), streams), [torch.full((3,), 2.0**n) for n in range(3)], None
     for number, total in enumerate(sums):
         landing = torch.empty(3)
-        before = gradients.Arrival(link.to_host(landing, total), landing, home, number > 0, before)
+        before = arrivals.Arrival(link.to_host(landing, total), landing, home, number > 0, before)
     assert before is not None
     before.wait()
     before.wait()
@@ -291,7 +292,7 @@ def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
         engine = start(zero, 2)
         homes: dict[str, torch.Tensor] = {}
 
-        def listen(gradient: gradients.Gradient) -> None:
+        def listen(gradient: Gradient) -> None:
             assert (gradient.landed is not None) == late
             if gradient.landed is not None:
                 thread = Thread(target=gradient.landed.wait)

@@ -219,7 +219,7 @@ def after_one_update(folder: str, form: str) -> tuple[list[torch.Tensor], list[t
         assert all(bool(state["exp_avg"].isnan().all()) for state in engine.optimizer.state.values())
     masters = []
     for flat in flats:
-        flat.bring()
+        flat.load_states()
         masters.append(flat.master.clone())
     assert all(torch.equal(home, flat.home) for home, flat in zip(homes, flats, strict=True))
     engine.destroy()

@@ -21,8 +21,9 @@ from zeromesh.shard.needs import NEXT, PARTS, Needs, Prepare, Room, require_host
 from zeromesh.shard.rows import Form
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.stored import buffer_bytes as stored_buffer_bytes
-from zeromesh.shard.swap import Disk, Swap, buffer_bytes
+from zeromesh.shard.swap import Swap, buffer_bytes
 from zeromesh.shard.unit import Flat
+from zeromesh.tiers.nvme import Disk
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
@@ -98,7 +99,7 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         try:
             swap, dtypes = None, needs.files | needs.packed
             if dtypes:
-                swap = Swap(dtypes, offload.form, offload.disk, mesh, ahead, offload.pinned)
+                swap = Swap(dtypes, offload.form, offload.disk, mesh, ahead, offload.pinned, stored)
         except BaseException:
             Room(None, stored).close()
             raise

@@ -104,7 +104,11 @@ def _whole(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
             if not unit.sharded and unit.state is State.FETCHED:
                 for segment in flat.layout.segments:
                     yield _kind(flat) + segment.name, flat.full[segment.start : segment.stop]
-            if flat.own.stop - flat.own.start == flat.layout.size and flat.master is not flat.home and not flat.comes:
+            if (
+                flat.own.stop - flat.own.start == flat.layout.size
+                and flat.master is not flat.home
+                and not flat.keeps_states
+            ):
                 for _, local, piece in flat.pieces:
                     yield f"the master of {piece.name}", flat.master[local]
 
@@ -118,7 +122,7 @@ def _kept(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
     for flat in sharded.flats:
         for index, start, stop in flat.layout.owned(flat.own.start, flat.own.stop):
             name, local = flat.layout.segments[index].name, slice(start - flat.own.start, stop - flat.own.start)
-            if flat.parameter_tier is not Tier.NVME and not flat.split:
+            if flat.parameter_tier is not Tier.NVME and not flat.splits:
                 yield _kind(flat) + name, flat.home[local]
-            if flat.layout.trainable and flat.master is not flat.home and not flat.comes:
+            if flat.layout.trainable and flat.master is not flat.home and not flat.keeps_states:
                 yield f"the master of {name}", flat.master[local]

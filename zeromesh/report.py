@@ -51,7 +51,7 @@ def _optimizer_state(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[
         flat = flats[id(parameter)]
         for value in state.values():
             if isinstance(value, torch.Tensor) and not (
-                flat.comes and value.ndim
+                flat.keeps_states and value.ndim
             ):  # those are counted with the masters
                 on_disk = flat.optimizer_tier is Tier.NVME
                 yield "optimizer", "host" if on_disk else flat.optimizer_tier.value, value.nbytes

@@ -292,7 +292,7 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
         raise ValueError(f"{segment.name} has shape {segment.held.whole}, the value given {tuple(value.shape)}")
     if not flat.layout.trainable:
         raise ValueError(f"{segment.name} is frozen; change it inside GatheredParameters with modifier_rank")
-    flat.bring(write=True)
+    flat.load_states(write=True)
     for position, local, piece in flat.pieces:
         if position == index:
             target = pick(flat, local, piece)

@@ -53,7 +53,7 @@ def boxes(engine: Run, read: bool = True) -> Iterator[Box]:
     sharded = engine.sharded
     if sharded.mesh.replicate.rank == 0:
         for flat in filter(sharded.is_first, sharded.flats):
-            flat.bring(read=read)
+            flat.load_states(read=read)
             yield from _parameter_boxes(sharded, flat)
             if engine.optimizer is not None:
                 for index, _, piece in flat.pieces:

@@ -141,7 +141,7 @@ def _open(folder: Path, tag: str) -> Reader:
 
 def _load_tensors(sharded: Sharded, optimizer: Optimizer | None, reader: Reader) -> None:
     for flat in sharded.flats:
-        flat.bring(write=True)
+        flat.load_states(write=True)
         values, low = held(sharded, flat)
         for index, start, stop in flat.layout.owned(low, low + values.numel()):
             segment = flat.layout.segments[index]

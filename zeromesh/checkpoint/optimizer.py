@@ -112,7 +112,7 @@ def load_optimizer(sharded: Sharded, optimizer: Optimizer, reader: Reader) -> No
     for flat, piece in pieces(sharded):
         if f"parameter/{piece.name}" not in reader.names:
             continue
-        flat.bring(write=True)
+        flat.load_states(write=True)
         state = optimizer.state[piece.parameter]
         state.clear()
         for key in keys:

@@ -30,9 +30,10 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import Given, Step, update
 from zeromesh.kernels.update import Piece as Elements
 from zeromesh.model.placement import Tier
-from zeromesh.shard.gradient import Arrival, Gradient
+from zeromesh.shard.gradient import Gradient, Landing
+from zeromesh.shard.store import Tiers
 from zeromesh.shard.swap import Swap
-from zeromesh.shard.unit import Bring, Flat
+from zeromesh.shard.unit import Flat
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import empty_on, zeros_on
 
@@ -105,7 +106,7 @@ class _Task:
     states: list[tuple[torch.Tensor, ...]]
     seen: list[tuple[torch.Tensor, int]]
     next: _Next
-    landed: Arrival | None
+    landed: Landing | None
     done: bool = False
 
 
@@ -114,7 +115,7 @@ class Ahead:
 
     Args:
         flats: of which this rank may do so.
-        swap: what rests in files; None: nothing does.
+        store: has the states that rest in files.
         mesh: for its device.
         link: to the device.
         states: of the optimizer, at the most, that are like the parameter.
@@ -124,12 +125,10 @@ class Ahead:
         steps: asked for at the first gradient of an update that is whole; None: nothing begins early.
     """
 
-    def __init__(
-        self, flats: Sequence[Flat], swap: Swap | None, mesh: Mesh, link: Link, states: int, pinned: bool
-    ) -> None:
+    def __init__(self, flats: Sequence[Flat], store: Tiers, mesh: Mesh, link: Link, states: int, pinned: bool) -> None:
         self.steps: Callable[[], HostUpdate | None] | None = None
         self._flats = {id(flat.gradient): flat for flat in flats}
-        self._swap = swap
+        self._swap = store.swap
         self._device, self._pinned = mesh.device, pinned
         self._link = link
         self._states = states
@@ -144,9 +143,7 @@ class Ahead:
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        for flat in flats:
-            if swap is not None and flat in swap:
-                flat.bring = _Brought(self, flat.bring)
+        store.before_states(self._before_states)
 
     @property
     def nbytes(self) -> int:
@@ -322,24 +319,17 @@ class Ahead:
         self._arrived, self._ready, self._update = [], [], None
         self._begun, self._spoilt = False, False
 
+    def _before_states(self, flat: Flat) -> None:
+        """Forget what was computed before anybody reads states from files: regions have one user at a time."""
+        if self._tasks and self._swap is not None and flat in self._swap and id(flat.gradient) in self._flats:
+            self.spoil()
+
     def _stop(self) -> None:
         if self._thread is not None:
             self._stopping = True
             self._queue.put(None)
             self._thread.join()
             self._thread = None  # not before: who interrupts the wait, and goes on, waits again
-
-
-class _Brought:
-    """Before anybody looks at what rests in files, what was computed ahead is forgotten: files have one user."""
-
-    def __init__(self, ahead: Ahead, bring: Bring) -> None:
-        self._ahead, self._bring = ahead, bring
-
-    def __call__(self, write: bool = False, read: bool = True) -> None:
-        if self._ahead._tasks:
-            self._ahead.spoil()
-        self._bring(write, read)
 
 
 def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:

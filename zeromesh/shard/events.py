@@ -15,10 +15,11 @@ import torch
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
-from zeromesh.shard.gradient import Gradient, Reducer
+from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.grads import PLAIN_GRAD
 from zeromesh.shard.hooks import Call, SavedTensors, check_version, passes_of
 from zeromesh.shard.order import Order, Pass, Walk
+from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.unit import Unit
 

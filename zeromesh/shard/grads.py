@@ -22,9 +22,10 @@ from torch import nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
-from zeromesh.shard.gradient import Gradient, Reducer
+from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.guard import HARMLESS, OWN_CLASS, changes_nothing
 from zeromesh.shard.norm import norm_of
+from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.unit import Flat
 
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
@@ -222,7 +223,7 @@ class Grads:
         self._early.spoil()
         self._reducer.complete()
         places = [self._places[id(parameter)] for parameter in parameters if id(parameter) in self._places]
-        norm = norm_of(places, order, self._reducer, self._mesh) * self._factor
+        norm = norm_of(places, order, self._mesh) * self._factor
         if (coefficient := limit / (norm + 1e-6)) < 1.0 or norm != norm:  # torch's constant
             for gradient, index in places:
                 assert gradient.home is not None

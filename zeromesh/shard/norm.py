@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.shard.gradient import Gradient, Reducer
+from zeromesh.shard.gradient import Gradient
+from zeromesh.shard.sums import counts
 
 NORM_ROW = 1024
 """Elements whose squares are summed in the gradient's own precision; their sums are added up in float64."""
@@ -16,28 +17,27 @@ Place = tuple[Gradient, int]
 """A parameter: its gradient's flat buffer, and its index there."""
 
 
-def squared_norm(reducer: Reducer, mesh: Mesh) -> torch.Tensor:
+def squared_norm(gradients: Sequence[Gradient], mesh: Mesh) -> torch.Tensor:
     """Return the sum of squares of all that this rank counts of the gradients; float64, shape (1,)."""
     total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     if mesh.replicate.rank == 0:
-        for gradient in reducer.gradients:
+        for gradient in gradients:
             assert gradient.home is not None
-            for start, stop in gradient.counted if reducer.counts(gradient) else ():
+            for start, stop in gradient.counted if counts(gradient, mesh) else ():
                 total += _sum_of_squares(gradient.home[start:stop])
     return total
 
 
-def norm_of(places: Sequence[Place], order: float, reducer: Reducer, mesh: Mesh) -> float:
+def norm_of(places: Sequence[Place], order: float, mesh: Mesh) -> float:
     """Return the norm of some parameters' gradients as they are kept. All ranks call it.
 
     Args:
-        places: the parameters that this rank has.
+        places: the parameters that this rank has; their gradients are complete.
         order: 2 for the Euclidean norm, or any other positive number; ``inf`` for the largest absolute value.
-        reducer: of the gradients, which are complete.
         mesh: the ranks.
     """
     own = torch.zeros(1, dtype=torch.float64)
-    for values in _counted(places, reducer, mesh):
+    for values in _counted(places, mesh):
         if order == torch.inf:
             own = torch.maximum(own, values.abs().max().double().cpu())
         elif order == 2:
@@ -48,11 +48,11 @@ def norm_of(places: Sequence[Place], order: float, reducer: Reducer, mesh: Mesh)
     return float(rows.max() if order == torch.inf else rows.sum() ** (1 / order))
 
 
-def _counted(places: Iterable[Place], reducer: Reducer, mesh: Mesh) -> Iterator[torch.Tensor]:
+def _counted(places: Iterable[Place], mesh: Mesh) -> Iterator[torch.Tensor]:
     for gradient, index in places if mesh.replicate.rank == 0 else ():
         part = gradient.part(index)
         assert gradient.home is not None
-        for low, high in gradient.counted if reducer.counts(gradient) else ():
+        for low, high in gradient.counted if counts(gradient, mesh) else ():
             start, stop = max(low, part.start), min(high, part.stop)
             if start < stop:
                 yield gradient.home[start:stop]

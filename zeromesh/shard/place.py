@@ -14,7 +14,7 @@ from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, unit_modules
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.unit import Flat, Materialise, Unit
+from zeromesh.shard.unit import Flat, Materialise, Store, Unit
 from zeromesh.tiers.link import Link
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -71,7 +71,7 @@ def lay_out(
 
 def place_units(
     laid_out: Sequence[tuple[Unit, list[Flat], Row]], mesh: Mesh, mixed: bool, materialise: Materialise | None,
-    link: Link,
+    link: Link, store: Store,
 ) -> None:  # fmt: skip
     """Give every unit its memory and values; only one parameter at a time is whole where they are sharded.
 
@@ -81,9 +81,10 @@ def place_units(
         mixed: whether 16-bit parameters have fp32 masters.
         materialise: called with each parameter's name and the parameter, before its value is used.
         link: to the host, for what rests there.
+        store: has the states that rest off the device.
     """
     for unit, flats, row in laid_out:
-        unit.place(flats, row, mesh, mixed, materialise, link)
+        unit.place(flats, row, mesh, mixed, materialise, link, store)
 
 
 def _rows(sizes: Sequence[int], row: Row) -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.kernels.update import Given, Halves
+from zeromesh.kernels.update import Given
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.model.precision import Precision
@@ -26,7 +26,7 @@ from zeromesh.shard.ahead import Ahead, HostUpdate, can_begin_early
 from zeromesh.shard.buffers import Buffers
 from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
-from zeromesh.shard.gradient import GradientPolicy, Reducer
+from zeromesh.shard.gradient import GradientPolicy
 from zeromesh.shard.grads import Arrival, Grads
 from zeromesh.shard.guard import Guard, Presence, away_class, gathered_class
 from zeromesh.shard.hooks import listen
@@ -34,8 +34,10 @@ from zeromesh.shard.needs import Needs, Prepare, Room
 from zeromesh.shard.norm import squared_norm
 from zeromesh.shard.order import Order
 from zeromesh.shard.place import lay_out, make_units, place_units
+from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
+from zeromesh.shard.store import Tiers
 from zeromesh.shard.unit import Flat, Materialise, State, Unit
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import Staging
@@ -118,8 +120,9 @@ class Sharded:
         self.updated_bytes, self.updated_seconds = 0, 0.0
         assert self.swap is not None or not (needs.files or needs.packed), "states without a place for them"
         assert self.stored is not None or not needs.stored, "a tier of files without a place for them"
-        place_units(laid_out, mesh, mixed, materialise, self.link)
-        self.ahead = Ahead(room.ahead, room.swap, mesh, self.link, room.states, row.pinned)
+        self.store = Tiers(self.swap, self.stored)
+        place_units(laid_out, mesh, mixed, materialise, self.link, self.store)
+        self.ahead = Ahead(room.ahead, self.store, mesh, self.link, room.states, row.pinned)
         self.reducer.on_home = self.ahead.is_whole if room.ahead else None
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
@@ -243,7 +246,7 @@ class Sharded:
         flags = self._flags()
         vector = torch.tensor([*notes, *flags, *[0.0] * (self._most_flags - len(flags))], dtype=torch.float64)
         with span("norm"):
-            squared = squared_norm(self.reducer, self.mesh).cpu()
+            squared = squared_norm(self.reducer.gradients, self.mesh).cpu()
         with span("agree"):
             rows = self.mesh.group("world").exchange(torch.cat([squared, vector]))
         squares, all_notes, all_flags = rows.split([1, len(notes), self._most_flags], dim=1)
@@ -319,13 +322,13 @@ class Sharded:
             return
         assert gradient is not None
         assert gradient.home is not None
-        apart = flat.master is not flat.home and not flat.split
-        if apart or flat.split:
-            flat.bring_home(write=flat.split, read=flat.split)
+        apart = flat.master is not flat.home and not flat.splits
+        if apart or flat.splits:
+            flat.load_shard(write=flat.splits, read=flat.splits)
         out = self._staging.take(flat.home, flat.parameter_tier) if apart else None
         self._change(steps, flat, gradient.home, gradient.used, out)
         if out is not None:
-            flat.bring_home(write=True, read=False)  # not before: an update that fails leaves what there was
+            flat.load_shard(write=True, read=False)  # not before: an update that fails leaves what there was
             flat.expect(self._staging.send(out, flat.home))
 
     def _change(
@@ -333,9 +336,8 @@ class Sharded:
     ) -> None:  # fmt: skip
         """Update what rests on the host, whose gradient is in ``home``; the new parameters go to ``out``, too."""
         outs = {index: None if out is None else out[local] for index, local, _ in flat.pieces}
-        packed = flat.packed or _is_whole
         given = {
-            index: Given(piece.parameter, home[local], outs[index], packed(index))
+            index: Given(piece.parameter, home[local], outs[index], self.store.halves(flat, index))
             for index, local, piece in flat.pieces
             if used[index] and steps.takes(piece.parameter, home)
         }
@@ -357,8 +359,8 @@ class Sharded:
         return gradient.nbytes + 2 * rest + (0 if out is None else out.nbytes)
 
     def _write_home(self, flat: Flat) -> None:
-        if flat.master is not flat.home and not flat.split:
-            flat.bring_home(write=True, read=False)
+        if flat.master is not flat.home and not flat.splits:
+            flat.load_shard(write=True, read=False)
             flat.home.copy_(flat.master)
 
     def publish(
@@ -378,7 +380,7 @@ class Sharded:
         units = self._in_order
         idle = {flat for flat in self.flats if update is not None and self._rests_unchanged(flat)}
         flats = [flat for unit in units for flat in unit.flats if flat not in idle and flat not in counted]
-        with closing(self._present(flats, write=update is not None)) as present:
+        with closing(self.store.stream(flats, write=update is not None)) as present:
             for unit in units:
                 for flat in unit.flats:
                     if flat in counted:
@@ -397,10 +399,6 @@ class Sharded:
     def _in_order(self) -> list[Unit]:
         """The units in the order of use."""
         return [self.units[index] for index in (self.root.index, *self._order.canonical)]
-
-    def _present(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
-        """Each of them, while its master and states are in memory."""
-        yield from flats if self.swap is None else self.swap.stream(flats, write)
 
     def _rests_unchanged(self, flat: Flat) -> bool:
         """Whether it is on the disk, and no gradient says that it should be brought from there."""
@@ -434,7 +432,7 @@ class Sharded:
 
         None if ``pick`` gives None for every piece. All ranks call this.
         """
-        flat.bring()
+        flat.load_states()
         segment = flat.layout.segments[index]
         mine = [(piece, pick(flat, local, piece)) for position, local, piece in flat.pieces if position == index]
         known = torch.tensor([float(any(value is not None for _, value in mine))], dtype=torch.float64)
@@ -488,7 +486,7 @@ class Sharded:
             rest, tier = (flat.home, flat.parameter_tier) if self.sharded else (flat.full, Tier.DEVICE)
             if tier is not Tier.NVME:
                 yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
-            if flat.master is not flat.home and not flat.comes:
+            if flat.master is not flat.home and not flat.keeps_states:
                 yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
         if self.swap is not None:
             yield "optimizer", self.swap.tier.value, self.swap.nbytes
@@ -543,8 +541,3 @@ class Sharded:
         """What rests on the host is not read by a copy any more, and what rests on the device has arrived there."""
         for flat in self.flats:
             flat.settle()
-
-
-def _is_whole(index: int) -> Halves | None:
-    """Return None: the master of this parameter is not in halves."""
-    return None

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,11 +23,10 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.slots import largest
-from zeromesh.shard.swap import Disk
 from zeromesh.shard.unit import Flat, Unit
 from zeromesh.tiers.buffers import Buffer, Buffers
 from zeromesh.tiers.memory import absent, empty_on
-from zeromesh.tiers.nvme import Pending, Region, Store
+from zeromesh.tiers.nvme import Disk, Pending, Region, Store
 from zeromesh.tiers.swap_file import aligned
 from zeromesh.tiers.traffic import Traffic
 
@@ -66,10 +64,6 @@ class Stored:
         self._here: tuple[Flat, Buffer] | None = None
         self._dirty = self._known = False
         self._failure: OSError | None = None
-        for flat in self._regions:
-            flat.bring_home = partial(self.bring, flat)
-            if not flat.layout.trainable:
-                flat.bring = flat.bring_home
 
     def __contains__(self, flat: Flat) -> bool:
         return flat in self._regions
@@ -93,7 +87,7 @@ class Stored:
         """What went to and from the disk so far."""
         return self._store.traffic()
 
-    def bring(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+    def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have one flat buffer's home in memory until another one's is asked for, or others are read ahead.
 
         Args:
@@ -120,7 +114,7 @@ class Stored:
     def ahead(self, units: Iterable[Unit]) -> None:
         """Begin to read what units will need, in their order, as far as there is room; forget what others were to need.
 
-        Where the disk fails, the next ``bring`` says so.
+        Where the disk fails, the next ``load`` says so.
         """
         try:
             self._begin_reads(units)
@@ -184,7 +178,7 @@ class Stored:
         return buffer
 
     def _put_away(self) -> None:
-        """Begin to write what ``bring`` brought, if it may be others now, and let it be absent."""
+        """Begin to write what ``load`` has loaded, if it may be others now, and let it be absent."""
         if self._here is None:
             return
         (flat, buffer), self._here = self._here, None

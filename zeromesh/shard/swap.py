@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,32 +22,16 @@ from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.rows import Form, Rows
 from zeromesh.shard.slots import largest
-from zeromesh.shard.unit import Bring, Flat
+from zeromesh.shard.stored import Stored
+from zeromesh.shard.unit import Flat
 from zeromesh.tiers.memory import absent, empty_on, is_absent
-from zeromesh.tiers.nvme import Store
+from zeromesh.tiers.nvme import Disk, Store
 from zeromesh.tiers.places import File, Memory, Place
 from zeromesh.tiers.swap_file import aligned
 from zeromesh.tiers.traffic import Traffic
 
 Names = Callable[[nn.Parameter], Sequence[str]]
 """Of a parameter of the optimizer: which of its states rest with the master, in order."""
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Where a tier of files is, and how it is used.
-
-    Attributes:
-        folder: on the device.
-        buffers: of how many flat buffers the states are in host memory at the most: while one is used, the next are
-            read and the last are written.
-        block_size, queue_depth: see ``Store``.
-    """
-
-    folder: Path
-    buffers: int = 4
-    block_size: int = 1 << 20
-    queue_depth: int = 8
 
 
 class Swap:
@@ -63,6 +44,7 @@ class Swap:
         mesh: the file's name has the rank.
         ahead: of which there is a spare place, for ``provisional``.
         pinned: whether host memory is page-locked where there is a GPU.
+        stored: has parameters that rest in files; a master in halves is joined with its parameter.
 
     Attributes:
         nbytes: of all blocks.
@@ -74,7 +56,7 @@ class Swap:
 
     def __init__(
         self, dtypes: Mapping[Flat, torch.dtype], form: Form, disk: Disk | None, mesh: Mesh,
-        ahead: Collection[Flat] = (), pinned: bool = True,
+        ahead: Collection[Flat] = (), pinned: bool = True, stored: Stored | None = None,
     ) -> None:  # fmt: skip
         self._rows = {flat: Rows(flat, dtype, form) for flat, dtype in dtypes.items()}
         sizes: dict[Hashable, int] = {flat: rows.nbytes for flat, rows in self._rows.items()}
@@ -96,14 +78,8 @@ class Swap:
         self._dirty = self._known = False
         self._optimizer: Optimizer | None = None
         self._names: Names = lambda parameter: ()
-        self._bring_home: dict[Flat, Bring] = {}
-        for flat, rows in self._rows.items():
-            flat.comes = True
-            flat.bring = partial(self.bring, flat)
-            flat.split = rows.form.split
-            if flat.split:
-                self._bring_home[flat] = flat.bring_home
-                flat.bring_home = partial(self._home, flat)
+        self._stored = stored
+        self._streamed: tuple[Flat, torch.Tensor] | None = None
 
     def __contains__(self, flat: Flat) -> bool:
         return flat in self._rows
@@ -122,10 +98,10 @@ class Swap:
         self._optimizer, self._names = optimizer, names
         for flat in self._rows:
             if any(optimizer.state.get(piece.parameter) for _, _, piece in flat.pieces):
-                self.bring(flat, write=True)
+                self.load(flat, write=True)
         self.flush()
 
-    def bring(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+    def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have one flat buffer's states in memory until another one's are asked for.
 
         Args:
@@ -138,7 +114,7 @@ class Swap:
             memory = self._place.take(flat, read)
             if self._rows[flat].form.split and read:
                 try:
-                    self._bring_home[flat]()
+                    self._load_shard(flat)
                 except BaseException:
                     self._place.give(flat, False)
                     raise
@@ -149,7 +125,7 @@ class Swap:
         self._dirty = self._dirty or write
 
     def flush(self) -> None:
-        """Take back what ``bring`` brought, if it may be others now, and give its memory up."""
+        """Take back what ``load`` has loaded, if it may be others now, and give its memory up."""
         if self._here is None:
             return
         (flat, memory, values), self._here = self._here, None
@@ -158,7 +134,7 @@ class Swap:
         packed = False
         try:
             if dirty and self._rows[flat].form.split:
-                self._bring_home[flat](write=True, read=False)
+                self._load_shard(flat, write=True, read=False)
             if dirty:
                 self._rows[flat].pack(memory, values[0])
             packed = dirty
@@ -168,7 +144,7 @@ class Swap:
     def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
         """Each of some flat buffers, in order; those that rest here are present until the next one is asked for.
 
-        What is packed is so there, too, in ``Flat.packed``, and what is not is bound. The next ones are read, and with
+        Masters in halves stay so, see ``halves``; all else is bound. The next ones are read, and with
         ``write`` the last ones are written, meanwhile.
 
         Raises:
@@ -213,11 +189,25 @@ class Swap:
         """Delete the file."""
         self._place.close()
 
-    def _home(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """The parameter is a half of the master: what was unpacked goes back before it is used."""
-        if self._here is not None and self._here[0] is flat:
+    def splits(self, flat: Flat) -> bool:
+        """Return whether the master rests in halves, one of which is the parameter."""
+        return flat in self._rows and self._rows[flat].form.split
+
+    def release(self, flat: Flat) -> None:
+        """Split a joined master again, before its parameter is used."""
+        if self._here is not None and self._here[0] is flat and self.splits(flat):
             self.flush()
-        self._bring_home[flat](write, read)
+
+    def halves(self, flat: Flat, index: int) -> Halves | None:
+        """Return the halves of parameter ``index``'s master while ``stream`` yields ``flat``; None if it is whole."""
+        if self._streamed is None or self._streamed[0] is not flat:
+            return None
+        number = next(number for number, (which, *_) in enumerate(flat.pieces) if which == index)
+        return self._rows[flat].halves(self._streamed[1], number)
+
+    def _load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        if self._stored is not None and flat in self._stored:
+            self._stored.load(flat, write, read)
 
     def _bind(self, flat: Flat, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
         """Let the master, the pieces and their states lie in a block, or in what is unpacked; the rows of these."""
@@ -237,12 +227,7 @@ class Swap:
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), raw[1:], strict=False):
                 _bind_state(state, name, row[local].view(piece.parameter.shape))
-
-        def packed(index: int) -> Halves:
-            number = next(number for number, (which, *_) in enumerate(flat.pieces) if which == index)
-            return rows.halves(memory, number)
-
-        flat.packed = packed
+        self._streamed = flat, memory
         return raw
 
     @staticmethod
@@ -253,7 +238,7 @@ class Swap:
 
     def _unbind(self, flat: Flat, values: Sequence[torch.Tensor]) -> None:
         """Take what may lie elsewhere into the rows, and let everything be absent."""
-        flat.master, flat.packed = absent(flat.master), None
+        flat.master, self._streamed = absent(flat.master), None
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
                 if name in state:

@@ -25,7 +25,6 @@ from torch import nn
 from zeromesh.comm.collectives import Pending
 from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels import halves
-from zeromesh.kernels.update import Halves
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement, Row, Tier
 from zeromesh.observe.spans import span
@@ -45,15 +44,20 @@ Materialise = Callable[[str, nn.Parameter], Source | None]
 """Given a parameter and its name, gives it its value if it has none yet, or returns where to read it from."""
 
 
-class Bring(Protocol):
-    """Has what rests on NVMe of a flat buffer in memory, until that of another one is asked for."""
+class Store(Protocol):
+    """Storage of flat buffers; see ``zeromesh.shard.store``."""
 
-    def __call__(self, write: bool = False, read: bool = True) -> None:
-        """As ``Swap.bring`` and ``Stored.bring``."""
+    def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have the master and the optimizer states in memory."""
 
+    def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have this rank's parameters in memory."""
 
-def _is_here(write: bool = False, read: bool = True) -> None:
-    """For what always is in memory."""
+    def keeps_states(self, flat: Flat) -> bool:
+        """Return whether the states are in memory only while they are loaded."""
+
+    def splits(self, flat: Flat) -> bool:
+        """Return whether the master is kept in halves, one of which is the parameter."""
 
 
 class State(enum.Enum):
@@ -90,9 +94,7 @@ class Flat:
         self.own = self.shard if row.optimizer is Placement.SHARDED else slice(0, layout.size)
         self.parameter_tier = row.parameter_tier
         self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
-        self.comes = False  # the master and states are in memory only after ``bring``
-        self.split = False  # a half of the master is the home
-        self.packed: Callable[[int], Halves] | None = None  # of each parameter, while it is updated
+        self.store: Store | None = None  # from ``Unit.place`` on
         self.gradient: Gradient | None = None
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -101,10 +103,33 @@ class Flat:
         self._copy = DONE  # the last to or from the home's memory
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
-        self.bring: Bring = _is_here  # the master and the optimizer's states
-        self.bring_home: Bring = _is_here
         self.exposed: set[int] = set()  # parameters whose ``data`` somebody has asked for, and may have written to
         self.joined: set[int] = set()  # parameters that are whole for a while, and not bound to their views
+
+    def load_states(self, write: bool = False, read: bool = True) -> None:
+        """Have the master and the optimizer states in memory until those of another flat buffer are loaded.
+
+        Args:
+            write: write the memory back to where the states rest afterwards.
+            read: False: the stored values do not matter, as all of the memory will be overwritten.
+        """
+        if self.store is not None:
+            self.store.load_states(self, write, read)
+
+    def load_shard(self, write: bool = False, read: bool = True) -> None:
+        """Have ``home`` in memory until that of another flat buffer is loaded; see ``load_states``."""
+        if self.store is not None:
+            self.store.load_shard(self, write, read)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the master and the optimizer states are in memory only while they are loaded."""
+        return self.store is not None and self.store.keeps_states(self)
+
+    @property
+    def splits(self) -> bool:
+        """Whether one half of the master is the parameter."""
+        return self.store is not None and self.store.splits(self)
 
     @property
     def home(self) -> torch.Tensor:
@@ -134,7 +159,7 @@ class Flat:
             copy = link.to_device(self.home, values)
             self.expect(copy)
             return copy
-        self.bring_home(write=True, read=False)
+        self.load_shard(write=True, read=False)
         self.home.copy_(values)
         return DONE
 
@@ -144,7 +169,7 @@ class Flat:
         The copy waits for all that was launched so far, and so for the last kernels of the unit that had the slot.
         """
         form = mesh.links.gather if self.rounds else None
-        self.bring_home()
+        self.load_shard()
         if self.parameter_tier is Tier.DEVICE:
             return [mesh.shard.all_gather(self.full, self.home, self.tag, form)]
         part = self.full[self.shard]
@@ -154,7 +179,7 @@ class Flat:
 
     def write_back(self, link: Link) -> None:
         """Take what the parameters are now, in memory, into their home; the memory may be given up then."""
-        self.bring_home(write=True, read=False)
+        self.load_shard(write=True, read=False)
         if self.parameter_tier is Tier.DEVICE:
             self.home.copy_(self.full[self.own])
         else:
@@ -190,14 +215,14 @@ class Flat:
         if not sharded:
             self.home = self.full[self.own]
         elif self.parameter_tier is Tier.NVME:
-            self.bring_home(write=True, read=False)
+            self.load_shard(write=True, read=False)
         else:
             # On the host, what is fetched is not to be converted each time.
             rest = layout.dtype if self.apart or self.parameter_tier is not Tier.DEVICE else dtype
             self.home = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
         self.master = self.home
-        if self.comes:
-            self.bring(write=True, read=False)
+        if self.keeps_states:
+            self.load_states(write=True, read=False)
             self.master.zero_()
         elif self.apart or self.home.dtype != dtype:
             self.master = zeros_on(self.optimizer_tier, elements, dtype, mesh.device, row.pinned)
@@ -240,13 +265,13 @@ class Flat:
         ``value`` begins with the parameter's element ``first``, and has all that this rank keeps.
         """
         start = segment.start + first
-        if not self.split:
+        if not self.splits:
             sharded = not _shares(self.home, self.full)
-            self.bring_home(write=True)
+            self.load_shard(write=True)
             _put(value, start, self.home if sharded else self.full, self.shard.start if sharded else 0)
         if self.master is not self.home:
-            self.bring(write=True)
-            _put(value, start, self.master, self.own.start, self.split)
+            self.load_states(write=True)
+            _put(value, start, self.master, self.own.start, self.splits)
 
     def _read(self, segment: Segment, source: Source, kept: slice) -> None:
         """Read the part of a parameter that lies in a range of the layout."""
@@ -378,8 +403,9 @@ class Unit:
         return f"unit {self.name or '(root)'!r}"
 
     def place(
-        self, flats: Sequence[Flat], row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None, link: Link
-    ) -> None:
+        self, flats: Sequence[Flat], row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None, link: Link,
+        store: Store,
+    ) -> None:  # fmt: skip
         """Make the storage and the states, and take the parameters' values into them."""
         self.flats = tuple(flats)
         self._link = link
@@ -395,6 +421,7 @@ class Unit:
         if self.sharded:
             self.storage.resize_(0)  # from here on parameters are fetched into slots
         for flat in flats:
+            flat.store = store
             flat.fill(row, mesh, mixed, materialise)
         self.state = State.HOME if self.sharded else State.FETCHED
         self._references = self._count_references()
@@ -444,7 +471,7 @@ class Unit:
         self.take_changes()
         for flat in self.flats:
             if flat.rounds and (self.sharded or flat.gathers):
-                flat.bring()
+                flat.load_states()
                 mesh.shard.all_gather(flat.full, flat.master, flat.tag).wait()
 
     def _bind(self, storage: torch.UntypedStorage) -> None:

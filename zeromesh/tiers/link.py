@@ -96,6 +96,10 @@ class Link:
         """Whether the device's memory is not the host's, so that copies take their time."""
         return self._streams is not None
 
+    def count(self, nbytes: int) -> None:
+        """Count bytes that are used where they lie, because the device is the host."""
+        self.moved += nbytes
+
     def to_host(self, target: torch.Tensor, source: torch.Tensor, after: Copy = DONE) -> Copy:
         """Begin to copy from the device to the host; to pageable memory it blocks."""
         return self._begin(None if self._streams is None else self._streams.to_host, target, source, after)

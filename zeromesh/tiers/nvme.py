@@ -133,6 +133,24 @@ class Region:
         return self._current.nbytes
 
 
+@dataclass(frozen=True)
+class Disk:
+    """Folder of a tier of files, and the use of the disk.
+
+    Attributes:
+        folder: on the device.
+        buffers: number of flat buffers whose states are in host memory at most: one is used, the next are read and the
+            last are written.
+        block_size: bytes of a request; see ``Store``.
+        queue_depth: requests at a time; see ``Store``.
+    """
+
+    folder: Path
+    buffers: int = 4
+    block_size: int = 1 << 20
+    queue_depth: int = 8
+
+
 class Store:
     """Regions in a swap file of this process, which is deleted when the store is closed or forgotten, or Python ends.
 

@@ -1,0 +1,78 @@
+"""Storage of flat buffers whose states rest off the device: which tier has them, and the only way to load them.
+
+``Flat.load_states`` and ``Flat.load_shard`` end here. Masters and optimizer states are with ``Swap`` if they rest in
+files or in halves, parameters with ``Stored`` if they rest in files; all else is always in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, nullcontext
+
+from zeromesh.kernels.update import Halves
+from zeromesh.shard.stored import Stored
+from zeromesh.shard.swap import Swap
+from zeromesh.shard.unit import Flat
+
+
+class Tiers:
+    """Storage of all flat buffers of a model.
+
+    Args:
+        swap: has the masters and optimizer states of its flat buffers; None: all are in memory.
+        stored: has the parameters of its flat buffers; None: all are in memory.
+    """
+
+    def __init__(self, swap: Swap | None = None, stored: Stored | None = None) -> None:
+        self.swap, self.stored = swap, stored
+        self._before_states: list[Callable[[Flat], None]] = []
+
+    def before_states(self, listener: Callable[[Flat], None]) -> None:
+        """Call ``listener`` with each flat buffer whose states are about to be loaded."""
+        self._before_states.append(listener)
+
+    def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have the master and the optimizer states in memory until those of another flat buffer are loaded.
+
+        Args:
+            flat: the flat buffer.
+            write: write the memory back to the tier afterwards.
+            read: False: the tier's contents do not matter, as all of the memory will be overwritten.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        for listener in self._before_states:
+            listener(flat)
+        if self.swap is not None and flat in self.swap:
+            self.swap.load(flat, write, read)
+        elif not flat.layout.trainable:  # a frozen parameter is its own master
+            self._load_stored(flat, write, read)
+
+    def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have this rank's parameters in memory until those of another flat buffer are loaded; see ``load_states``."""
+        if self.swap is not None:
+            self.swap.release(flat)  # a joined master is split first: one half of it is the parameter
+        self._load_stored(flat, write, read)
+
+    def _load_stored(self, flat: Flat, write: bool, read: bool) -> None:
+        if self.stored is not None and flat in self.stored:
+            self.stored.load(flat, write, read)
+
+    def keeps_states(self, flat: Flat) -> bool:
+        """Return whether the master and the optimizer states are in memory only while they are loaded."""
+        return self.swap is not None and flat in self.swap
+
+    def splits(self, flat: Flat) -> bool:
+        """Return whether the master is kept in halves, one of which is the parameter."""
+        return self.swap is not None and self.swap.splits(flat)
+
+    def halves(self, flat: Flat, index: int) -> Halves | None:
+        """Return the halves of parameter ``index``'s master during ``stream``; None for a whole master."""
+        return None if self.swap is None else self.swap.halves(flat, index)
+
+    def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
+        """Yield each flat buffer in order, with its master and states loaded until the next one is asked for."""
+        streamed = nullcontext(iter(flats)) if self.swap is None else closing(self.swap.stream(flats, write))
+        with streamed as present:
+            yield from present

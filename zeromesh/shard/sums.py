@@ -1,0 +1,126 @@
+"""Sums of reduced gradients over ranks that hold the same parameters: replicas, tensor ranks, tied stages.
+
+They are made once per update, when each rank has its part of the sum over its shard group. All ranks call each
+function, with gradients that all have a home.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zeromesh.comm.collectives import Group, Pending
+from zeromesh.comm.mesh import Mesh
+from zeromesh.observe.spans import span
+from zeromesh.shard.gradient import Gradient, GradientPolicy
+
+SHARES = 1 << 22
+"""Elements that are summed over the tensor axis in one message, or one parameter's if that has more."""
+
+SHARES_TAG = 13
+"""Tag of these messages."""
+
+TIES_TAG = 64
+"""First tag, on the pipeline axis, of gradients of parameters that several stages have."""
+
+
+def sum_copies(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy, limit: int) -> None:
+    """Sum homes over all ranks that hold copies of them.
+
+    Args:
+        gradients: all gradients of the model, in the same order on every rank.
+        mesh: the ranks.
+        policy: for the dtype on the wire.
+        limit: how many sums over replicas are under way at once.
+    """
+    if mesh.replicate.size > 1:
+        _sum_replicas(gradients, mesh, policy, limit)
+    _sum_shares(gradients, mesh)
+    _sum_ties(gradients, mesh)
+
+
+def count_once(gradients: Sequence[Gradient], mesh: Mesh) -> None:
+    """Keep each sum on the first of the ranks that hold copies of it and zero the others, before more is added."""
+    for gradient in gradients:
+        if gradient.home is None:
+            continue
+        if mesh.replicate.rank > 0 or not counts(gradient, mesh):
+            gradient.home.zero_()
+        for ranges in gradient.shared.values():
+            for start, stop, first in ranges:
+                if not first:
+                    gradient.home[start:stop] = 0
+
+
+def counts(gradient: Gradient, mesh: Mesh) -> bool:
+    """Return whether this rank's stage is the one that counts a parameter of several stages."""
+    return not gradient.holders or gradient.holders[0] == mesh.group("pipeline").rank
+
+
+def _sum_replicas(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy, limit: int) -> None:
+    sums: deque[tuple[Gradient, torch.Tensor, Callable[[], Pending]]] = deque()
+    for gradient in gradients:
+        assert gradient.home is not None
+        wire = gradient.home.to(mesh.device, policy.wire_dtype(gradient.layout))
+        sums.append((gradient, wire, mesh.replicate.begin_all_reduce(wire, gradient.tag + 3, mesh.links.reduce)))
+        if len(sums) > limit:
+            _end_sum(*sums.popleft())
+    while sums:
+        _end_sum(*sums.popleft())
+
+
+def _end_sum(gradient: Gradient, wire: torch.Tensor, send: Callable[[], Pending]) -> None:
+    assert gradient.home is not None
+    with span("sum_replicas", gradient.unit):
+        send().wait()
+        if wire is not gradient.home:
+            gradient.home.copy_(wire)
+
+
+def _sum_shares(gradients: Sequence[Gradient], mesh: Mesh) -> None:
+    """Sum ranges that several ranks along the tensor axis have, many small ones in one message."""
+    for sharers in sorted({sharers for gradient in gradients for sharers in gradient.shared}):
+        group = mesh.neighbours("tensor", sharers)
+        waiting: list[torch.Tensor] = []
+        elements = 0
+        for gradient in gradients:
+            assert gradient.home is not None
+            for start, stop, _ in gradient.shared.get(sharers, ()):
+                part = gradient.home[start:stop]
+                if waiting and (part.dtype != waiting[0].dtype or elements + part.numel() > SHARES):
+                    _sum_together(waiting, group)
+                    waiting, elements = [], 0
+                waiting.append(part)
+                elements += part.numel()
+        if waiting:
+            _sum_together(waiting, group)
+
+
+def _sum_together(parts: Sequence[torch.Tensor], group: Group) -> None:
+    """Sum 1-D tensors of one dtype over the ranks, in place, in one message."""
+    with span("sum_shares"):
+        together = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(group.device)
+        group.all_reduce(together, SHARES_TAG)
+        if together is not parts[0]:
+            for part, total in zip(parts, together.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total)
+
+
+def _sum_ties(gradients: Sequence[Gradient], mesh: Mesh) -> None:
+    """Sum gradients of parameters that several stages have, in the order of stages; a use on one counts on all."""
+    group = mesh.group("pipeline")
+    for number, gradient in enumerate(tied for tied in gradients if tied.holders):
+        assert gradient.home is not None
+        used = torch.tensor(gradient.used, dtype=gradient.home.dtype, device=group.device)
+        own = torch.cat([gradient.home.to(group.device), used])
+        rows = {place: own if place == group.rank else torch.empty_like(own) for place in gradient.holders}
+        others = [place for place in gradient.holders if place != group.rank]
+        sends, receives = dict.fromkeys(others, own), {place: rows[place] for place in others}
+        group.send_and_receive(sends, receives, TIES_TAG + number, "tied gradients").wait()
+        total = rows[gradient.holders[0]].clone()
+        for place in gradient.holders[1:]:
+            total += rows[place]
+        gradient.home.copy_(total[: gradient.home.numel()])
+        gradient.use(total[gradient.home.numel() :].bool().tolist())
