@@ -302,7 +302,7 @@ def test_a_folder_that_cannot_be_made_is_said_on_every_rank_before_training(tmp_
     (tmp_path / "file").write_text("")
     first, second = run_ranks(a_folder_that_cannot_be_made, RANKS, str(tmp_path / "file"))
     assert "Not a directory" in first
-    assert "rank 0 could not prepare its optimizer, schedule, data and monitors" in second
+    assert "rank 0 could not prepare its optimizer, schedule and monitors" in second
 
 
 @pytest.mark.parametrize(

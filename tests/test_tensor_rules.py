@@ -15,8 +15,8 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import GPT2, GROUPED, SPECIAL, USUAL
-from zeromesh import build
 from zeromesh.config.settings import Settings
+from zeromesh.initialization import layout
 from zeromesh.optim.groups import no_decay_groups
 from zeromesh.shard import deferred
 
@@ -756,7 +756,7 @@ def test_a_copy_of_a_split_model_is_split_and_its_own() -> None:
 
 def said_of_the_share() -> list[str]:
     said: list[str] = []
-    with patch.object(build._log, "info", lambda text, *values: said.append(text % values)):
+    with patch.object(layout._log, "info", lambda text, *values: said.append(text % values)):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False))
         plan = {"0": "colwise", "1": "rowwise", "2": "replicate"}
         settings = {"mesh": {"tensor": 2}, "tensor_parallel": {"plan": plan}}

@@ -18,10 +18,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("train",),
     ("__init__",),
+    ("build",),
+    ("initialization",),
     (
         "launcher",
         "engine",
-        "build",
         "report",
         "bounding",
         "export",

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -60,6 +61,37 @@ MOST_SKIPPED = 10
 """So many updates in a row may be skipped for gradients that are not finite, where no loss scale explains them."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Parts of an engine, which ``initialize`` makes.
+
+    Attributes:
+        sharded: the model's states, placed over the mesh.
+        config: the resolved settings.
+        optimizer: updates this rank's pieces; None if there is none.
+        scheduler: stepped after every update; None if there is none.
+        loss_fn: from the model's output and the labels to the loss; None if the model returns its loss.
+        loader: of ``training_data``; None if there is none.
+        observer: measures the run.
+        fed: compares the sizes of micro-batches with the configured one.
+        context_parallel: sequences spread over ranks; None where they are not.
+        activations: storage of checkpointed modules' inputs until the backward; None where they stay in place.
+        pipelined: pipeline stages; None where there is one stage.
+    """
+
+    sharded: Sharded
+    config: Resolved
+    optimizer: Optimizer | None
+    scheduler: Any
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    loader: Loader | None
+    observer: Observer
+    fed: FedBatches
+    context_parallel: Applied | None
+    activations: Store | None
+    pipelined: Pipelined | None
+
+
 class Engine:
     """Trains one model over the ranks of a mesh.
 
@@ -80,33 +112,29 @@ class Engine:
         skipped_steps: updates that were skipped because a gradient was not finite.
     """
 
-    def __init__(
-        self, sharded: Sharded, config: Resolved, optimizer: Optimizer | None, lr_scheduler: Any = None,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, training_dataloader: Loader | None = None,
-        observer: Observer | None = None, fed: FedBatches | None = None,
-    ) -> None:  # fmt: skip
-        self.sharded = sharded
+    def __init__(self, parts: Parts) -> None:
+        self.sharded = sharded = parts.sharded
         self.module = sharded.model
         self.mesh = sharded.mesh
         self.device = sharded.mesh.device
-        self.config = config
-        self.optimizer = optimizer
+        self.config = parts.config
+        self.optimizer = optimizer = parts.optimizer
         scaler = sharded.accumulation.scaler
         assert scaler is None or isinstance(scaler, LossScaler)
         self.loss_scaler = scaler
-        self.lr_scheduler = lr_scheduler
-        self.observer = observer or Observer(self.module, self.device)
-        self.training_dataloader = training_dataloader
-        self.data_position: Position | None = None if training_dataloader is None else training_dataloader.position
+        self.lr_scheduler = parts.scheduler
+        self.observer = parts.observer
+        self.training_dataloader = loader = parts.loader
+        self.data_position: Position | None = None if loader is None else loader.position
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self.context_parallel: Applied | None = None
-        self.activations: Store | None = None
-        self.pipelined: Pipelined | None = None
-        self._fed = fed or FedBatches(None)
-        self._loss_fn = loss_fn
+        self.context_parallel = parts.context_parallel
+        self.activations = parts.activations
+        self.pipelined = parts.pipelined
+        self._fed = parts.fed
+        self._loss_fn = parts.loss_fn
         self._passes: Iterator[Any] | None = None
         self._accumulation = sharded.accumulation
         self._updating = False

@@ -1,0 +1,1 @@
+"""Steps of ``zeromesh.initialize``: checks, layout, preparation, placement."""

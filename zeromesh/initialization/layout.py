@@ -1,0 +1,217 @@
+"""Layout of a model over the ranks: mesh, tensor plan, pipeline stages, spread sequences."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zeromesh.batches import cast, loss_of
+from zeromesh.comm.agreement import attempt, share
+from zeromesh.comm.environment import Environment, device_of_group, init_distributed
+from zeromesh.comm.formats import FORMATS
+from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.initialization.place import checkpoint_activations, place_buffers
+from zeromesh.model.containers import map_tensors
+from zeromesh.tensor.apply import chunk_losses
+from zeromesh.tensor.derive import derive, heads_over_vocabulary
+from zeromesh.tensor.plan import Resolved as SplitPlan
+from zeromesh.tensor.plan import as_json, parse, resolve
+from zeromesh.tensor.sequence import Stack, find_stacks
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Resolved, Settings
+    from zeromesh.context.applied import Applied
+    from zeromesh.pipeline.cut import Blocks
+    from zeromesh.pipeline.samples import Sample
+    from zeromesh.pipelined import Pipelined
+    from zeromesh.training_data import Loader
+
+Split = tuple[SplitPlan, list[Stack]]
+"""Plan of the tensor axis, and the stacks of blocks between which the sequence is split."""
+
+_log = logging.getLogger("zeromesh")
+
+
+def make_mesh(settings: Settings, environment: Environment | None = None) -> Mesh:
+    """Return the mesh that the configuration describes, over the running ranks. Collective."""
+    environment = environment or init_distributed()
+    sizes = settings.resolve_mesh(environment.world_size)
+    return Mesh(sizes, device_of_group(environment), _links(settings, environment))
+
+
+def _links(settings: Settings, environment: Environment) -> Links:
+    """Return this rank's node, and the use of the links between nodes."""
+    gather, reduce = (None if name is None else FORMATS[name] for name in settings.across_nodes)
+    node = None if environment.one_node else environment.node_rank
+    count = settings.communication.ranks_per_node
+    if count is not None:
+        if environment.world_size % count:
+            raise ValueError(
+                f"communication.ranks_per_node is {count}, which does not divide the {environment.world_size} ranks; "
+                "set it to a divisor, or leave it out"
+            )
+        node = environment.rank // count
+    return Links(node, settings.communication.hierarchical, gather, reduce)
+
+
+def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None:
+    """Return the plan of the tensor axis: the user's entries over derived ones; None where the axis has one rank.
+
+    Raises:
+        ValueError: the model cannot be split by this plan.
+    """
+    group = mesh.group("tensor")
+    given = parse(settings.tensor_parallel.plan or {})
+    if group.size == 1:
+        resolve(model, given, {}, 0, 1)  # raises where the plan is wrong, which is better told before there are ranks
+        return None
+    found, notes = derive(model, group.size)
+    if mesh.rank == 0:
+        whole = "".join(f"\n  {note}" for note in notes)
+        _log.info("the model is split over %d ranks by this plan:\n%s%s", group.size, as_json(found | given), whole)
+    resolved = resolve(model, given, found, group.rank, group.size)
+    if mesh.rank == 0:
+        parameters = [(one, resolved.of_parameter.get(id(one))) for one in model.parameters()]
+        every = sum(one.nbytes for one, _ in parameters)
+        here = sum(one.nbytes if held is None else prod(held.shape) * one.itemsize for one, held in parameters)
+        split = sum(one.nbytes for one, held in parameters if held is not None and held.split is not None)
+        _log.info(
+            "the tensor axis splits %.1f %% of the bytes of the parameters; each of its %d ranks has %.1f %% of all",
+            100 * split / every, group.size, 100 * here / every,
+        )  # fmt: skip
+    return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
+
+
+def plan_stages(
+    model: nn.Module, settings: Resolved, mesh: Mesh, loader: Loader | None = None, loss_fn: Any = None
+) -> Pipelined | None:
+    """Return the pipeline stages of the model and their schedule; None where there is one stage. Collective.
+
+    Raises:
+        ValueError: the model cannot be cut like that, or the schedule does not exist.
+    """
+    chosen, world = settings.pipeline, mesh.group("world")
+    if mesh.sizes["pipeline"] == 1:
+        if chosen.record is not None:
+            _log.warning("pipeline.record is set, but mesh.pipeline is 1: there are no stages, and nothing is recorded")
+        return None
+    from zeromesh.pipeline.cut import describe_stages, examine
+    from zeromesh.pipelined import Pipelined, agreed
+
+    sample = None if loader is None else _sample(loader, loss_fn, mesh.device)
+
+    def look() -> Blocks:
+        blocks = examine(model, chosen.blocks, sample)
+        return _measured(model, blocks, settings, mesh.device) if chosen.partition == "time" else blocks
+
+    found, failure = attempt(look)
+    share(world, "cut the model into stages", failure)
+    assert found is not None
+    blocks = agreed(world, found)
+    made = Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps, blocks)
+    if mesh.rank == 0:
+        lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, made.cut))
+        _log.info("the model is cut into stages by pipeline.partition = %s:%s", json.dumps(chosen.partition), lines)
+    return made
+
+
+def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torch.device) -> Blocks:
+    """Return the blocks with the measured time of each."""
+    from zeromesh.pipeline.timing import measured
+
+    precision = settings.precision
+
+    def prepare(copied: nn.Module) -> Callable[..., Any]:
+        """Prepare a copy of the model as the engine would, and return its forward."""
+        place_buffers(copied, device, precision.buffers)
+        if settings.chunked_loss:
+            chunk_losses(copied, heads_over_vocabulary(copied), nullcontext)
+        checkpoint_activations(copied, settings)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if precision.compute is not None and precision.cast_inputs:
+                args, kwargs = map_tensors((args, kwargs), partial(cast, dtype=precision.compute))
+            with torch.autocast(device.type, precision.autocast, precision.autocast is not None, cache_enabled=False):
+                return copied(*args, **kwargs)
+
+        return forward
+
+    try:
+        return measured(model, blocks, device, precision.compute, prepare)
+    except Exception as error:
+        raise ValueError(
+            f'pipeline.partition is "time", and the time that blocks of {type(model).__name__} take cannot be measured '
+            f"({type(error).__name__}: {error}); pass training_data to initialize with samples that the model takes, "
+            'or set it to "best"'
+        ) from error
+
+
+def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> Sample | None:
+    """Return the first samples of the data, as the model will get them; None where they cannot be read."""
+    from zeromesh.pipeline.samples import Sample, undisturbed
+
+    def read() -> Sample:
+        own = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls
+        return Sample(loader.example(), partial(loss_of, loss_fn=own))
+
+    with undisturbed(device):
+        sample, failure = attempt(read)
+    if failure is not None:
+        _log.debug("the first samples of training_data cannot be read", exc_info=failure)
+    return sample
+
+
+def take_stage(
+    model: nn.Module, cut: Pipelined, owned: list[dict[str, Any]], plan: Split | None, dtype: torch.dtype | None
+) -> tuple[list[dict[str, Any]], Split | None]:
+    """Take from the model all that other stages have; return the parameter groups and the plan of the rest."""
+    cut.take_away(dtype)
+    here = {id(parameter) for parameter in model.parameters()}
+    groups = [{**group, "params": [p for p in group["params"] if id(p) in here]} for group in owned]
+    if plan is not None:
+        resolved, stacks = plan
+        members = [m for m in resolved.members if _is_here(m, here)]
+        heads = {
+            name: heads
+            for name, heads in resolved.heads.items()
+            if next(model.get_submodule(name).parameters(), None) is not None
+        }
+        parts = [stack.part(blocks) for blocks in cut.blocks_by_stage for stack in stacks]
+        stacks = [part for part in parts if part.blocks]
+        plan = SplitPlan(members, resolved.held, resolved.of_parameter, heads), stacks
+    return groups, plan
+
+
+def _is_here(member: Any, here: set[int]) -> bool:
+    """Return whether this rank has the parameters of a member of a plan."""
+    module = member.module
+    parameters = [module._parameters.get(member.parameter)] if member.parameter else module.parameters()
+    return any(id(parameter) in here for parameter in parameters)
+
+
+def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> Applied | None:
+    """Let each rank along the context axis compute its part of the sequences; None where the axis has one rank.
+
+    Raises:
+        ValueError: the model cannot be spread; it is unchanged then.
+    """
+    group = mesh.group("context")
+    if group.size == 1:
+        return None
+    if loss_fn is not None:
+        raise ValueError(
+            "loss_fn would be given the labels of whole sequences, and logits of this rank's part; leave it out, and "
+            "have the model return its loss"
+        )
+    from zeromesh.context.apply import apply as spread
+
+    return spread(model, settings.context_parallel.strategy, group)

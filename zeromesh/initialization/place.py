@@ -1,0 +1,147 @@
+"""Placement of a model: values, buffers, sharded states, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+
+from zeromesh.comm.agreement import attempt
+from zeromesh.comm.mesh import Mesh
+from zeromesh.model.split import Held
+from zeromesh.precision.scaler import LossScaler
+from zeromesh.shard.accumulation import Accumulation
+from zeromesh.shard.deferred import Source
+from zeromesh.shard.find import find_units
+from zeromesh.shard.materialise import replace
+from zeromesh.shard.needs import Prepare
+from zeromesh.shard.sharded import Sharded, Slots
+
+if TYPE_CHECKING:
+    from zeromesh.activation.store import Store
+    from zeromesh.config.settings import Resolved
+    from zeromesh.pipelined import Pipelined
+
+
+class Values:
+    """Values of parameters from a materialiser. After a failure they are zeros until all ranks have heard of it.
+
+    Attributes:
+        failure: the first failure; None so far.
+    """
+
+    def __init__(self, materialise: Callable[[str, nn.Parameter], Source | None]) -> None:
+        self.failure: Exception | None = None
+        self._materialise = materialise
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> Source | None:
+        """Give a parameter its value, or return where to read it from; see ``materialiser``."""
+        source, failure = attempt(lambda: self._materialise(name, parameter))
+        if failure is not None:
+            replace(parameter, self._stand_in(failure, parameter.shape).to(parameter.dtype))
+        return None if source is None else Reading(source, self._stand_in)
+
+    def _stand_in(self, failure: Exception | None, size: torch.Size) -> torch.Tensor:
+        self.failure = self.failure or failure
+        return torch.zeros(size)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Source of a parameter's elements whose failures ``Values`` notes."""
+
+    source: Source
+    stand_in: Callable[[Exception | None, torch.Size], torch.Tensor]
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements ``start`` to ``stop``, 1-D; zeros if they cannot be read."""
+        value, failure = attempt(lambda: self.source.read(start, stop))
+        return value if value is not None else self.stand_in(failure, torch.Size([stop - start]))
+
+
+def shard(
+    model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None, split: Mapping[str, Held] | None = None,
+    cut: Pipelined | None = None, prepare: Prepare | None = None,
+) -> Sharded:  # fmt: skip
+    """Place the model's states over the mesh as the configuration says; see ``Sharded`` for the arguments."""
+    scaler = LossScaler(settings.precision.loss_scale) if settings.precision.loss_scale else None
+    return Sharded(
+        model,
+        mesh,
+        settings.row,
+        settings.precision,
+        Slots(settings.slots.parameter, settings.slots.gradient),
+        targets=settings.units,
+        accumulation=Accumulation(settings.gradient_accumulation_steps, scaler),
+        predivide=settings.gradient_predivide,
+        materialise=materialise,
+        split=split,
+        tied=None if cut is None else cut.tied,
+        idle=frozenset() if cut is None else cut.idle,
+        prepare=prepare,
+    )
+
+
+def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move buffers to the device, and convert floating-point ones to ``dtype``; None keeps the dtype of each.
+
+    Normalisations with running statistics, whose parameters keep their dtype in 16-bit runs, keep that of their
+    buffers, too.
+    """
+    # By ``id``, so that what is in two places stays one; with the old one, so that it keeps its ``id``.
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        keeps_all = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in placed:
+                converts = buffer.is_floating_point() and not keeps_all
+                placed[id(buffer)] = buffer, buffer.to(device=device, dtype=dtype if converts else None)
+            module._buffers[name] = placed[id(buffer)][1]
+
+
+def activation_store(settings: Resolved, mesh: Mesh) -> Store | None:
+    """Return the storage of checkpointed modules' inputs until the backward; None where they stay in place."""
+    chosen = settings.activation_checkpointing
+    if not chosen.enabled:
+        return None
+    group = mesh.group("tensor")
+    # Where the sequence is split over these ranks, each has a part of the inputs anyway.
+    partitions = chosen.partition_activations and group.size > 1 and not settings.tensor_parallel.sequence
+    if not (chosen.cpu_checkpointing or partitions):
+        return None
+    from zeromesh.activation.store import Store
+
+    return Store(mesh.device, chosen.cpu_checkpointing, group if partitions else None)
+
+
+def checkpoint_activations(model: nn.Module, settings: Resolved, store: Store | None = None) -> None:
+    """Recompute activations of the configured modules in the backward."""
+    chosen = settings.activation_checkpointing
+    if chosen.enabled:
+        from zeromesh.activation.checkpoint import checkpoint_modules
+
+        found = find_units(model, chosen.targets or settings.units)
+        # A leaf has nothing inside that would be kept; recomputing it only costs time.
+        inner = (module for _, module in found if chosen.targets or next(module.children(), None) is not None)
+        checkpoint_modules(inner, store)
+
+
+def while_alive(using: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+    """Return ``using`` without a reference to its engine, because the model and copies of it may outlive the engine."""
+    method = WeakMethod(using)
+
+    def use() -> AbstractContextManager[None]:
+        alive = method()
+        return nullcontext() if alive is None else alive()
+
+    return use

@@ -1,0 +1,146 @@
+"""Preparation of the optimizer, the schedule and the data, while the model is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.comm.mesh import Mesh
+from zeromesh.initialization.checks import check_scheduler, makes_scheduler
+from zeromesh.model.piece import Piece
+from zeromesh.model.placement import Placement
+from zeromesh.model.split import Held
+from zeromesh.shard.sharded import Sharded
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Resolved
+    from zeromesh.model.piece import PieceExchange
+    from zeromesh.training_data import Loader
+
+
+def parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield the groups that the configuration's optimizer will update, as lists of the model's parameters."""
+    members = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    if not members:
+        raise ValueError("model_parameters is empty; leave it out to train all trainable parameters")
+    groups: list[Any] = members if isinstance(members[0], Mapping) else [{"params": members}]
+    known = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(groups):
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = [p[1] if isinstance(p, tuple) else p for p in parameters]
+        if any(id(parameter) not in known for parameter in parameters):
+            raise ValueError(f"model_parameters, group {number}: holds a parameter that is not the model's")
+        yield {**group, "params": parameters}
+
+
+def user_optimizer(given: Any, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
+    """Return the user's optimizer, made by the user's function if one was passed; None if there is none."""
+    if given is None or isinstance(given, Optimizer):
+        return given
+    if not callable(given) or isinstance(given, nn.Module):
+        raise ValueError(f"optimizer is a {type(given).__name__}; pass a torch optimizer, or a function that makes one")
+    made = given([dict(group) for group in owned] if len(owned) > 1 else list(owned[0]["params"]))
+    if not isinstance(made, Optimizer):
+        raise ValueError(f"the function passed as optimizer returned a {type(made).__name__}, not a torch optimizer")
+    return made
+
+
+def build_optimizer(
+    model: nn.Module,
+    mesh: Mesh,
+    settings: Resolved,
+    owned: Sequence[dict[str, Any]],
+    pieces: Mapping[int, Piece | None],
+    exchange: PieceExchange,
+) -> Optimizer | None:
+    """Build the configuration's optimizer; ``pieces`` are by ``id`` of the parameter."""
+    from zeromesh.optim import factory
+    from zeromesh.optim.groups import hidden_matrices
+
+    if settings.optimizer is None:
+        return None
+    groups = []
+    for group in owned:
+        mine = [pieces.get(id(parameter)) for parameter in group["params"]]
+        options = {key: value for key, value in group.items() if key not in ("params", "name", "param_names")}
+        groups.append(factory.Group(tuple(piece for piece in mine if piece is not None), options))
+    chosen, allow = settings.optimizer, settings.zero_allow_untested_optimizer
+    matrices = hidden_matrices(model) if chosen.type.lower() == "muon" else frozenset()
+    return factory.build(chosen.type, dict(chosen.params), groups, exchange, _is_cut(mesh, settings), allow, matrices)
+
+
+def stand_in(model: nn.Module, mesh: Mesh, settings: Resolved, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
+    """Build the configuration's optimizer over pieces without memory, which raises the errors of the real one."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    pieces: dict[int, Piece | None] = {}
+    for name, like in trained:
+        empty = nn.Parameter(torch.empty(like.numel(), dtype=like.dtype, device="meta"))
+        pieces[id(like)] = Piece(name, Held(tuple(like.shape)), 0, like.numel(), empty)
+    exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained]])
+    return build_optimizer(model, mesh, settings, owned, pieces, exchange)
+
+
+def check_users_optimizer(user: Optimizer, model: nn.Module, mesh: Mesh, settings: Resolved) -> None:
+    """Raise ValueError if the user's optimizer cannot update pieces of the model's parameters."""
+    from zeromesh.optim import factory
+
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    factory.check_users(user, trained, _is_cut(mesh, settings), settings.zero_allow_untested_optimizer)
+
+
+def adopt(user: Optimizer, sharded: Sharded, settings: Resolved, everywhere: Sequence[nn.Parameter]) -> None:
+    """Let the user's optimizer update this rank's pieces; ``everywhere`` are the parameters of all stages."""
+    from zeromesh.optim import factory
+
+    pieces = sharded.pieces
+    by_parameter: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
+    by_parameter |= {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
+    factory.adopt(user, by_parameter, _is_cut(sharded.mesh, settings), settings.zero_allow_untested_optimizer)
+
+
+def _is_cut(mesh: Mesh, settings: Resolved) -> bool:
+    """Return whether pieces of the optimizer may be less than whole parameters."""
+    sharded = settings.row.optimizer is Placement.SHARDED and mesh.shard.size > 1
+    return sharded or mesh.group("tensor").size > 1
+
+
+def build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:
+    """Return the user's scheduler, or build the configuration's; None if there is neither."""
+    if given is not None and makes_scheduler(given):
+        made = given(optimizer)
+        check_scheduler(made)
+        return made
+    if given is not None or settings.scheduler is None:
+        return given
+    if optimizer is None:
+        raise ValueError("the configuration has a scheduler but there is no optimizer; add one, or pass optimizer=")
+    from zeromesh.optim import schedules
+
+    return schedules.build(settings.scheduler.type, dict(settings.scheduler.params), optimizer)
+
+
+def build_loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shuffles: bool) -> Loader | None:
+    """Return a loader of this rank's share of ``data``; None without data."""
+    if data is None:
+        return None
+    from torch.utils.data import IterableDataset
+
+    from zeromesh.training_data import Loader, Sampler
+
+    if isinstance(data, IterableDataset):
+        raise ValueError(
+            "training_data is an IterableDataset, which initialize cannot divide among the ranks; make the loader "
+            "yourself and give each rank share engine.data_rank of engine.data_size"
+        )
+    drop = settings.dataloader_drop_last
+    # A data set that is smaller than an update still gives micro-batches, of several passes.
+    batch = settings.train_batch_size
+    whole = batch if len(data) >= batch else settings.train_micro_batch_size_per_gpu * mesh.data_size
+    sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole, shuffles)
+    return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop)
