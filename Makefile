@@ -62,6 +62,7 @@ check: .venv/.test.done
 	$(RUN) ruff format --check .
 	$(RUN) mypy zeromesh
 	.venv/bin/python tools/check_layers.py
+	.venv/bin/python tools/check_structure.py
 	$(RUN) pytest --collect-only --quiet --quiet
 	$(RUN) zeromesh.config.reference --check
 

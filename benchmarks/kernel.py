@@ -90,16 +90,16 @@ class Memory:
     def here(self) -> dict[str, Callable[[int], object]]:
         """The rows of this environment; each takes a number of threads."""
         from zeromesh.kernels.native import library
-        from zeromesh.kernels.update import Piece, Step, update
+        from zeromesh.kernels.update import UpdatePiece, UpdateStep, update
 
         native = library()
         assert native is not None, "the kernels are not built"
         first, second = self.states
-        master, step = self.master.detach(), Step("adamw", ADAMW, 10)
-        piece = Piece(step, self.gradient, master, self.states, self.output)
-        other = Piece(step, self.gradient, master, self.states, self.output, self.new[0], tuple(self.new[1:]))
+        master, step = self.master.detach(), UpdateStep("adamw", ADAMW, 10)
+        piece = UpdatePiece(step, self.gradient, master, self.states, self.output)
+        other = UpdatePiece(step, self.gradient, master, self.states, self.output, self.new[0], tuple(self.new[1:]))
         upper, lower = self.halves
-        halved = Piece(step, self.gradient, upper, self.states, remainder=lower)
+        halved = UpdatePiece(step, self.gradient, upper, self.states, remainder=lower)
         foreach = torch.optim.AdamW([self.master], **ADAMW, foreach=True)  # type: ignore[arg-type]
         fused = torch.optim.AdamW([self.master], **ADAMW, fused=True)  # type: ignore[arg-type]
         for optimizer in (foreach, fused):

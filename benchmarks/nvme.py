@@ -35,7 +35,7 @@ from bench import ROOT, commit, free_name, machine, positive
 from page import lines_of, link
 from zeromesh.tiers import nvme
 from zeromesh.tiers.buffers import Buffer
-from zeromesh.tiers.nvme import MIB, Store
+from zeromesh.tiers.nvme import MIB, FileStore
 from zeromesh.tiers.swap_file import SwapFile
 
 MODES = ("read", "write", "both")
@@ -162,7 +162,7 @@ class Stored:
     """A store with two regions; ``run(mode)`` moves both, or reads one and writes the other."""
 
     def __init__(self, folder: Path, nbytes: int, block: int, depth: int) -> None:
-        self.store = Store(folder, block_size=block, queue_depth=depth)
+        self.store = FileStore(folder, block_size=block, queue_depth=depth)
         self.regions = [self.store.allocate(nbytes // 2) for _ in range(2)]
         self.store.reserve()
         self.buffers = [noise(nbytes // 2) for _ in range(2)]

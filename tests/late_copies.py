@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.tiers.link import Streams
+from zeromesh.tiers.link import CopyStreams
 
 
 class LateEvent:
@@ -85,7 +85,7 @@ class LateStream:
         pass
 
 
-class LateStreams(Streams):
+class LateStreams(CopyStreams):
     """What a link runs copies on.
 
     Attributes:

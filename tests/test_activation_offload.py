@@ -17,7 +17,7 @@ from harness import RankFailure, run_ranks
 from test_pipeline import CHUNKS, train
 from test_tensor_rules import batch, config, gpt2, llama, step
 from zeromesh.activation.checkpoint import checkpoint_modules
-from zeromesh.activation.store import HostPool, Store, _Kept
+from zeromesh.activation.store import ActivationStore, HostPool, _Kept
 from zeromesh.comm.collectives import Group
 
 LIMIT = 120
@@ -55,7 +55,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def make(store: Store | None, blocks: int = 4) -> Net:
+def make(store: ActivationStore | None, blocks: int = 4) -> Net:
     torch.manual_seed(0)
     model = Net(blocks)
     checkpoint_modules(model.blocks, store)
@@ -75,13 +75,13 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
-def in_use(store: Store) -> int:
+def in_use(store: ActivationStore) -> int:
     assert store.pool is not None
     return store.pool._lent
 
 
 def test_gradients_are_the_same_bits_and_a_tensor_of_all_blocks_is_copied_once() -> None:
-    store = Store(CPU, host=True)
+    store = ActivationStore(CPU, host=True)
     model, plain = make(store), make(None)
     torch.manual_seed(1)
     loss = model(given())
@@ -97,7 +97,7 @@ def test_gradients_are_the_same_bits_and_a_tensor_of_all_blocks_is_copied_once()
 
 @pytest.mark.parametrize("host", [False, True])
 def test_the_graph_holds_the_inputs_of_no_block(host: bool) -> None:
-    model = make(Store(CPU, host=True) if host else None)
+    model = make(ActivationStore(CPU, host=True) if host else None)
     storages: list[StorageWeakRef] = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args: storages.append(StorageWeakRef(args[0].untyped_storage())))
@@ -108,7 +108,7 @@ def test_the_graph_holds_the_inputs_of_no_block(host: bool) -> None:
 
 def test_the_next_blocks_inputs_are_under_way_while_a_block_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, int]] = []
-    store = Store(CPU, host=True)
+    store = ActivationStore(CPU, host=True)
     model = make(store, 5)
     names: dict[int, int] = {}
     start, fetch = _Kept.start, _Kept.fetch
@@ -135,7 +135,7 @@ def test_the_next_blocks_inputs_are_under_way_while_a_block_is_computed_again(mo
 
 
 def test_several_forwards_and_backwards_of_one_graph() -> None:
-    store = Store(CPU, host=True)
+    store = ActivationStore(CPU, host=True)
     model, plain = make(store), make(None)
     losses = []
     for seed in range(3):
@@ -156,7 +156,7 @@ def test_several_forwards_and_backwards_of_one_graph() -> None:
 
 
 def test_evaluation_keeps_nothing_and_a_forward_without_backward_gives_its_buffers_back() -> None:
-    store = Store(CPU, host=True)
+    store = ActivationStore(CPU, host=True)
     model = make(store)
     with torch.no_grad():
         model(given())
@@ -170,7 +170,7 @@ def test_evaluation_keeps_nothing_and_a_forward_without_backward_gives_its_buffe
 
 
 def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
-    store = Store(CPU, host=True)
+    store = ActivationStore(CPU, host=True)
     model, plain = make(store), make(None)
     loss = model(given())
 
@@ -214,7 +214,7 @@ def test_an_input_that_is_changed_in_place_is_right_or_refused(rows: int) -> Non
     torch.manual_seed(0)
     model = Changing(False, rows)
     plain = copy.deepcopy(model)
-    checkpoint_modules([model.block], Store(CPU, host=True))
+    checkpoint_modules([model.block], ActivationStore(CPU, host=True))
     x = given()[:rows].clone().requires_grad_()
     torch.manual_seed(1)
     loss = model(x)
@@ -252,7 +252,7 @@ def test_a_shared_tensor_that_changes_between_blocks_is_two() -> None:
     model = Twice()
     plain = copy.deepcopy(model)
     plain.copies = True
-    checkpoint_modules(model.blocks, Store(CPU, host=True))
+    checkpoint_modules(model.blocks, ActivationStore(CPU, host=True))
     for one in (model, plain):
         torch.manual_seed(1)
         one(given()).backward()
@@ -268,7 +268,7 @@ def test_strides_stay_and_what_is_not_dense_or_not_floating_stays_where_it_is() 
             return torch.stack([t.double().sin().sum() for t in tensors]).sum()
 
     look = Look()
-    checkpoint_modules([look], Store(CPU, host=True))
+    checkpoint_modules([look], ActivationStore(CPU, host=True))
     x = torch.randn(40, 30, 4, requires_grad=True)
     weight = nn.Parameter(torch.randn(64, 64))
     tensors = [
@@ -301,7 +301,7 @@ def test_a_block_inside_of_a_block_keeps_nothing_of_its_own() -> None:
     torch.manual_seed(0)
     outer = Outer().eval()
     plain = copy.deepcopy(outer)
-    store = Store(CPU, host=True)
+    store = ActivationStore(CPU, host=True)
     checkpoint_modules([outer.inner, outer], store)
     x, other = given().requires_grad_(), given().requires_grad_()
     loss = outer(x)
@@ -312,7 +312,7 @@ def test_a_block_inside_of_a_block_keeps_nothing_of_its_own() -> None:
 
 
 def test_copies_of_the_model_are_ordinary_ones() -> None:
-    store = Store(CPU, host=True)
+    store = ActivationStore(CPU, host=True)
     model = make(store)
     file = io.BytesIO()
     torch.save(model, file)
@@ -326,7 +326,7 @@ def test_copies_of_the_model_are_ordinary_ones() -> None:
 
 def test_gradients_of_gradients_and_autocast_are_the_same() -> None:
     found = []
-    for store in (Store(CPU, host=True), None):
+    for store in (ActivationStore(CPU, host=True), None):
         model = make(store, 2)
         torch.manual_seed(1)
         x = given().requires_grad_()
@@ -438,17 +438,17 @@ def test_stages_of_a_pipeline(schedule: str, layout: dict[str, int], keys: dict[
 
 
 def moved(**options: Any) -> Any:
-    make_store = Store.__init__
+    make_store = ActivationStore.__init__
 
-    def made(self: Store, device: torch.device, host: bool, group: Group | None = None) -> None:
+    def made(self: ActivationStore, device: torch.device, host: bool, group: Group | None = None) -> None:
         make_store(self, device, host, group)
         self.least = 0
 
-    Store.__init__ = made  # type: ignore[method-assign]
+    ActivationStore.__init__ = made  # type: ignore[method-assign]
     try:
         return train("tied", **options)
     finally:
-        Store.__init__ = make_store  # type: ignore[method-assign]
+        ActivationStore.__init__ = make_store  # type: ignore[method-assign]
 
 
 def compiled(offload: bool) -> Any:

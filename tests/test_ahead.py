@@ -15,7 +15,7 @@ from torch import nn
 from harness import run_ranks
 from test_tiers import in_stages, start
 from zeromesh import zero
-from zeromesh.shard.ahead import Ahead
+from zeromesh.shard.ahead import EarlyUpdates
 
 PLACES: dict[str, dict[str, Any]] = {
     "row 1": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
@@ -32,10 +32,10 @@ class Watched:
 
     def __enter__(self) -> Watched:
         self.counted: list[int] = []
-        self._counted, self._stop = Ahead.counted, Ahead._stop
+        self._counted, self._stop = EarlyUpdates.counted, EarlyUpdates._stop
         watched = self
 
-        def stop(self: Ahead) -> None:
+        def stop(self: EarlyUpdates) -> None:
             tasks, end = list(self._tasks.values()), time.monotonic() + SECONDS
             while self._thread is not None and self._thread.is_alive() and not all(task.done for task in tasks):
                 last = self._swap is not None and sum(not task.done for task in tasks) == 1
@@ -44,16 +44,16 @@ class Watched:
                 time.sleep(0.001)
             watched._stop(self)
 
-        def counted(self: Ahead, steps: Any) -> set[Any]:
+        def counted(self: EarlyUpdates, steps: Any) -> set[Any]:
             found = watched._counted(self, steps)
             watched.counted.append(len(found))
             return found
 
-        Ahead.counted, Ahead._stop = counted, stop  # type: ignore[method-assign]
+        EarlyUpdates.counted, EarlyUpdates._stop = counted, stop  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
-        Ahead.counted, Ahead._stop = self._counted, self._stop  # type: ignore[method-assign]
+        EarlyUpdates.counted, EarlyUpdates._stop = self._counted, self._stop  # type: ignore[method-assign]
 
 
 def begin(place: str, folder: str, share: float, **more: Any) -> Any:

@@ -26,7 +26,7 @@ def tool() -> ModuleType:
 
 def tree(root: Path, **files: str) -> Path:
     """A package under ``root``; the key ``shard__unit`` is the file zeromesh/shard/unit.py."""
-    (root / "zeromesh").mkdir(exist_ok=True)
+    (root / "zeromesh").mkdir(parents=True, exist_ok=True)
     (root / "zeromesh" / "__init__.py").touch()
     for key, text in files.items():
         file = root / "zeromesh" / (key.replace("__", "/") + ".py")
@@ -113,3 +113,48 @@ def test_the_command_fails_when_a_rule_is_broken(tmp_path: Path) -> None:
     finished = run_command([sys.executable, TOOL, bad])
     assert finished.returncode == 1
     assert "zeromesh/model/row.py:1 imports zeromesh.engine: imports point down only" in finished.stdout
+
+
+def test_every_package_has_a_row_in_the_table(tool: ModuleType, tmp_path: Path) -> None:
+    root = tree(tmp_path, comm__mesh="", optim__adam="")
+    (tmp_path / "docs" / "adr").mkdir(parents=True)
+    (tmp_path / tool.TABLE).write_text("| ground | `comm` | messages |\n")
+    assert tool.check(root) == [f"{tool.TABLE}: no row for the package optim"]
+
+
+LARGE = {
+    "shard__a": "class Twice:\n    pass\n",
+    "shard__b": "class Twice:\n    pass\n",
+    "shard__long": "x = 1\n" * 451,
+    "shard__many": "class Many:\n" + "".join(f"    def m{n}(self):\n        pass\n" for n in range(26)),
+    "shard__arguments": f"class Wide:\n    def __init__(self, {', '.join('abcdefghi')}):\n        pass\n",
+    "shard__riddle": '"""What it is."""\n',
+    "shard__writes": "def f(x):\n" + "".join(f"    x.a{n} = 1\n" for n in range(300)),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "reported"),
+    [
+        ("shard__a", "Twice (shard/a.py, shard/b.py): 2 definitions of a public class; at most 1"),
+        ("shard__long", "shard/long.py: 451 lines of a file; at most 450"),
+        ("shard__many", "shard/many.py:Many: 26 methods of a class; at most 25"),
+        ("shard__arguments", "shard/arguments.py:Wide: 9 arguments of a constructor; at most 8"),
+        ("shard__riddle", "zeromesh/shard/riddle.py:1: 'What it is.' opens as a fragment"),
+        ("shard__writes", "300 writes to attributes of other objects; at most"),
+    ],
+)
+def test_a_broken_limit_is_reported(key: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import check_structure
+
+    monkeypatch.setattr(check_structure, "ABOVE", {})
+    others = {"shard__b": LARGE["shard__b"]} if key == "shard__a" else {}
+    problems = check_structure.check(tree(tmp_path, **{key: LARGE[key], **others}))
+    assert any(problem.startswith(reported) for problem in problems), problems
+    assert check_structure.check(tree(tmp_path / "other", shard__a="x = 1\n")) == []
+
+
+def test_the_package_keeps_its_limits() -> None:
+    finished = run_command([sys.executable, ROOT / "tools" / "check_structure.py"])
+    assert finished.returncode == 0, finished.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.config.batch import Batch, solve_batch
+from zeromesh.config.batch import BatchSizes, solve_batch
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 
@@ -71,7 +71,7 @@ def test_the_sizes_that_an_error_names_do_work(train: int, micro: int, data_size
 def test_resolving_fills_the_settings_and_leaves_the_old_ones() -> None:
     settings = Settings.load({"train_batch_size": 24, "gradient_accumulation_steps": 3})
     resolved = settings.resolve(4)
-    assert Batch(24, 2, 3) == Batch(
+    assert BatchSizes(24, 2, 3) == BatchSizes(
         resolved.train_batch_size, resolved.train_micro_batch_size_per_gpu, resolved.gradient_accumulation_steps
     )
     assert resolved.data_size == 4

@@ -18,7 +18,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.context import blocks
 from zeromesh.context.attention import STRATEGIES, attend, ring, ulysses
 from zeromesh.context.batch import IGNORE_LABEL, mean_loss, split
-from zeromesh.context.blocks import CPU, EFFICIENT, FLASH, PRODUCTS, Block
+from zeromesh.context.blocks import CPU, EFFICIENT, FLASH, PRODUCTS, AttentionBlock
 from zeromesh.context.order import chunks_of, gathered_order, keep
 
 TAG = 8
@@ -151,7 +151,7 @@ def watch(strategy: str) -> dict[str, Any]:
     def counted(name: str) -> Any:
         original = getattr(blocks, name)
 
-        def function(block: Block, *rest: Any) -> Any:
+        def function(block: AttentionBlock, *rest: Any) -> Any:
             events.append(name)
             pairs[name] += block.q.shape[2] * block.k.shape[2] * (0.5 if block.causal else 1)
             return original(block, *rest)
@@ -246,11 +246,11 @@ def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
 BLOCKS = [(4, 4, 6, 6, True), (4, 2, 6, 3, False), (4, 1, 3, 6, False), (6, 3, 1, 1, True)]
 
 
-def block_of(heads: int, key_heads: int, queries: int, keys: int, causal: bool, **options: Any) -> Block:
+def block_of(heads: int, key_heads: int, queries: int, keys: int, causal: bool, **options: Any) -> AttentionBlock:
     generator = torch.Generator().manual_seed(3)
     sizes = [(2, heads, queries, 8), (2, key_heads, keys, 8), (2, key_heads, keys, 8)]
     q, k, v = (torch.randn(size, generator=generator, dtype=torch.float64).to(**options) for size in sizes)
-    return Block(q, k, v, causal, 0.3)
+    return AttentionBlock(q, k, v, causal, 0.3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -21,7 +21,7 @@ from test_context import fake
 from zeromesh.activation.checkpoint import checkpoint_modules
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.train import ModelShape
-from zeromesh.context.applied import Applied, Unsupported
+from zeromesh.context.applied import SpreadSequences, Unsupported
 from zeromesh.context.apply import apply
 from zeromesh.context.attention import STRATEGIES
 from zeromesh.context.batch import IGNORE_LABEL
@@ -83,7 +83,7 @@ def train(model: Any, batch: dict[str, Any]) -> Found:
     return loss.detach(), {name: one.grad.clone() for name, one in model.named_parameters()}
 
 
-def spread(model: Any, strategy: str) -> Applied:
+def spread(model: Any, strategy: str) -> SpreadSequences:
     group = Mesh({"context": dist.get_world_size()}, torch.device("cpu")).group("context")
     return apply(model, strategy, group)
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from zeromesh.config.train import TextData
 from zeromesh.train.data.prepare import prepare
-from zeromesh.train.data.prepared import Prepared, TokenSet
+from zeromesh.train.data.prepared import PreparedData, TokenSet
 from zeromesh.train.data.samples import open_samples
 from zeromesh.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
@@ -86,7 +86,7 @@ def spell(ids: np.ndarray, tokenizer: TextTokenizer) -> str:
     return "".join(pieces)
 
 
-def tokenizer_of(prepared: Prepared) -> TextTokenizer:
+def tokenizer_of(prepared: PreparedData) -> TextTokenizer:
     assert prepared.tokenizer is not None
     return load_tokenizer(prepared.tokenizer)
 

@@ -12,7 +12,7 @@ import torch
 from zeromesh.train.data.indexed import IndexedWriter, file_of
 from zeromesh.train.data.loader import Batch, Share, evaluation_batches, training_batches, training_samples
 from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
-from zeromesh.train.data.prepared import Prepared, TokenSet
+from zeromesh.train.data.prepared import PreparedData, TokenSet
 from zeromesh.train.data.samples import Stream, open_samples
 
 PAD = 7777
@@ -31,9 +31,9 @@ def write(prefix: Path, documents: list[np.ndarray], masks: list[np.ndarray] | N
     return TokenSet(prefix, None, len(documents), tokens, labels, tokens, masks is not None, 0)
 
 
-def prepared(*train: TokenSet, validation: tuple[TokenSet, ...] = (), **more: object) -> Prepared:
+def prepared(*train: TokenSet, validation: tuple[TokenSet, ...] = (), **more: object) -> PreparedData:
     weights = more.pop("weights", (1.0,))
-    return Prepared(
+    return PreparedData(
         key="", train=train, validation=validation, vocabulary=8000, pad=PAD, capped=False, skipped=0, dropped=0,
         gzip_bytes=0, python=False, tokenizer=None, weights=weights, **more,
     )  # fmt: skip
@@ -194,7 +194,7 @@ def test_a_blend_of_equal_parts_begins_with_the_first() -> None:
     assert [part for part, _ in Blend((0.5, 0.5), 0).take(6)] == [0, 1, 0, 1, 0, 1]
 
 
-def blend(tmp_path: Path) -> Prepared:
+def blend(tmp_path: Path) -> PreparedData:
     first = write(tmp_path / "first", texts(SIZES))
     sizes = SIZES[:30]
     documents, masks = records(sizes)
@@ -202,7 +202,7 @@ def blend(tmp_path: Path) -> Prepared:
     return prepared(first, second, weights=(0.6, 0.4))
 
 
-def steps(whole: Prepared, ranks: int, consumed: int, count: int, rows: int, micro_batches: int) -> list[list[int]]:
+def steps(whole: PreparedData, ranks: int, consumed: int, count: int, rows: int, micro_batches: int) -> list[list[int]]:
     """The tokens of the samples of each step, gathered over the ranks in the order of the global batch."""
     shares = [Share(rank, ranks, rows, micro_batches) for rank in range(ranks)]
     streams = [training_batches(whole, 48, share, 7, consumed) for share in shares]

@@ -20,7 +20,7 @@ from harness import run_command, run_ranks
 from test_launch_cli import free_port
 from test_train_cli import config, numbers
 from zeromesh.comm.detect import may_restart
-from zeromesh.config.batch import Batch, solve_batch
+from zeromesh.config.batch import BatchSizes, solve_batch
 from zeromesh.config.errors import ConfigError
 from zeromesh.training_data import Loader, Sampler
 
@@ -151,18 +151,18 @@ def test_a_run_goes_on_when_a_node_leaves_and_when_one_joins(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("given", "ranks", "wanted"),
     [
-        ((16, 2, 4), 2, Batch(16, 2, 4)),
-        ((16, 2, 4), 1, Batch(16, 2, 8)),
-        ((16, 2, 4), 4, Batch(16, 2, 2)),
-        ((16, 2, 4), 16, Batch(16, 1, 1)),
-        ((12, 4, 1), 2, Batch(12, 3, 2)),
-        ((12, 4, None), 3, Batch(12, 4, 1)),
-        ((12, None, 2), 3, Batch(12, 2, 2)),
-        ((None, 2, 4), 3, Batch(24, 2, 4)),
+        ((16, 2, 4), 2, BatchSizes(16, 2, 4)),
+        ((16, 2, 4), 1, BatchSizes(16, 2, 8)),
+        ((16, 2, 4), 4, BatchSizes(16, 2, 2)),
+        ((16, 2, 4), 16, BatchSizes(16, 1, 1)),
+        ((12, 4, 1), 2, BatchSizes(12, 3, 2)),
+        ((12, 4, None), 3, BatchSizes(12, 4, 1)),
+        ((12, None, 2), 3, BatchSizes(12, 2, 2)),
+        ((None, 2, 4), 3, BatchSizes(24, 2, 4)),
     ],
 )
 def test_the_global_batch_is_kept_on_any_world(
-    given: tuple[int | None, int | None, int | None], ranks: int, wanted: Batch
+    given: tuple[int | None, int | None, int | None], ranks: int, wanted: BatchSizes
 ) -> None:
     assert solve_batch(*given, ranks, elastic=True) == wanted
     assert wanted.train == wanted.micro * wanted.accumulation * ranks

@@ -30,7 +30,7 @@ from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.data.loader import Batch
 from zeromesh.train.data.tokenizer import load_tokenizer
 from zeromesh.train.model import Transformer, language_model, require_causal, require_document_attention
-from zeromesh.train.sample import Writer
+from zeromesh.train.sample import TextWriter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LIMIT = 200
@@ -157,7 +157,7 @@ def test_a_prompt_begins_as_a_text_does_in_training(tiny: Path, begin: int | Non
         seen.append(list(ids))
         return torch.zeros(tokenizer.size)
 
-    writer = Writer(lambda: following, frozenset({tokenizer.end}), tokenizer)
+    writer = TextWriter(lambda: following, frozenset({tokenizer.end}), tokenizer)
     list(writer.pieces("What is rain?", 1, 0.0, 0))
     assert seen[0] == [tokenizer.end if begin is None else begin, *tokenizer.encode(["What is rain?"])[0]]
 

@@ -15,7 +15,7 @@ import torch
 from zeromesh.kernels import halves, native, update
 from zeromesh.kernels.native import Library, library
 from zeromesh.kernels.rules import RULES, rule_of
-from zeromesh.kernels.update import Piece, Step
+from zeromesh.kernels.update import UpdatePiece, UpdateStep
 from zeromesh.optim.lion import Lion
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str, dict[str, Any]]] = {
@@ -107,7 +107,9 @@ def compare(name: str, elements: int, given: torch.dtype, wanted: torch.dtype | 
     for number in range(1, steps + 1):
         gradient = unaligned(elements, given, offset)
         old = [master.clone(), *(state.clone() for state in states)]
-        update.update([Piece(Step(reference.rule, reference.group, number), gradient, master, states, output)], FACTOR)
+        update.update(
+            [UpdatePiece(UpdateStep(reference.rule, reference.group, number), gradient, master, states, output)], FACTOR
+        )
         reference.step(gradient)
         assert_close(master, reference.parameter.detach(), old[0])
         for state, expected, before in zip(states, reference.states(), old[1:], strict=True):
@@ -143,7 +145,9 @@ def test_many_steps_stay_with_torchs(name: str) -> None:
     states = tuple(torch.zeros(257) for _ in reference.names)
     for number in range(1, 301):
         gradient = torch.randn(257).bfloat16()
-        update.update([Piece(Step(reference.rule, reference.group, number), gradient, master, states)], FACTOR)
+        update.update(
+            [UpdatePiece(UpdateStep(reference.rule, reference.group, number), gradient, master, states)], FACTOR
+        )
         reference.step(gradient)
     torch.testing.assert_close(master, reference.parameter.detach(), rtol=1e-4, atol=1e-5)
 
@@ -156,7 +160,9 @@ def test_gradients_that_are_no_numbers(name: str) -> None:
     gradient = torch.randn(40)
     gradient[[1, 17, 38]], gradient[[2, 18, 39]], gradient[3] = torch.nan, torch.inf, -torch.inf
     for number in (1, 2):
-        update.update([Piece(Step(reference.rule, reference.group, number), gradient, master, states)], FACTOR)
+        update.update(
+            [UpdatePiece(UpdateStep(reference.rule, reference.group, number), gradient, master, states)], FACTOR
+        )
         reference.step(gradient)
     assert_close(master, reference.parameter.detach(), torch.ones(40), ulps=16)
 
@@ -175,19 +181,19 @@ def test_conversions_are_torchs(built: Library) -> None:
         for given in TYPES:
             source = every_float(given)
             found = torch.full((source.numel(),), -0.0)
-            update.update([Piece(STILL, source, found, ())], -1.0, instructions=instructions)
+            update.update([UpdatePiece(STILL, source, found, ())], -1.0, instructions=instructions)
             assert same_bits([found], [source.float()]), (instructions, given)
         master = every_float(torch.float32)
         for wanted in TYPES:
             output = torch.empty(master.numel(), dtype=wanted)
-            update.update([Piece(STILL, torch.zeros_like(master), master.clone(), (), output)], 1.0)
+            update.update([UpdatePiece(STILL, torch.zeros_like(master), master.clone(), (), output)], 1.0)
             assert same_bits([output], [master.to(wanted)]), (instructions, wanted)
 
 
-STILL = Step("sgd", {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}, 1)
+STILL = UpdateStep("sgd", {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}, 1)
 
 
-def pieces_of(name: str, sizes: Sequence[int]) -> tuple[list[Piece], list[torch.Tensor]]:
+def pieces_of(name: str, sizes: Sequence[int]) -> tuple[list[UpdatePiece], list[torch.Tensor]]:
     """Pieces with random states and some odd gradients, always the same; and all that is written."""
     torch.manual_seed(1)
     reference = Reference(name, torch.zeros(1))
@@ -195,9 +201,9 @@ def pieces_of(name: str, sizes: Sequence[int]) -> tuple[list[Piece], list[torch.
     gradient, output, master = torch.randn(total).bfloat16(), torch.empty(total).bfloat16(), torch.randn(total)
     gradient[:: total // 7], gradient[1 :: total // 5] = torch.inf, torch.nan
     states = tuple(torch.rand(total) for _ in reference.names)
-    steps = [Step(reference.rule, reference.group, number) for number in (3, 50)]
+    steps = [UpdateStep(reference.rule, reference.group, number) for number in (3, 50)]
     split = zip(*(tensor.split(list(sizes)) for tensor in (gradient, master, output, *states)), strict=True)
-    pieces = [Piece(steps[n % 2], g, p, tuple(s), o) for n, (g, p, o, *s) in enumerate(split)]
+    pieces = [UpdatePiece(steps[n % 2], g, p, tuple(s), o) for n, (g, p, o, *s) in enumerate(split)]
     return pieces, [master, output, *states]
 
 
@@ -276,7 +282,7 @@ def test_halves_make_up_every_master(built: Library) -> None:
     assert (bits(upper) != bits(master.bfloat16()))[~master.isnan()].any(), "ties were among them"
     for instructions in built.sets:
         new = torch.zeros_like(upper), torch.zeros_like(lower)
-        still = Piece(STILL, torch.zeros_like(master), upper, (), None, new[0], (), lower, new[1])
+        still = UpdatePiece(STILL, torch.zeros_like(master), upper, (), None, new[0], (), lower, new[1])
         update.update([still], -1.0, instructions=instructions)
         minus = master == 0  # -0 + 0 may be 0
         assert_halves_of(torch.where(minus, halves.join(*new), master), *new)
@@ -289,19 +295,19 @@ def test_a_nan_stays_one_in_halves(built: Library) -> None:
     gradient = nans.view(torch.float32).repeat(8)
     for instructions in built.sets:
         upper, lower = halves.split(torch.ones(48))
-        update.update([Piece(STILL, gradient, upper, (), remainder=lower)], instructions=instructions)
+        update.update([UpdatePiece(STILL, gradient, upper, (), remainder=lower)], instructions=instructions)
         assert upper.isnan().all()
         assert halves.join(upper, lower).isnan().all()
 
 
-def halved(pieces: list[Piece]) -> list[Piece]:
+def halved(pieces: list[UpdatePiece]) -> list[UpdatePiece]:
     """The same pieces with masters in two halves."""
     for piece in pieces:
         piece.master, piece.remainder = halves.split(piece.master)
     return pieces
 
 
-def joined(pieces: list[Piece]) -> torch.Tensor:
+def joined(pieces: list[UpdatePiece]) -> torch.Tensor:
     """All masters, from halves, which are checked."""
     found = []
     for piece in pieces:
@@ -403,10 +409,10 @@ def test_classes_and_groups_that_the_kernel_has_not() -> None:
 HALF = torch.zeros(4, dtype=torch.int16)
 
 
-def piece(**changes: Any) -> Piece:
+def piece(**changes: Any) -> UpdatePiece:
     group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    given = {"step": Step("adamw", group, 1), "gradient": torch.ones(4), "master": torch.ones(4)}
-    return Piece(**{**given, "states": (torch.zeros(4), torch.zeros(4)), **changes})
+    given = {"step": UpdateStep("adamw", group, 1), "gradient": torch.ones(4), "master": torch.ones(4)}
+    return UpdatePiece(**{**given, "states": (torch.zeros(4), torch.zeros(4)), **changes})
 
 
 @pytest.mark.parametrize(
@@ -442,7 +448,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="'sse'.*choose of those"):
         update.update([piece()], instructions="sse")
     with pytest.raises(ValueError, match="the kernel has adam, "):
-        Step("adamax", {}, 1)
+        UpdateStep("adamax", {}, 1)
     with pytest.raises(ValueError, match="first step is 1"):
-        Step("adam", {}, 0)
+        UpdateStep("adam", {}, 0)
     update.update([])

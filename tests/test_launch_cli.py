@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness import run_command
-from zeromesh.cli.launch import Layout, Program, SlurmOptions, slurm_script
+from zeromesh.cli.launch import LaunchLayout, Program, SlurmOptions, slurm_script
 from zeromesh.cli.main import app
 from zeromesh.comm import rank
 from zeromesh.comm.failure import RankFailure, first_failure
@@ -462,7 +462,9 @@ def run_batch(text: str, folder: Path) -> list[str]:
 
 
 def test_the_batch_script_for_cpus_starts_each_rank(tmp_path: Path) -> None:
-    text = slurm_script(Program("train it.py", ("--x", "a b")), Layout(4, "2"), SlurmOptions(cpus=6, partition="short"))
+    text = slurm_script(
+        Program("train it.py", ("--x", "a b")), LaunchLayout(4, "2"), SlurmOptions(cpus=6, partition="short")
+    )
     asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert asked == [
         "--job-name='train it'", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--time=01:00:00",
@@ -473,7 +475,9 @@ def test_the_batch_script_for_cpus_starts_each_rank(tmp_path: Path) -> None:
 
 
 def test_the_batch_script_for_gpus_gives_every_rank_its_own(tmp_path: Path) -> None:
-    text = slurm_script(Program("t.py"), Layout(None, "2"), SlurmOptions(gpus=8, time="2-00", more=("--account=me",)))
+    text = slurm_script(
+        Program("t.py"), LaunchLayout(None, "2"), SlurmOptions(gpus=8, time="2-00", more=("--account=me",))
+    )
     assert "#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in text
     assert "#SBATCH --account=me" in text
     assert run_batch(text, tmp_path)[0] == "<--kill-on-bad-exit=1><python><-u><t.py>"
@@ -481,7 +485,7 @@ def test_the_batch_script_for_gpus_gives_every_rank_its_own(tmp_path: Path) -> N
 
 def test_the_batch_script_with_restarts_starts_a_launcher_on_each_node(tmp_path: Path) -> None:
     program = Program("my.tool", ("a",), is_module=True)
-    text = slurm_script(program, Layout(None, "1:2", restarts=5), SlurmOptions(gpus=4, cpus=3))
+    text = slurm_script(program, LaunchLayout(None, "1:2", restarts=5), SlurmOptions(gpus=4, cpus=3))
     assert "#SBATCH --nodes=1-2\n#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=12\n" in text
     wanted = [
         "--kill-on-bad-exit=0", "zeromesh", "launch", "--nproc", "4", "--nnodes", "1:2", "--master", "node7:22345",

@@ -448,13 +448,13 @@ def too_short() -> None:
 
 def interrupted() -> None:
     """What Ctrl-C breaks off is not done well, whoever looks at it afterwards."""
-    from zeromesh.comm.mpi.work import Program, Work
+    from zeromesh.comm.mpi.work import MpiWork, Program
 
     def program() -> Program:
         yield None
         raise KeyboardInterrupt
 
-    work = Work("a work", program(), 1, [], "one rank")
+    work = MpiWork("a work", program(), 1, [], "one rank")
     work.advance()
     with pytest.raises(KeyboardInterrupt):
         work.advance()

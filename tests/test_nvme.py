@@ -27,7 +27,7 @@ from zeromesh.tiers import swap_file
 from zeromesh.tiers.bandwidth import measure_bandwidth
 from zeromesh.tiers.buffers import Buffer, Buffers
 from zeromesh.tiers.checksum import checksum
-from zeromesh.tiers.nvme import Region, Store
+from zeromesh.tiers.nvme import FileStore, Region
 from zeromesh.tiers.stream import stream
 from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned, sweep
 
@@ -50,11 +50,11 @@ def without_direct(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["direct", "buffered"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileStore]:
     """A store, with direct I/O where there is any, and without."""
     if request.param == "buffered":
         without_direct(monkeypatch)
-    with Store(tmp_path, block_size=BLOCK, queue_depth=4) as store:
+    with FileStore(tmp_path, block_size=BLOCK, queue_depth=4) as store:
         if request.param == "direct" and not store.direct:
             pytest.skip("the file system of the temporary folder has no direct I/O")
         yield store
@@ -68,21 +68,21 @@ def filled(value: int, nbytes: int) -> Buffer:
     return buffer
 
 
-def write(store: Store, region: Region, value: int, provisional: bool = False) -> None:
+def write(store: FileStore, region: Region, value: int, provisional: bool = False) -> None:
     store.write(region, filled(value, region.nbytes), provisional).wait()
 
 
-def read(store: Store, region: Region) -> torch.Tensor:
+def read(store: FileStore, region: Region) -> torch.Tensor:
     buffer = Buffer(region.nbytes)
     store.read(region, buffer).wait()
     return buffer.memory[: region.nbytes]
 
 
-def holds(store: Store, region: Region, value: int) -> bool:
+def holds(store: FileStore, region: Region, value: int) -> bool:
     return torch.equal(read(store, region), filled(value, region.nbytes).memory[: region.nbytes])
 
 
-def allocate(store: Store, *sizes: int, spare: int = 0) -> list[Region]:
+def allocate(store: FileStore, *sizes: int, spare: int = 0) -> list[Region]:
     regions = [store.allocate(size) for size in sizes]
     store.allocate_spare(sizes[0], spare)
     store.reserve()
@@ -92,7 +92,7 @@ def allocate(store: Store, *sizes: int, spare: int = 0) -> list[Region]:
 # What is written comes back.
 
 
-def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reported(store: Store) -> None:
+def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reported(store: FileStore) -> None:
     sizes = [1, ALIGNMENT, ALIGNMENT + 1, BLOCK, 3 * BLOCK - 1, 20 * BLOCK + 5]
     assert os.stat(store.path).st_size == store.nbytes == 0
     regions = allocate(store, *sizes)
@@ -112,7 +112,7 @@ def test_regions_of_any_size_come_back_and_the_file_has_the_size_that_is_reporte
     assert moved.bytes_read == store.nbytes + aligned(1)
 
 
-def test_whether_a_region_holds_what_a_buffer_does_is_known_without_reading(store: Store) -> None:
+def test_whether_a_region_holds_what_a_buffer_does_is_known_without_reading(store: FileStore) -> None:
     (region,) = allocate(store, 3 * BLOCK + 5, spare=1)
     assert not store.holds(region, filled(1, region.nbytes)), "nothing was written yet"
     write(store, region, 1)
@@ -127,14 +127,14 @@ def test_whether_a_region_holds_what_a_buffer_does_is_known_without_reading(stor
     assert store.traffic().bytes_read == read_so_far
 
 
-def test_whether_io_is_direct_is_what_the_kernel_says(store: Store) -> None:
+def test_whether_io_is_direct_is_what_the_kernel_says(store: FileStore) -> None:
     flags = fcntl.fcntl(store._file._descriptor, fcntl.F_GETFL)
     assert bool(flags & os.O_DIRECT) == store.direct
 
 
 def test_a_relative_folder_stays_the_same_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    store = Store(".")
+    store = FileStore(".")
     monkeypatch.chdir("/")
     region = allocate(store, 10)[0]
     write(store, region, 1)
@@ -148,7 +148,7 @@ def test_a_file_system_without_direct_io_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_direct(monkeypatch)
-    with Store(tmp_path) as store:
+    with FileStore(tmp_path) as store:
         region = allocate(store, 10)[0]
         write(store, region, 1)
         assert holds(store, region, 1)
@@ -159,7 +159,7 @@ def test_a_file_system_without_direct_io_is_said_once(
 
 
 def test_several_requests_of_one_transfer_are_with_the_disk_at_once(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     region = allocate(store, 8 * BLOCK)[0]
     meeting, real = threading.Barrier(4), {name: getattr(os, name) for name in ("preadv", "pwritev")}
@@ -174,7 +174,7 @@ def test_several_requests_of_one_transfer_are_with_the_disk_at_once(
     assert holds(store, region, 3)
 
 
-def test_any_order_of_operations_reads_what_was_written_last(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_of_operations_reads_what_was_written_last(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many operations under way at once, on few regions and buffers, with a disk that takes its time."""
     draw = random.Random(0)
     real = os.pwritev
@@ -209,7 +209,7 @@ def test_any_order_of_operations_reads_what_was_written_last(store: Store, monke
     assert store.nbytes == 7 * regions[0].padded
 
 
-def test_a_buffer_that_is_written_is_not_read_into_before(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_is_written_is_not_read_into_before(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = allocate(store, BLOCK, BLOCK)
     write(store, second, 2)
     real = os.pwritev
@@ -221,7 +221,7 @@ def test_a_buffer_that_is_written_is_not_read_into_before(store: Store, monkeypa
     assert holds(store, first, 1)
 
 
-def test_a_provisional_write_counts_from_commit_on(store: Store) -> None:
+def test_a_provisional_write_counts_from_commit_on(store: FileStore) -> None:
     first, second = allocate(store, 3 * BLOCK, 3 * BLOCK, spare=2)
     size = store.nbytes
     for region in (first, second):
@@ -243,7 +243,7 @@ def test_a_provisional_write_counts_from_commit_on(store: Store) -> None:
     assert store.nbytes == size == os.stat(store.path).st_size
 
 
-def test_what_a_caller_must_not_do_is_an_assertion(store: Store) -> None:
+def test_what_a_caller_must_not_do_is_an_assertion(store: FileStore) -> None:
     region, other = allocate(store, BLOCK, BLOCK, spare=1)
     late = store.allocate(BLOCK)
     buffer = Buffer(BLOCK)
@@ -263,11 +263,11 @@ def test_what_a_caller_must_not_do_is_an_assertion(store: Store) -> None:
 def test_numbers_out_of_range_are_refused(tmp_path: Path) -> None:
     for wrong in ({"block_size": 5000}, {"block_size": 0}, {"queue_depth": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}; "):
-            Store(tmp_path, **wrong)
+            FileStore(tmp_path, **wrong)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_transfer_waits_for_what_an_accelerator_does_with_its_buffer(store: Store) -> None:
+def test_a_transfer_waits_for_what_an_accelerator_does_with_its_buffer(store: FileStore) -> None:
     region = allocate(store, 2 * BLOCK)[0]
     buffer = Buffer(region.nbytes)
 
@@ -283,7 +283,7 @@ def test_a_transfer_waits_for_what_an_accelerator_does_with_its_buffer(store: St
 # Buffers and streams.
 
 
-def test_buffers_are_aligned_and_stay_within_their_budget(store: Store) -> None:
+def test_buffers_are_aligned_and_stay_within_their_budget(store: FileStore) -> None:
     pool = Buffers([BLOCK, 3, BLOCK])
     assert pool.nbytes == 2 * BLOCK + ALIGNMENT
     small, large, larger = pool.take(3), pool.take(4097), pool.take(1)
@@ -305,7 +305,7 @@ def test_buffers_are_aligned_and_stay_within_their_budget(store: Store) -> None:
         pool.give(large)
 
 
-def test_a_buffer_that_the_disk_uses_cannot_be_given_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_the_disk_uses_cannot_be_given_back(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     region, go = allocate(store, BLOCK)[0], threading.Event()
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *given: (go.wait(60), real(*given))[1])
@@ -322,7 +322,7 @@ def test_a_buffer_that_the_disk_uses_cannot_be_given_back(store: Store, monkeypa
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_a_stream_changes_every_region_in_order(store: Store, count: int) -> None:
+def test_a_stream_changes_every_region_in_order(store: FileStore, count: int) -> None:
     sizes = [2 * BLOCK, 100, BLOCK, 5 * BLOCK, 7, 2 * BLOCK]
     regions = allocate(store, *sizes)
     for number, region in enumerate(regions):
@@ -343,7 +343,7 @@ def test_a_stream_changes_every_region_in_order(store: Store, count: int) -> Non
     assert [pool.take(5 * BLOCK) is not None for _ in range(count + 1)] == [True] * count + [False]
 
 
-def test_what_a_stream_writes_provisionally_can_be_dropped(store: Store) -> None:
+def test_what_a_stream_writes_provisionally_can_be_dropped(store: FileStore) -> None:
     regions = allocate(store, *[BLOCK] * 3, spare=3)
     for region in regions:
         write(store, region, 1)
@@ -354,7 +354,7 @@ def test_what_a_stream_writes_provisionally_can_be_dropped(store: Store) -> None
         assert all(holds(store, region, expected) for region in regions)
 
 
-def test_a_stream_reads_ahead_and_writes_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_reads_ahead_and_writes_behind(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     regions = allocate(store, *[BLOCK] * 5)
     for region in regions:
         write(store, region, 0)
@@ -379,7 +379,7 @@ def test_a_stream_reads_ahead_and_writes_behind(store: Store, monkeypatch: pytes
 
 
 def test_a_stream_that_ends_early_or_fails_gives_all_buffers_back(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     regions = allocate(store, *[2 * BLOCK] * 4)
     for region in regions:
@@ -426,11 +426,11 @@ def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path) -> None:
         (Path("/proc"), OSError, "cannot make a swap file in /proc .*; name a folder that can be written to"),
     ):
         with pytest.raises(kind, match=message):
-            Store(folder)
+            FileStore(folder)
     assert [*tmp_path.iterdir()] == [file]
 
 
-def test_a_full_disk_is_said_before_the_start(store: Store) -> None:
+def test_a_full_disk_is_said_before_the_start(store: FileStore) -> None:
     kept = allocate(store, BLOCK)[0]
     write(store, kept, 5)
     store.allocate(1 << 60)
@@ -473,7 +473,7 @@ def test_space_that_cannot_be_reserved_is_said(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
-def test_short_transfers_are_continued(store: Store, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_short_transfers_are_continued(store: FileStore, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     region = allocate(store, 4 * BLOCK)[0]
     real, turn = getattr(os, name), [0]
 
@@ -490,7 +490,7 @@ def test_short_transfers_are_continued(store: Store, monkeypatch: pytest.MonkeyP
     assert turn[0] > 8
 
 
-def test_a_file_that_is_cut_off_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_cut_off_is_noticed(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     region = allocate(store, 4 * BLOCK)[0]
     write(store, region, 4)
     real = os.preadv
@@ -508,7 +508,7 @@ def test_a_file_that_is_cut_off_is_noticed(store: Store, monkeypatch: pytest.Mon
         write(store, region, 5)
 
 
-def test_a_file_that_somebody_writes_to_is_noticed(store: Store) -> None:
+def test_a_file_that_somebody_writes_to_is_noticed(store: FileStore) -> None:
     first, second = allocate(store, 4 * BLOCK, 4 * BLOCK)
     write(store, first, 1)
     write(store, second, 2)
@@ -525,7 +525,7 @@ def test_a_file_that_somebody_writes_to_is_noticed(store: Store) -> None:
 def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Store(tmp_path) as store:
+    with FileStore(tmp_path) as store:
         region = allocate(store, BLOCK)[0]
         write(store, region, 1)
         store.path.unlink()
@@ -538,7 +538,7 @@ def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(
 
 @pytest.mark.parametrize(("code", "text"), [(errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left")])
 def test_a_disk_that_fails_is_said_and_nothing_is_taken_for_written(
-    store: Store, monkeypatch: pytest.MonkeyPatch, code: int, text: str
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, code: int, text: str
 ) -> None:
     region = allocate(store, 4 * BLOCK, spare=1)[0]
     write(store, region, 1)
@@ -575,7 +575,7 @@ def test_a_slow_disk_is_said_while_one_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = os.pwritev
-    with Store(tmp_path, patience=0.05) as store:
+    with FileStore(tmp_path, patience=0.05) as store:
         region = allocate(store, BLOCK)[0]
         write(store, region, 1)
         monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(0.3), real(*given))[1])
@@ -590,7 +590,7 @@ def test_a_slow_disk_is_said_while_one_waits(
 
 
 def test_closing_forgets_what_waits_and_deletes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path, block_size=BLOCK, queue_depth=1)
+    store = FileStore(tmp_path, block_size=BLOCK, queue_depth=1)
     region = allocate(store, 4 * BLOCK)[0]
     under_way, real = threading.Event(), os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *given: (under_way.set(), time.sleep(0.05), real(*given))[2])
@@ -608,7 +608,7 @@ def test_closing_forgets_what_waits_and_deletes_the_file(tmp_path: Path, monkeyp
 
 def test_a_store_that_is_forgotten_deletes_its_file_and_ends_its_threads(tmp_path: Path) -> None:
     before = threading.active_count()
-    store = Store(tmp_path)
+    store = FileStore(tmp_path)
     region = allocate(store, BLOCK)[0]
     pending = store.write(region, filled(1, BLOCK))
     assert threading.active_count() > before
@@ -688,7 +688,7 @@ def test_only_killed_processes_leave_files_which_the_next_one_removes(
         assert {path.name for path in tmp_path.iterdir()} == {killed, living}
         other = tmp_path / "zeromesh.swap"
         other.touch()
-        with caplog.at_level(logging.WARNING), Store(tmp_path) as store:
+        with caplog.at_level(logging.WARNING), FileStore(tmp_path) as store:
             assert {path.name for path in tmp_path.iterdir()} == {living, store.path.name, other.name}
         assert f"removed {tmp_path / killed} (1,048,576 bytes), left by a process that was killed" in caplog.text
     finally:
@@ -765,7 +765,7 @@ def test_seconds_are_those_in_which_a_request_was_with_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.preadv
-    with Store(tmp_path, block_size=BLOCK, queue_depth=2) as store:
+    with FileStore(tmp_path, block_size=BLOCK, queue_depth=2) as store:
         region = allocate(store, 4 * BLOCK)[0]
         write(store, region, 1)
         before = store.traffic()

@@ -11,7 +11,7 @@ from simulated_ranks import train_on_ranks
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
 from zeromesh.optim import factory
-from zeromesh.optim.factory import Group, adopt, build
+from zeromesh.optim.factory import ParameterGroup, adopt, build
 
 SHAPES = {
     "embed.weight": (11, 6),
@@ -66,10 +66,12 @@ def train_whole(make: Any, dtype: torch.dtype = torch.float64) -> dict[str, torc
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def two_groups(pieces: Mapping[str, Piece]) -> list[Group]:
+def two_groups(pieces: Mapping[str, Piece]) -> list[ParameterGroup]:
     return [
-        Group(tuple(piece for name, piece in pieces.items() if name not in NO_DECAY), {"weight_decay": 0.1}),
-        Group(tuple(piece for name, piece in pieces.items() if name in NO_DECAY), {"weight_decay": 0.0, "lr": 0.02}),
+        ParameterGroup(tuple(piece for name, piece in pieces.items() if name not in NO_DECAY), {"weight_decay": 0.1}),
+        ParameterGroup(
+            tuple(piece for name, piece in pieces.items() if name in NO_DECAY), {"weight_decay": 0.0, "lr": 0.02}
+        ),
     ]
 
 
@@ -131,7 +133,7 @@ def test_rprop_which_has_no_weight_decay_equals_torch_on_pieces():
         make_gradients(),
         LAYOUT,
         3,
-        lambda pieces, exchange: build("rprop", {"lr": 0.01}, [Group(tuple(pieces.values()))], exchange, True),
+        lambda pieces, exchange: build("rprop", {"lr": 0.01}, [ParameterGroup(tuple(pieces.values()))], exchange, True),
     )
     assert_equal(ours, expected, 1e-12)
 
@@ -286,7 +288,7 @@ def test_groups_agree_on_ranks_that_hold_nothing_of_them(name):
         lambda pieces, exchange: build(
             name,
             {"lr": 0.5},
-            [Group(tuple(p for n, p in pieces.items() if n == key)) for key in ("a", "b")],
+            [ParameterGroup(tuple(p for n, p in pieces.items() if n == key)) for key in ("a", "b")],
             exchange,
             True,
             matrices=frozenset({"b"}),

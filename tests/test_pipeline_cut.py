@@ -27,7 +27,7 @@ from huggingface_models import MODELS, Model
 from zeromesh.batches import loss_of
 from zeromesh.pipeline.cut import Blocks, Cut, examine, take_away
 from zeromesh.pipeline.partition import starts_of
-from zeromesh.pipeline.samples import Sample
+from zeromesh.pipeline.samples import ModelInput
 from zeromesh.pipeline.stage import Handed, Header, Stages
 
 Call = Callable[[Any], Tensor]
@@ -479,11 +479,11 @@ def mean_of(batch: Any, model: Any) -> Tensor:
 
 
 BATCHES = {
-    "inputs and labels": Sample((IDS, IDS), partial(loss_of, loss_fn=loss_of_logits)),
-    "several inputs and labels": Sample(((IDS, torch.ones(2, 6)), IDS), partial(loss_of, loss_fn=loss_of_logits)),
-    "a mapping": Sample({"numbers": IDS, "weights": torch.ones(2, 6)}, mean_of),
-    "a tuple": Sample((IDS, torch.ones(2, 6)), mean_of),
-    "a tensor": Sample(IDS, mean_of),
+    "inputs and labels": ModelInput((IDS, IDS), partial(loss_of, loss_fn=loss_of_logits)),
+    "several inputs and labels": ModelInput(((IDS, torch.ones(2, 6)), IDS), partial(loss_of, loss_fn=loss_of_logits)),
+    "a mapping": ModelInput({"numbers": IDS, "weights": torch.ones(2, 6)}, mean_of),
+    "a tuple": ModelInput((IDS, torch.ones(2, 6)), mean_of),
+    "a tensor": ModelInput(IDS, mean_of),
 }
 
 
@@ -509,7 +509,7 @@ def test_the_loss_counts_for_the_last_block_if_it_can_be_traced() -> None:
     def project(logits: Tensor, labels: Tensor) -> Tensor:
         return (logits @ weight).mean() + (logits @ model.embedding.weight).mean() + (WIDTH * model.scale).mean()
 
-    blocks = examine(model, sample=Sample((IDS, IDS), partial(loss_of, loss_fn=project)))
+    blocks = examine(model, sample=ModelInput((IDS, IDS), partial(loss_of, loss_fn=project)))
     assert without.operations is not None
     more = 2.0 * 12 * VOCABULARY * (3 + WIDTH)
     assert blocks.operations == (*without.operations[:-1], without.operations[-1] + more)
@@ -518,11 +518,11 @@ def test_the_loss_counts_for_the_last_block_if_it_can_be_traced() -> None:
     def refuse(logits: Tensor, labels: Tensor) -> Tensor:
         raise RuntimeError("this loss needs values")
 
-    assert examine(model, sample=Sample((IDS, IDS), partial(loss_of, loss_fn=refuse))) == without
+    assert examine(model, sample=ModelInput((IDS, IDS), partial(loss_of, loss_fn=refuse))) == without
 
 
 def test_a_sample_that_the_model_does_not_take_is_not_all_that_is_tried() -> None:
-    wrong = Sample({"images": IDS}, loss_of)
+    wrong = ModelInput({"images": IDS}, loss_of)
     guessed = examine(Decoder(), sample=wrong)
     assert (guessed, guessed.operations is None) == (examine(Decoder()), False)
     assert examine(build(Plain), sample=wrong) == examine(build(Plain))
@@ -531,8 +531,8 @@ def test_a_sample_that_the_model_does_not_take_is_not_all_that_is_tried() -> Non
 # What blocks cost.
 
 
-def texts(length: int) -> Sample:
-    return Sample({"input_ids": torch.ones(2, length, dtype=torch.long)}, lambda batch, model: model(**batch))
+def texts(length: int) -> ModelInput:
+    return ModelInput({"input_ids": torch.ones(2, length, dtype=torch.long)}, lambda batch, model: model(**batch))
 
 
 def test_operations_are_those_of_products_with_what_is_around_a_block() -> None:

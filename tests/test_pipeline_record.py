@@ -23,7 +23,7 @@ from zeromesh.pipeline.execution import dependencies, most_held_by_rank
 from zeromesh.pipeline.generators import generate
 from zeromesh.pipeline.picture import Panel, panels, panels_png, trace
 from zeromesh.pipeline.record import Recorded, Recorder, gather
-from zeromesh.pipeline.simulate import Costs, Step, Timeline, simulate
+from zeromesh.pipeline.simulate import Costs, TimedAction, Timeline, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 MICROBATCHES = 8
@@ -207,13 +207,13 @@ rank 1: RA1.0 F1.0 B1.0 SG1.0 RA1.1 F1.1 B1.1 SG1.1
 def an_example() -> Recorded:
     """Forwards take 1 s, backwards 2 s, messages 0.5 s."""
     timeline = simulate(parse(TEXT), Costs(1.0, latency=0.5))
-    waits: list[tuple[Step, ...]] = []
+    waits: list[tuple[TimedAction, ...]] = []
     for steps in timeline.ranks:
         computed = [step for step in steps if step.action.kind in COMPUTE]
         ends = [0.0, *(step.end for step in computed)]
         waits.append(
             tuple(
-                Step(step.rank, step.action, end, step.start)
+                TimedAction(step.rank, step.action, end, step.start)
                 for end, step in zip(ends, computed, strict=False)
                 if end < step.start
             )
@@ -240,7 +240,7 @@ def test_other_schedules_can_be_timed_with_what_was_measured() -> None:
 
 def test_costs_are_medians_of_each_stage() -> None:
     steps = [
-        Step(0, Action(Kind.FORWARD, 0, number), 10.0 * number, 10.0 * number + took)
+        TimedAction(0, Action(Kind.FORWARD, 0, number), 10.0 * number, 10.0 * number + took)
         for number, took in enumerate((1.0, 2.0, 9.0))
     ]
     text = "microbatches: 3\nplacement: 0\nrank 0: F0.0 F0.1 F0.2\n"

@@ -20,7 +20,7 @@ from huggingface_models import MODELS
 from zeromesh.batches import loss_of
 from zeromesh.pipeline import timing
 from zeromesh.pipeline.cut import Blocks, examine
-from zeromesh.pipeline.samples import Sample
+from zeromesh.pipeline.samples import ModelInput
 
 WIDTH = 4
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ class Loss(nn.Module):
 
 
 IDS = torch.arange(8).reshape(2, 4)
-SAMPLE = Sample((IDS, IDS), partial(loss_of, loss_fn=loss))
+SAMPLE = ModelInput((IDS, IDS), partial(loss_of, loss_fn=loss))
 
 
 def blocks_of(model: nn.Module) -> Blocks:
@@ -178,10 +178,10 @@ class Recurrent(nn.Module):
 
 def test_blocks_of_all_kinds_can_be_measured() -> None:
     """Parameters that are tied, handed over or frozen; routing by values; running statistics."""
-    cases: list[tuple[nn.Module, Sample | None]] = [
+    cases: list[tuple[nn.Module, ModelInput | None]] = [
         (MODELS[kind].build().to(MODELS[kind].dtype), None) for kind in ("gpt2", "deberta", "qwen3_moe", "resnet", "t5")
     ]
-    cases.append((Recurrent(), Sample(torch.ones(2, 3, WIDTH), loss_of)))
+    cases.append((Recurrent(), ModelInput(torch.ones(2, 3, WIDTH), loss_of)))
     for model, sample in cases:
         blocks = examine(model, sample=sample)
         seconds = timing.measured(model, blocks, CPU, None, same).seconds

@@ -13,7 +13,7 @@ import pytest
 from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, loop
 from zeromesh.pipeline.execution import most_held_by_rank, most_held_by_stage
 from zeromesh.pipeline.generators import NAMES, ROWS, SEARCH, generate, shape_of
-from zeromesh.pipeline.listing import ListScheduler, Rule
+from zeromesh.pipeline.listing import ListRule, ListScheduler
 from zeromesh.pipeline.simulate import Costs, simulate
 from zeromesh.pipeline.validate import validate
 
@@ -239,14 +239,14 @@ def test_the_search_finds_less_idle_time_where_stages_are_uneven() -> None:
 def test_a_list_schedule_never_gets_stuck_while_a_micro_batch_has_room(chunks: int) -> None:
     """Forwards that would take the room in which older micro-batches are finished wait."""
     for limit, deep in product((chunks, chunks + 1, 3 * chunks), (True, False)):
-        schedule = ListScheduler(6, loop(3, chunks), Rule(deep_forward=deep), limit).run()
+        schedule = ListScheduler(6, loop(3, chunks), ListRule(deep_forward=deep), limit).run()
         validate(schedule, memory=limit)
 
 
 def test_priorities_decide_what_an_idle_rank_takes() -> None:
     F, I, W = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
     orders = {
-        priority: [str(a) for a in ListScheduler(2, (0,), Rule(priority), 2).run().ranks[0]]
+        priority: [str(a) for a in ListScheduler(2, (0,), ListRule(priority), 2).run().ranks[0]]
         for priority in ((I, F, W), (F, I, W), (I, W, F), (Kind.BACKWARD, F))
     }
     assert orders == {
@@ -262,7 +262,7 @@ def test_a_patient_rank_waits_for_what_comes_first_if_that_comes_soon() -> None:
     costs = Costs(forward=[2, 0.4], input=[0.5, 0.5], weight=[2, 0.5])
     orders = {}
     for patience in (0.0, 0.1, 0.3):
-        schedule = ListScheduler(2, (0, 1), Rule(patience=patience), 2, costs).run()
+        schedule = ListScheduler(2, (0, 1), ListRule(patience=patience), 2, costs).run()
         validate(schedule)
         orders[patience] = [str(action) for action in schedule.ranks[0]]
     assert orders[0.0] == orders[0.1] == ["F0.0", "F0.1", "I0.0", "W0.0", "I0.1", "W0.1"]
@@ -270,10 +270,10 @@ def test_a_patient_rank_waits_for_what_comes_first_if_that_comes_soon() -> None:
 
 
 def test_a_list_schedule_that_ends_too_late_is_given_up() -> None:
-    time = simulate(ListScheduler(6, loop(3, 1), Rule(), 3).run()).makespan
-    assert simulate(ListScheduler(6, loop(3, 1), Rule(), 3).run(time)).makespan == time
+    time = simulate(ListScheduler(6, loop(3, 1), ListRule(), 3).run()).makespan
+    assert simulate(ListScheduler(6, loop(3, 1), ListRule(), 3).run(time)).makespan == time
     with pytest.raises(ScheduleError) as error:
-        ListScheduler(6, loop(3, 1), Rule(), 3).run(time - 0.5)
+        ListScheduler(6, loop(3, 1), ListRule(), 3).run(time - 0.5)
     assert error.value.fault == "time"
 
 

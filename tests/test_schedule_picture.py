@@ -13,7 +13,7 @@ from zeromesh.pipeline.actions import Action, Kind
 from zeromesh.pipeline.generators import ROWS, generate
 from zeromesh.pipeline.lowering import add_messages, add_recompute, add_update
 from zeromesh.pipeline.picture import grid, png, svg, trace
-from zeromesh.pipeline.simulate import Costs, Step, simulate
+from zeromesh.pipeline.simulate import Costs, TimedAction, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -90,7 +90,7 @@ def test_the_png_is_drawn_where_matplotlib_is_and_left_out_where_it_is_not(
 
 def test_a_trace_has_a_process_of_each_name_and_a_thread_of_each_rank() -> None:
     steps = [step for steps in simulate(generate("1f1b", 2, 2)).ranks for step in steps]
-    measured = [Step(1, Action(Kind.FORWARD, 1, 0), 0.25, 0.75)]
+    measured = [TimedAction(1, Action(Kind.FORWARD, 1, 0), 0.25, 0.75)]
     events = json.loads(json.dumps(trace({"predicted": steps, "measured": measured})))["traceEvents"]
     names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
     assert names == {

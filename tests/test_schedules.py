@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.optim.schedules import SCHEDULES, Schedule, build
+from zeromesh.optim.schedules import SCHEDULES, RateSchedule, build
 
 OWN = 0.01
 
@@ -217,7 +217,7 @@ def test_torch_schedules_are_torch_own():
     schedule = build("cosineannealinglr", {"T_max": 5, "eta_min": 0.001}, optimizer)
     assert type(schedule) is torch.optim.lr_scheduler.CosineAnnealingLR
     assert schedule.T_max == 5
-    assert not isinstance(schedule, Schedule)
+    assert not isinstance(schedule, RateSchedule)
 
 
 LISTS = [

@@ -11,7 +11,7 @@ from torch import nn
 
 from zeromesh.tensor import apply
 from zeromesh.tensor.derive import KNOWN, derive
-from zeromesh.tensor.plan import Rule, parse, resolve
+from zeromesh.tensor.plan import PlanRule, parse, resolve
 
 WIDTH, HEADS, KEYS, HEAD = 32, 4, 2, 16
 QUERIES = HEADS * HEAD
@@ -89,10 +89,10 @@ def test_latent_attention() -> None:
     }  # fmt: skip
     block = Layers(layers, num_heads=HEADS, head_dim=99, qk_rope_head_dim=rotary)
     assert derive(Model(block))[0] == {
-        "blocks.*.q_b_proj": Rule("colwise", block=20),
-        "blocks.*.kv_a_proj_with_mqa": Rule("mla_kv_a_proj"),
-        "blocks.*.kv_b_proj": Rule("colwise", block=28),
-        "blocks.*.o_proj": Rule("rowwise", block=16),
+        "blocks.*.q_b_proj": PlanRule("colwise", block=20),
+        "blocks.*.kv_a_proj_with_mqa": PlanRule("mla_kv_a_proj"),
+        "blocks.*.kv_b_proj": PlanRule("colwise", block=28),
+        "blocks.*.o_proj": PlanRule("rowwise", block=16),
     }
     block.add_module("indexer", nn.Linear(WIDTH, 4))
     assert styles(block)["blocks.*.o_proj"] == "rowwise_split_input"

@@ -49,6 +49,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Packages and top-level modules, top to bottom."""
 
+TABLE = "docs/adr/0001-structure.md"
+"""Has a row for each package, if it is there."""
+
 FORBIDDEN: dict[str, tuple[str, ...]] = {"model": ("torch.distributed",), "kernels": ("torch.distributed",)}
 """Modules from elsewhere that a package must not import."""
 
@@ -153,6 +156,11 @@ def check(root: Path) -> list[str]:
         first = circle[0]
         names = " > ".join([step.source for step in circle] + [first.source])
         problems.append(f"{first.file.relative_to(root)}:{first.line} imports {first.target}: a circle, {names}")
+    table = root / TABLE
+    if table.is_file():
+        described = table.read_text(encoding="utf-8")
+        packages = sorted(path.parent.name for path in (root / PACKAGE).glob("*/__init__.py"))
+        problems += [f"{TABLE}: no row for the package {name}" for name in packages if f"| `{name}` |" not in described]
     return list(dict.fromkeys(problems))
 
 

@@ -15,7 +15,7 @@ from zeromesh.model.placement import Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
 from zeromesh.observe.machine import peak_flops
 from zeromesh.observe.observer import Observer
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 from zeromesh.tiers.bandwidth import measure_bandwidth
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import empty_on
@@ -27,7 +27,7 @@ TIMES = 3
 
 
 def find_bounds(
-    observer: Observer, sharded: Sharded, dtype: torch.dtype, operations: float | None = None
+    observer: Observer, sharded: ShardedModel, dtype: torch.dtype, operations: float | None = None
 ) -> Bounds | None:
     """Which resource bounded the updates so far. Measures the machine for up to about two seconds; all ranks call it.
 

@@ -48,7 +48,7 @@ from zeromesh.pipe import PipelineModule, settings_of
 from zeromesh.pretrained import describe_sources
 from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.materialise import materialiser
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 from zeromesh.signatures import refuse, takes_args_first
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import heads_over_vocabulary
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from zeromesh.config.settings import Resolved, Settings
-    from zeromesh.context.applied import Applied
+    from zeromesh.context.applied import SpreadSequences
     from zeromesh.observe.monitors import Monitor
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
@@ -219,10 +219,10 @@ class Placed:
         sequences: spread over ranks; None where the context axis has one rank.
     """
 
-    sharded: Sharded
+    sharded: ShardedModel
     optimizer: Optimizer | None
     scheduler: Any
-    sequences: Applied | None
+    sequences: SpreadSequences | None
 
 
 def _read(

@@ -35,15 +35,15 @@ from zeromesh.optim.host import HostSteps
 from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.replicas import require_equal_replicas
-from zeromesh.shard.sharded import Agreement, Sharded
+from zeromesh.shard.sharded import Agreement, ShardedModel
 from zeromesh.shortage import Explained, explain
 from zeromesh.signatures import refuse
 from zeromesh.tensor.logits import expire
 
 if TYPE_CHECKING:
-    from zeromesh.activation.store import Store
+    from zeromesh.activation.store import ActivationStore
     from zeromesh.config.settings import Resolved
-    from zeromesh.context.applied import Applied
+    from zeromesh.context.applied import SpreadSequences
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader, Position
 
@@ -79,7 +79,7 @@ class Parts:
         pipelined: pipeline stages; None where there is one stage.
     """
 
-    sharded: Sharded
+    sharded: ShardedModel
     config: Resolved
     optimizer: Optimizer | None
     scheduler: Any
@@ -87,8 +87,8 @@ class Parts:
     loader: Loader | None
     observer: Observer
     fed: FedBatches
-    context_parallel: Applied | None
-    activations: Store | None
+    context_parallel: SpreadSequences | None
+    activations: ActivationStore | None
     pipelined: Pipelined | None
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from zeromesh.checkpoint.stages import on_first_rank, shows
 from zeromesh.comm.agreement import attempt, share, texts, together
 from zeromesh.pretrained import first_names
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import Flat, Unit
 
 LARGEST_FILE = 4 * 10**9
@@ -31,7 +31,7 @@ ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.b
 State = dict[str, torch.Tensor]
 
 
-class Files:
+class ExportFiles:
     """Safetensors files in a folder, which appear under their names when all are complete.
 
     Args:
@@ -112,7 +112,7 @@ class Written:
 
 
 def save_model(
-    sharded: Sharded, folder: Path, filename: str, chosen: Written, taken: Sequence[tuple[nn.Module, str]] = ()
+    sharded: ShardedModel, folder: Path, filename: str, chosen: Written, taken: Sequence[tuple[nn.Module, str]] = ()
 ) -> None:
     """Write the model in the dtype it computes in, with what its library needs beside the weights; all ranks call it.
 
@@ -145,7 +145,7 @@ def save_model(
         _save_adapters(sharded, folder, taken)
         return
     first = sharded.mesh.rank == 0
-    files, failure = attempt(lambda: Files(folder, filename, LARGEST_FILE) if first else None)
+    files, failure = attempt(lambda: ExportFiles(folder, filename, LARGEST_FILE) if first else None)
     failures = [failure]
     for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures, chosen.exclude_frozen)):
         if files is not None and not any(failures):
@@ -162,7 +162,7 @@ def save_model(
 
 def write_model(model: nn.Module, states: Iterable[State], folder: Path, filename: str) -> None:
     """Write a model whose plain state comes in parts, by one process."""
-    files = Files(folder, filename, LARGEST_FILE)
+    files = ExportFiles(folder, filename, LARGEST_FILE)
     try:
         for state in states:
             _add(files, model, state)
@@ -209,7 +209,9 @@ def _is_adapted_layer(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "merge")
 
 
-def _plain_states(sharded: Sharded, failures: list[Exception | None], exclude_frozen: bool = False) -> Iterator[State]:
+def _plain_states(
+    sharded: ShardedModel, failures: list[Exception | None], exclude_frozen: bool = False
+) -> Iterator[State]:
     """What each unit adds to the plain model's state, on the ranks where it is to be shown."""
     shown = shows(sharded.mesh)
     for everything in _unit_tensors(sharded):
@@ -225,7 +227,7 @@ def _plain_states(sharded: Sharded, failures: list[Exception | None], exclude_fr
         yield state or {}
 
 
-def _unit_tensors(sharded: Sharded) -> Iterator[dict[str, torch.Tensor]]:
+def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors of each unit, with their values until the next are taken; then the buffers.
 
     A parameter that stands at several places is there once, unless adapters make several of it.
@@ -243,7 +245,7 @@ def _unit_tensors(sharded: Sharded) -> Iterator[dict[str, torch.Tensor]]:
     yield {name: buffer for name, buffer in model.named_buffers() if name in kept and name not in sharded.idle}
 
 
-def _with_adapters(sharded: Sharded, unit: Unit, names: Iterable[str]) -> list[Unit]:
+def _with_adapters(sharded: ShardedModel, unit: Unit, names: Iterable[str]) -> list[Unit]:
     """The unit, and those that hold the other parameters of its adapted layers."""
     if not is_adapted(sharded.model):
         return [unit]
@@ -326,7 +328,7 @@ def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     return merged.detach().to(dtype).clone()
 
 
-def _add(files: Files, model: nn.Module, state: State) -> None:
+def _add(files: ExportFiles, model: nn.Module, state: State) -> None:
     model = plain_model(model)
     if state and hasattr(model, "base_model_prefix"):
         # Under the names, and in the parts, in which the model's checkpoints are published.
@@ -334,7 +336,7 @@ def _add(files: Files, model: nn.Module, state: State) -> None:
     files.add(state)
 
 
-def _finish(files: Files, folder: Path, model: nn.Module) -> None:
+def _finish(files: ExportFiles, folder: Path, model: nn.Module) -> None:
     files.finish()
     for name in ADAPTERS:  # they would be added to the model once more
         (folder / name).unlink(missing_ok=True)
@@ -357,7 +359,7 @@ def write_configuration(folder: Path, adapted: nn.Module) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _save_adapters(sharded: Sharded, folder: Path, taken: Sequence[tuple[nn.Module, str]]) -> None:
+def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn.Module, str]]) -> None:
     """The trained parameters as PEFT keeps them: PEFT chooses which of them, and what they are called."""
     model: Any = sharded.model
     world, first = sharded.mesh.group("world"), sharded.mesh.rank == 0
@@ -376,7 +378,7 @@ def _save_adapters(sharded: Sharded, folder: Path, taken: Sequence[tuple[nn.Modu
     share(world, "write the adapters", failure)
 
 
-def _chosen_states(sharded: Sharded, wanted: Sequence[str], others: Mapping[str, str]) -> Iterator[State]:
+def _chosen_states(sharded: ShardedModel, wanted: Sequence[str], others: Mapping[str, str]) -> Iterator[State]:
     """The masters of some parameters, and buffers, on the ranks where they are to be shown."""
     shown = shows(sharded.mesh)
     for unit in sharded.units:
@@ -403,7 +405,7 @@ def _standing_in(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
             vars(module)[name] = value
 
 
-def _whole(sharded: Sharded, unit: Unit, flat: Flat, index: int) -> torch.Tensor:
+def _whole(sharded: ShardedModel, unit: Unit, flat: Flat, index: int) -> torch.Tensor:
     """A copy of a parameter's master, or of the parameter itself where it is frozen, as a resized embedding may be."""
     if not flat.layout.trainable:
         with sharded.gathered([unit]):

@@ -18,7 +18,7 @@ from zeromesh.config.parts import Aio
 from zeromesh.observe.inventory import memory
 from zeromesh.optim.host import count_states, states_of
 from zeromesh.shard.needs import NEXT, PARTS, Needs, Prepare, Room, require_host_memory
-from zeromesh.shard.rows import Form
+from zeromesh.shard.rows import StateForm
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.stored import buffer_bytes as stored_buffer_bytes
 from zeromesh.shard.swap import Swap, buffer_bytes
@@ -51,7 +51,7 @@ class Offload:
 
     disk: Disk | None
     stored: Disk | None
-    form: Form
+    form: StateForm
     limit: int | None
     early: float | None
     pinned: bool = True
@@ -65,7 +65,7 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     """
     zero, limit = settings.zero_optimization, settings.host_memory_limit
     stored, early = _disk(zero.offload_param, settings), zero.early_share
-    form, pinned = Form(0, settings.row.split), zero.pins
+    form, pinned = StateForm(0, settings.row.split), zero.pins
     disk = _disk(zero.offload_optimizer, settings)
     if form.split:
         early = 0.0
@@ -75,7 +75,7 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     if counted is None:
         if disk is not None and failure is not None:
             raise failure
-        return Offload(None, stored, Form(USUAL_STATES), limit, 0.0, pinned)
+        return Offload(None, stored, StateForm(USUAL_STATES), limit, 0.0, pinned)
     return Offload(disk, stored, replace(form, states=counted), limit, early, pinned)
 
 

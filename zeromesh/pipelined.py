@@ -28,7 +28,7 @@ from zeromesh.pipeline.record import Recorded, Recorder, gather
 from zeromesh.pipeline.run import Interpreter, Messages, Work
 from zeromesh.pipeline.stage import Stages
 from zeromesh.pipeline.weights import postpone
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger("zeromesh")
 
@@ -116,7 +116,7 @@ class Pipelined:
             self._model.starts = self.cut.starts
         self.taken = take_away(self._model, self.cut, self.stages, dtype, self._mesh.device)
 
-    def units_of(self, stage: int, sharded: Sharded) -> frozenset[int] | None:
+    def units_of(self, stage: int, sharded: ShardedModel) -> frozenset[int] | None:
         """The units that have parameters of a stage; None where the rank has one stage only."""
         if len(self.stages) == 1:
             return None
@@ -130,7 +130,7 @@ class Pipelined:
             )
         return self._units[stage]
 
-    def units_after(self, stage: int, sharded: Sharded) -> frozenset[int]:
+    def units_after(self, stage: int, sharded: ShardedModel) -> frozenset[int]:
         """A stage is done with for this update; the units of those that are not."""
         self._open.discard(stage)
         return frozenset().union(*(self.units_of(other, sharded) or () for other in self._open))

@@ -13,7 +13,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.comm.peers import ranges
 from zeromesh.kernels.sums import checksum
 from zeromesh.model.placement import Tier
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import Flat, State
 
 FROZEN = "frozen parameter "
@@ -28,7 +28,7 @@ class ReplicaMismatch(Exception):
     """Copies of a tensor, which updates keep equal, are not equal."""
 
 
-def require_equal_replicas(sharded: Sharded, when: str) -> None:
+def require_equal_replicas(sharded: ShardedModel, when: str) -> None:
     """Compare parameters and masters between the ranks that hold copies of them. All ranks call it.
 
     Each rank hashes what it has, and the hashes are exchanged. Parameters that are gathered after each update are
@@ -67,7 +67,7 @@ def require_equal_replicas(sharded: Sharded, when: str) -> None:
     )
 
 
-def _differences(group: Group, tensors: Iterator[tuple[str, torch.Tensor]], sharded: Sharded) -> list[str]:
+def _differences(group: Group, tensors: Iterator[tuple[str, torch.Tensor]], sharded: ShardedModel) -> list[str]:
     """Return a line for each tensor that is not the same on all ranks of the group."""
     if group.size == 1:
         return []
@@ -97,7 +97,7 @@ def _hash(tensor: torch.Tensor) -> int:
     return int.from_bytes(value.to_bytes(8, "little"), "little", signed=True)
 
 
-def _whole(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what every rank of the shard group holds whole."""
     for unit in sharded.units:
         for flat in unit.flats:
@@ -117,7 +117,7 @@ def _kind(flat: Flat) -> str:
     return "parameter " if flat.layout.trainable else FROZEN
 
 
-def _kept(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+def _kept(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what a rank of the shard group keeps, of which replicas of the group have copies."""
     for flat in sharded.flats:
         for index, start, stop in flat.layout.owned(flat.own.start, flat.own.stop):

@@ -12,15 +12,17 @@ from torch.optim import Optimizer
 from zeromesh.comm.collectives import Traffic
 from zeromesh.model.placement import Tier
 from zeromesh.observe.process import live_bytes, peak_bytes
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
-    from zeromesh.activation.store import Store
+    from zeromesh.activation.store import ActivationStore
 
 STATES = ("parameter", "gradient", "optimizer", "slot", "buffer", "activation")
 
 
-def memory(sharded: Sharded, optimizer: Optimizer | None, activations: Store | None = None) -> dict[str, Any]:
+def memory(
+    sharded: ShardedModel, optimizer: Optimizer | None, activations: ActivationStore | None = None
+) -> dict[str, Any]:
     """Bytes by state and tier on this rank, at the most: slots and gradients may be there during a step only.
 
     Returns:
@@ -45,7 +47,7 @@ def memory(sharded: Sharded, optimizer: Optimizer | None, activations: Store | N
     return {**{state: dict(sizes) for state, sizes in tiers.items()}, "total": total, "measured": measured}
 
 
-def _optimizer_state(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[tuple[str, str, int]]:
+def _optimizer_state(sharded: ShardedModel, optimizer: Optimizer | None) -> Iterator[tuple[str, str, int]]:
     flats = {id(piece.parameter): flat for flat in sharded.flats for _, _, piece in flat.pieces}
     for parameter, state in optimizer.state.items() if optimizer else ():
         flat = flats[id(parameter)]

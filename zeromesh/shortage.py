@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zeromesh.config.settings import Resolved
-from zeromesh.model.placement import Placement, Row, Tier
+from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.units import bytes_text
 
 REMEDIES = 3
@@ -47,7 +47,7 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
 
 
-def explain(report: dict[str, Any], row: Row, ranks: int, settings: Resolved) -> str:
+def explain(report: dict[str, Any], row: PlacementRow, ranks: int, settings: Resolved) -> str:
     """Return what was planned and used, by state and tier, and what would take less, with numbers.
 
     Args:
@@ -76,7 +76,7 @@ def explain(report: dict[str, Any], row: Row, ranks: int, settings: Resolved) ->
 
 
 def _remedies(
-    report: dict[str, Any], row: Row, ranks: int, settings: Resolved, rest: int
+    report: dict[str, Any], row: PlacementRow, ranks: int, settings: Resolved, rest: int
 ) -> Iterator[str]:  # fmt: skip
     def on_device(state: str) -> int:
         return int(report[state].get(Tier.DEVICE.value, 0))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from zeromesh.activation.store import Store
+    from zeromesh.activation.store import ActivationStore
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-def checkpoint_modules(modules: Iterable[nn.Module], store: Store | None = None) -> None:
+def checkpoint_modules(modules: Iterable[nn.Module], store: ActivationStore | None = None) -> None:
     """Have the forward of each module checkpointed, in place. Their hooks run around it, once.
 
     Args:
@@ -55,7 +55,7 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
         module.forward = torch.compile(forward, **options)
 
 
-def _without_cache(forward: Callable[..., Any], store: Store | None, /, *args: Any, **kwargs: Any) -> Any:
+def _without_cache(forward: Callable[..., Any], store: ActivationStore | None, /, *args: Any, **kwargs: Any) -> Any:
     """As ``checkpoint``; what is computed twice must not be added to a cache of keys and values twice."""
     if torch.is_grad_enabled():
         args = tuple(None if _is_cache(value) else value for value in args)

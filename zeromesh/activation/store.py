@@ -63,7 +63,7 @@ class HostPool:
         self._free.append(buffer)
 
 
-class Store:
+class ActivationStore:
     """Keeps the inputs of one model's checkpointed blocks.
 
     Attributes:
@@ -191,7 +191,7 @@ class _Kept:
         ahead: its copy on the device, if that has been started, and the event after which it is there.
     """
 
-    def __init__(self, store: Store, tensor: Tensor, storage: StorageWeakRef) -> None:
+    def __init__(self, store: ActivationStore, tensor: Tensor, storage: StorageWeakRef) -> None:
         self.ahead: tuple[Tensor, torch.Event | None] | None = None
         self._store = store
         self._source = storage  # as long as it is referred to, no other storage has its address
@@ -267,7 +267,7 @@ class _Inputs:
 
     def __init__(
         self,
-        store: Store,
+        store: ActivationStore,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

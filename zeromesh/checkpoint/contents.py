@@ -18,17 +18,17 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
 from zeromesh.precision.scaler import LossScaler
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import Flat
 
 if TYPE_CHECKING:
     from zeromesh.training_data import Loader, Position
 
 
-class Run(Protocol):
+class RunState(Protocol):
     """What of an engine is saved."""
 
-    sharded: Sharded
+    sharded: ShardedModel
     mesh: Mesh
     config: Any
     optimizer: Optimizer | None
@@ -45,7 +45,7 @@ class Run(Protocol):
         """Samples per update over all ranks."""
 
 
-def boxes(engine: Run, read: bool = True) -> Iterator[Box]:
+def boxes(engine: RunState, read: bool = True) -> Iterator[Box]:
     """The ranges that this rank is to write: its shard, whatever it holds beyond; replicas write nothing twice.
 
     The data of what rests on NVMe are there until the next box is asked for. Without ``read`` they are any.
@@ -66,14 +66,14 @@ def boxes(engine: Run, read: bool = True) -> Iterator[Box]:
     yield Box(f"random/{sharded.mesh.rank}", tuple(state.shape), 0, state.numel(), state)
 
 
-def held(sharded: Sharded, flat: Flat) -> tuple[torch.Tensor, int]:
+def held(sharded: ShardedModel, flat: Flat) -> tuple[torch.Tensor, int]:
     """The part of a flat buffer from which parameters are saved, and where in the layout it begins."""
     if flat.layout.trainable:
         return flat.master, flat.own.start
     return (flat.home, flat.shard.start) if sharded.sharded else (flat.full, 0)
 
 
-def _parameter_boxes(sharded: Sharded, flat: Flat) -> Iterator[Box]:
+def _parameter_boxes(sharded: ShardedModel, flat: Flat) -> Iterator[Box]:
     values, offset = held(sharded, flat)
     for index, start, stop in flat.layout.owned(flat.shard.start, flat.shard.stop):
         segment = flat.layout.segments[index]
@@ -116,23 +116,23 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
         yield from _boxes(name, piece.held, start, stop, data)
 
 
-def pieces(sharded: Sharded) -> Iterator[tuple[Flat, Piece]]:
+def pieces(sharded: ShardedModel) -> Iterator[tuple[Flat, Piece]]:
     """What this rank updates."""
     return ((flat, piece) for flat in sharded.flats for _, _, piece in flat.pieces)
 
 
-def buffers(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+def buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers here that are part of the model's state, by name."""
     persistent = {id(buffer) for buffer in sharded.buffers.state()}
     return ((name, buffer) for name, buffer in sharded.model.named_buffers() if id(buffer) in persistent)
 
 
-def own_buffers(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+def own_buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Those whose values are the model's: another stage's are not, where it has them but does not compute with them."""
     return ((name, buffer) for name, buffer in buffers(sharded) if name not in sharded.idle)
 
 
-def parameters(sharded: Sharded) -> dict[str, dict[str, Any]]:
+def parameters(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
     """By name, of those that are here: the dtype that the model computes in, and whether it is trained."""
     return {
         segment.name: {"dtype": str(flat.layout.dtype).removeprefix("torch."), "trainable": flat.layout.trainable}
@@ -141,13 +141,13 @@ def parameters(sharded: Sharded) -> dict[str, dict[str, Any]]:
     }
 
 
-def tied(sharded: Sharded) -> dict[str, str]:
+def tied(sharded: ShardedModel) -> dict[str, str]:
     """Other names of parameters that have several, to the one under which they are saved."""
     names = sharded.model.named_parameters(remove_duplicate=False)
     return {name: own for name, parameter in names if (own := sharded.names.get(id(parameter), name)) != name}
 
 
-def model_fields(engine: Run) -> dict[str, Any]:
+def model_fields(engine: RunState) -> dict[str, Any]:
     """The numbers and words of the model's own configuration, if it has one; shapes follow from them."""
     own = getattr(engine.sharded.model, "config", None)
     given = engine.config.model if own is None else own

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterable
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import Run, model_fields, own_buffers
+from zeromesh.checkpoint.contents import RunState, model_fields, own_buffers
 from zeromesh.checkpoint.stages import of_all_stages
 from zeromesh.config.errors import nearest
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ MOST_SHOWN = 20
 """So many tensors of each kind are named when a checkpoint does not fit."""
 
 
-def require_same_model(engine: Run, reader: Reader, wanted: Shapes, strict: bool) -> None:
+def require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict: bool) -> None:
     """Raise ValueError unless the tensors of the checkpoint are the model's, which are ``wanted``.
 
     Without ``strict``, those that are in one of them only are left out, with a warning; shapes must be equal anyway.
@@ -45,14 +45,14 @@ def require_same_model(engine: Run, reader: Reader, wanted: Shapes, strict: bool
         raise ValueError(f"{reader.folder} is of another model:\n{text}{_fields(engine, reader)}{hint}")
 
 
-def shapes(sharded: Sharded) -> Shapes:
+def shapes(sharded: ShardedModel) -> Shapes:
     """Of the model's parameters and buffers, those of all stages; all ranks call it."""
     found = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
     found |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
     return {name: tuple(shape) for name, shape in of_all_stages(sharded.mesh, found).items()}
 
 
-def _fields(engine: Run, reader: Reader) -> str:
+def _fields(engine: RunState, reader: Reader) -> str:
     """Which fields of the model's own configuration differ, as a line; empty if that is not known."""
     saved = reader.manifest.get("model", {})
     differ = [

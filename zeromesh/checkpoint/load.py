@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import Run, buffers, held
+from zeromesh.checkpoint.contents import RunState, buffers, held
 from zeromesh.checkpoint.fit import require_same_model, shapes, some
 from zeromesh.checkpoint.folder import latest, locate
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
@@ -22,13 +22,13 @@ from zeromesh.checkpoint.schedule import require_same_scheduler
 from zeromesh.comm.agreement import attempt, require_agreement, share, together
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger(__name__)
 
 
 def load(
-    engine: Run, folder: Path, tag: str | None, optimizer_states: bool, scheduler_states: bool, *,
+    engine: RunState, folder: Path, tag: str | None, optimizer_states: bool, scheduler_states: bool, *,
     strict: bool = True, data_position: bool = True, progress: bool = True,
 ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
     """Continue from a checkpoint; all ranks call it.
@@ -122,7 +122,7 @@ def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:
     )
 
 
-def _require_same_batch(engine: Run, saved: int | None) -> None:
+def _require_same_batch(engine: RunState, saved: int | None) -> None:
     """Under a launcher that restarts the ranks, nobody would see that a new world has silently changed the batch."""
     if saved is not None and saved != engine.train_batch_size():
         raise ValueError(
@@ -139,7 +139,7 @@ def _open(folder: Path, tag: str) -> Reader:
     return Reader(path)
 
 
-def _load_tensors(sharded: Sharded, optimizer: Optimizer | None, reader: Reader) -> None:
+def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Reader) -> None:
     for flat in sharded.flats:
         flat.load_states(write=True)
         values, low = held(sharded, flat)
@@ -155,7 +155,7 @@ def _load_tensors(sharded: Sharded, optimizer: Optimizer | None, reader: Reader)
             buffer.copy_(reader.tensor(f"buffer/{name}"))
 
 
-def _load_progress(sharded: Sharded, reader: Reader) -> None:
+def _load_progress(sharded: ShardedModel, reader: Reader) -> None:
     """Random numbers go on as in the run that was saved."""
     _load_random_state(reader, sharded.mesh.rank)
     share_random_state(sharded.mesh.group("tensor"))
@@ -171,7 +171,7 @@ def _load_random_state(reader: Reader, rank: int) -> None:
         derive_random_state(reader.tensor("random/0"), rank)
 
 
-def _load_numbers(engine: Run, state: dict[str, Any], scheduler_states: bool) -> None:
+def _load_numbers(engine: RunState, state: dict[str, Any], scheduler_states: bool) -> None:
     engine.global_steps, engine.micro_steps = state["global_steps"], state["micro_steps"]
     engine.skipped_steps = state["skipped_steps"]
     engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())

@@ -8,11 +8,11 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import Run, pieces, updates_whole
+from zeromesh.checkpoint.contents import RunState, pieces, updates_whole
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def scalars(engine: Run) -> dict[str, dict[str, Any]]:
+def scalars(engine: RunState) -> dict[str, dict[str, Any]]:
     """Optimizer states that are single numbers, by parameter; ranks that hold pieces of one parameter have the same.
 
     A tensor is written as its value and its dtype.
@@ -59,7 +59,7 @@ def scalars(engine: Run) -> dict[str, dict[str, Any]]:
     return found
 
 
-def require_same_optimizer(sharded: Sharded, optimizer: Optimizer, reader: Reader) -> None:
+def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
     """Raise ValueError unless the checkpoint is of such an optimizer, and its states can be cut as is needed."""
     saved = (reader.manifest["optimizer"], len(reader.manifest["groups"]))
     wanted = (type(optimizer).__name__, len(optimizer.param_groups))
@@ -103,7 +103,7 @@ def _state_keys(reader: Reader) -> list[str]:
     return sorted({name.split("/")[1] for name in reader.names if name.startswith("optimizer/")})
 
 
-def load_optimizer(sharded: Sharded, optimizer: Optimizer, reader: Reader) -> None:
+def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
     """Take the options of the groups, and the states of what this rank updates."""
     for group, saved in zip(optimizer.param_groups, reader.manifest["groups"], strict=True):
         group.update({key: _restored(group.get(key), value) for key, value in unpack(saved).items()})

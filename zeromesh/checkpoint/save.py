@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.contents import Run, boxes, model_fields, parameters, tied
+from zeromesh.checkpoint.contents import RunState, boxes, model_fields, parameters, tied
 from zeromesh.checkpoint.folder import (
     DRAFT,
     begin,
@@ -39,7 +39,7 @@ MANIFEST_BYTES = 400
 ONE_FOLDER = "save to a folder that all ranks see"
 
 
-def save(engine: Run, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
+def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
     """Write a checkpoint; all ranks call it. ``folder/latest`` names it afterwards, and old ones may go away.
 
     Raises:
@@ -126,12 +126,12 @@ def _joined(draft: Path, ranks: int) -> dict[str, Any]:
     return {"shards": shards, **joined}
 
 
-def _scheduler_state(engine: Run) -> Any:
+def _scheduler_state(engine: RunState) -> Any:
     scheduler = engine.lr_scheduler
     return None if scheduler is None else pack(scheduler.state_dict(), "the scheduler's state")
 
 
-def _state(engine: Run, client_state: dict[str, Any]) -> dict[str, Any]:
+def _state(engine: RunState, client_state: dict[str, Any]) -> dict[str, Any]:
     groups = engine.optimizer.param_groups if engine.optimizer else []
     sharded, loader = engine.sharded, engine.training_dataloader
     return {

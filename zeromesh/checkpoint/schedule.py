@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import Run
-from zeromesh.optim.schedules import Schedule
+from zeromesh.checkpoint.contents import RunState
+from zeromesh.optim.schedules import RateSchedule
 
 _log = logging.getLogger(__name__)
 
@@ -16,12 +16,12 @@ def scheduler_name(scheduler: Any) -> str | None:
     """What kind of scheduler it is, with those that it is made of; None if there is none."""
     if scheduler is None:
         return None
-    name = scheduler.name if isinstance(scheduler, Schedule) else type(scheduler).__name__
+    name = scheduler.name if isinstance(scheduler, RateSchedule) else type(scheduler).__name__
     parts = getattr(scheduler, "_schedulers", None)  # of torch's SequentialLR and ChainedScheduler
     return f"{name}({', '.join(str(scheduler_name(part)) for part in parts)})" if parts else name
 
 
-def require_same_scheduler(engine: Run, reader: Reader) -> None:
+def require_same_scheduler(engine: RunState, reader: Reader) -> None:
     """Raise ValueError unless the state in a checkpoint is one of such a scheduler.
 
     Where only one of them has a scheduler, that is a warning.

@@ -11,10 +11,10 @@ from zeromesh.checkpoint.contents import own_buffers, tied
 from zeromesh.checkpoint.fit import some
 from zeromesh.checkpoint.stages import State, of_all_stages, on_all_ranks, on_first_rank, shows
 from zeromesh.comm.agreement import attempt, share
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 
 
-def gathered_state_dict(sharded: Sharded) -> State:
+def gathered_state_dict(sharded: ShardedModel) -> State:
     """Whole parameters and buffers as CPU tensors on rank 0, empty elsewhere; one unit is gathered at a time."""
     found = State()
     for state in on_first_rank(sharded.mesh, _parts(sharded)):
@@ -23,7 +23,7 @@ def gathered_state_dict(sharded: Sharded) -> State:
     return found | {name: found[own] for name, own in names.items()} if found else found
 
 
-def _parts(sharded: Sharded) -> Iterator[State]:
+def _parts(sharded: ShardedModel) -> Iterator[State]:
     """What this rank's stage has, where it is to be shown."""
     shown = shows(sharded.mesh)
     for unit in sharded.units:
@@ -35,7 +35,7 @@ def _parts(sharded: Sharded) -> Iterator[State]:
     yield {name: buffer.detach().cpu().clone() for name, buffer in own_buffers(sharded) if shown}
 
 
-def add_stages(sharded: Sharded, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """This rank's state dict with the tensors of the other stages. All ranks call it."""
     own = {
         name: value
@@ -45,7 +45,7 @@ def add_stages(sharded: Sharded, state: dict[str, Any], prefix: str = "") -> dic
     return state | on_all_ranks(sharded.mesh, own)
 
 
-def load_here(sharded: Sharded, state: Mapping[str, Any], strict: bool) -> Any:
+def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> Any:
     """As the model's own ``load_state_dict``, of a state of all stages. All ranks call it, and all raise.
 
     Raises:

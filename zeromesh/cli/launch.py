@@ -59,7 +59,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LaunchLayout:
     """How many ranks run where; see ``zeromesh launch --help``.
 
     Attributes:
@@ -140,7 +140,7 @@ class Layout:
         return self.master
 
 
-def launch(program: Program, layout: Layout) -> None:
+def launch(program: Program, layout: LaunchLayout) -> None:
     """Run a program as the ranks of this node, and wait for them.
 
     Raises:
@@ -154,16 +154,16 @@ def launch(program: Program, layout: Layout) -> None:
     if layout.node_rank is not None and not 0 <= layout.node_rank < most:
         raise ValueError(f"--node-rank is {layout.node_rank}, but must be from 0 to {most - 1}")
     ranks, secret = ranks_per_node(layout), layout.secret
-    from zeromesh.launcher.agent import Plan, run
+    from zeromesh.launcher.agent import LaunchPlan, run
 
     variables = threads(ranks)
     tell(announcement(layout, ranks, variables))
-    plan = Plan(ranks, least, most, endpoint, layout.node_rank, restarts, layout.timeout, secret, variables)
+    plan = LaunchPlan(ranks, least, most, endpoint, layout.node_rank, restarts, layout.timeout, secret, variables)
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder:
         run(program.rank_command, plan, Path(folder), tell)
 
 
-def ranks_per_node(layout: Layout) -> int:
+def ranks_per_node(layout: LaunchLayout) -> int:
     """As given, else one for each accelerator."""
     ranks = default_ranks() if layout.ranks is None else layout.ranks
     if ranks < 1:
@@ -171,7 +171,7 @@ def ranks_per_node(layout: Layout) -> int:
     return ranks
 
 
-def announcement(layout: Layout, ranks: int, variables: dict[str, str]) -> str:
+def announcement(layout: LaunchLayout, ranks: int, variables: dict[str, str]) -> str:
     """What is about to be started, where the user did not say so himself."""
     parts = [f"{ranks} rank{'s' if ranks > 1 else ''}"]
     if layout.ranks is None:
@@ -185,7 +185,7 @@ def tell(text: str) -> None:
     typer.echo(f"zeromesh launch: {text}", err=True)
 
 
-def write_slurm(program: Program, layout: Layout, options: SlurmOptions, output: Path | None) -> None:
+def write_slurm(program: Program, layout: LaunchLayout, options: SlurmOptions, output: Path | None) -> None:
     """Write a batch script for ``sbatch`` to a file, or to standard output.
 
     Raises:
@@ -219,7 +219,7 @@ class SlurmOptions:
     more: tuple[str, ...] = ()
 
 
-def slurm_script(program: Program, layout: Layout, options: SlurmOptions) -> str:
+def slurm_script(program: Program, layout: LaunchLayout, options: SlurmOptions) -> str:
     """The batch script.
 
     Without restarts Slurm starts each rank itself. With restarts it starts ``zeromesh launch`` on each node, which
@@ -271,7 +271,7 @@ def _target(program: Program) -> str:
     return shlex.join([*flag, program.name, *program.arguments])
 
 
-def run_mpi(program: Program, layout: Layout, extra: Sequence[str]) -> None:
+def run_mpi(program: Program, layout: LaunchLayout, extra: Sequence[str]) -> None:
     """Run a program as ranks that ``mpiexec`` starts, and wait for them.
 
     Args:

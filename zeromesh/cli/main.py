@@ -154,7 +154,7 @@ def launch(
         from zeromesh.comm.failure import RankFailure
 
         what = starting.Program(program, tuple(arguments or ()), module, no_python)
-        where = starting.Layout(nproc, nnodes, node_rank, master, max_restarts, timeout, secret_file)
+        where = starting.LaunchLayout(nproc, nnodes, node_rank, master, max_restarts, timeout, secret_file)
         if mpi and slurm:
             raise ValueError("--mpi and --slurm exclude each other; leave one of them out")
         try:
@@ -223,7 +223,7 @@ def schedule(
         elif check is not None:
             schedules.check(check)
         else:
-            files = schedules.Files(svg, png, trace, text)
+            files = schedules.ScheduleFiles(svg, png, trace, text)
             schedules.show(name, stages, microbatches, chunks, group, schedules.costs_of(costs), memory, files)
 
 

@@ -18,7 +18,7 @@ from zeromesh.train.screen import write
 
 
 @dataclass(frozen=True)
-class Files:
+class ScheduleFiles:
     """What is written besides; None is not."""
 
     svg: Path | None = None
@@ -54,7 +54,7 @@ def show(
     group: int | None,
     costs: Costs,
     memory: float | None,
-    files: Files,
+    files: ScheduleFiles,
 ) -> None:
     """Make a schedule, check it, and print its grid, its bubble and what is held."""
     chunks = ROWS[name].chunks[0] if chunks is None and name in ROWS else chunks or 1
@@ -103,7 +103,7 @@ def _held(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(files: Files, timeline: Timeline, title: str) -> None:
+def _write(files: ScheduleFiles, timeline: Timeline, title: str) -> None:
     if files.text:
         files.text.write_text(f"# {title}\n{add_messages(timeline.schedule)}", encoding="utf-8")
     if files.svg:

@@ -17,7 +17,7 @@ LISTED = 20
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """Samples per update (all ranks), samples per micro-batch (one rank), micro-batches per update."""
 
     train: int
@@ -27,7 +27,7 @@ class Batch:
 
 def solve_batch(
     train: int | None, micro: int | None, accumulation: int | None, data_size: int, elastic: bool = False
-) -> Batch:
+) -> BatchSizes:
     """The three sizes from any consistent subset: ``train = micro x accumulation x data_size``.
 
     With nothing given, a micro-batch has one sample and there is no accumulation.
@@ -52,19 +52,19 @@ def solve_batch(
         )
     if train is None:
         micro, accumulation = micro or 1, accumulation or 1
-        return Batch(micro * accumulation * data_size, micro, accumulation)
+        return BatchSizes(micro * accumulation * data_size, micro, accumulation)
     if elastic and micro is not None:
         return _refit(train, micro, data_size)
     if micro is not None and accumulation is not None:
         _check_product(train, micro, accumulation, data_size)
-        return Batch(train, micro, accumulation)
+        return BatchSizes(train, micro, accumulation)
     if micro is not None:
-        return Batch(train, micro, _divide(train, {MICRO: micro}, data_size))
+        return BatchSizes(train, micro, _divide(train, {MICRO: micro}, data_size))
     accumulation = accumulation or 1
-    return Batch(train, _divide(train, {ACCUMULATION: accumulation}, data_size), accumulation)
+    return BatchSizes(train, _divide(train, {ACCUMULATION: accumulation}, data_size), accumulation)
 
 
-def _refit(train: int, micro: int, data_size: int) -> Batch:
+def _refit(train: int, micro: int, data_size: int) -> BatchSizes:
     """The same global batch on another number of ranks; a micro-batch never grows, since memory may not hold more."""
     if train % data_size:
         divisors = divisors_of(train)
@@ -77,7 +77,7 @@ def _refit(train: int, micro: int, data_size: int) -> Batch:
         )
     share = train // data_size
     fitting = max(size for size in divisors_of(share) if size <= micro)
-    return Batch(train, fitting, share // fitting)
+    return BatchSizes(train, fitting, share // fitting)
 
 
 def divisors_of(number: int) -> list[int]:

@@ -46,7 +46,7 @@ class FlopsProfiler(Section):
     output_file: str | None = Field(None, description="File of the report; an older one is kept. Null: the log.")
 
 
-class Trace(Section):
+class TraceSettings(Section):
     """A trace of some updates."""
 
     enabled: bool = Field(False, description="Record some updates with torch's profiler.")

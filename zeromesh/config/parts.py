@@ -291,7 +291,7 @@ class Communication(Section):
     )
 
 
-class Slots(Section):
+class SlotSettings(Section):
     """Budgets of full-size working buffers, in units."""
 
     parameter: BudgetInt | None = Field(None, description="Units gathered at a time. Null: what the stage implies.")

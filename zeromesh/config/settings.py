@@ -17,7 +17,7 @@ from zeromesh.config.catalogue import Entry, catalogue
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.explain import explain, gone_problems, not_yet_problems, without_effect, without_gone
-from zeromesh.config.observe import CsvMonitor, Debug, FlopsProfiler, ReplicaCheck, TensorBoard, Trace, Wandb
+from zeromesh.config.observe import CsvMonitor, Debug, FlopsProfiler, ReplicaCheck, TensorBoard, TraceSettings, Wandb
 from zeromesh.config.parts import (
     ActivationCheckpointing,
     Aio,
@@ -31,7 +31,7 @@ from zeromesh.config.parts import (
     Optimizer,
     Pipeline,
     Scheduler,
-    Slots,
+    SlotSettings,
     TensorParallel,
     TorchAutocast,
 )
@@ -48,7 +48,7 @@ from zeromesh.config.section import (
     Section,
     as_dtype,
 )
-from zeromesh.config.train import HuggingFace, Lora, ModelShape, Run, TextData
+from zeromesh.config.train import HuggingFace, Lora, ModelShape, RunSettings, TextData
 from zeromesh.config.unused import (
     Autotuning,
     Comet,
@@ -61,7 +61,7 @@ from zeromesh.config.unused import (
     WeightQuantization,
 )
 from zeromesh.config.zero import ZeroOptimization
-from zeromesh.model.placement import ROWS, Row, Tier
+from zeromesh.model.placement import ROWS, PlacementRow, Tier
 
 if TYPE_CHECKING:
     from zeromesh.model.precision import LossScale, Precision
@@ -123,7 +123,7 @@ class Settings(Section):
     )
     mesh: MeshSizes = Field(MeshSizes(), description="Sizes of the mesh of ranks; their product is the world size.")
     communication: Communication = Field(Communication(), description="How the links between nodes are used.")
-    slots: Slots = Field(Slots(), description="Budgets of full-size working buffers, in units.")
+    slots: SlotSettings = Field(SlotSettings(), description="Budgets of full-size working buffers, in units.")
     units: Names = Field(
         (),
         description="Class names, or glob patterns of module names, whose parameters travel together. "
@@ -142,7 +142,7 @@ class Settings(Section):
     wall_clock_breakdown: bool = Field(
         False, description="Log where the time goes, every steps_per_print updates; every 10 where that is not set."
     )
-    profile: Trace = Field(Trace(), description="A trace of some updates.")
+    profile: TraceSettings = Field(TraceSettings(), description="A trace of some updates.")
     replica_check: ReplicaCheck = Field(ReplicaCheck(), description="Comparisons of what several ranks hold copies of.")
     debug: Debug = Field(Debug(), description="Checks that take time, to find out why a program hangs.")
     tensorboard: TensorBoard = Field(TensorBoard(), description="Metrics for TensorBoard.")
@@ -163,7 +163,7 @@ class Settings(Section):
     huggingface: HuggingFace | None = Field(None, description="A model of transformers for zeromesh train.")
     lora: Lora | None = Field(None, description="Adapters that zeromesh train adds to a model of transformers.")
     data: TextData | None = Field(None, description="The text of zeromesh train.")
-    run: Run | None = Field(None, description="Length and output of zeromesh train.")
+    run: RunSettings | None = Field(None, description="Length and output of zeromesh train.")
     pipeline: Pipeline = Field(Pipeline(), description="The model cut into stages.")
     tensor_parallel: TensorParallel = Field(TensorParallel(), description="Layers split over ranks.")
     context_parallel: ContextParallel = Field(ContextParallel(), description="How ranks share one sequence.")
@@ -291,7 +291,7 @@ class Settings(Section):
         return Resolved.model_validate(values)
 
     @property
-    def row(self) -> Row:
+    def row(self) -> PlacementRow:
         """Which states are sharded, and where they rest. Hybrid sharding is a matter of the mesh."""
         zero = self.zero_optimization
         return replace(

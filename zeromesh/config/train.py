@@ -178,7 +178,7 @@ class TextData(Section):
         return [(source.source, source.weight / total) for source in weighted]
 
 
-class Sample(Section):
+class SampleSettings(Section):
     """Texts that are continued at the end of a run."""
 
     prompts: Names = Field((), description="Beginnings of texts to continue.")
@@ -187,7 +187,7 @@ class Sample(Section):
     temperature: CountFloat = Field(0.8, description="Randomness of the choice; 0 takes the likeliest token.")
 
 
-class Run(Section):
+class RunSettings(Section):
     """How long to train, and what to write."""
 
     steps: PositiveInt = Field(description="Updates of the parameters.")
@@ -203,4 +203,4 @@ class Run(Section):
     ranks: PositiveInt = Field(1, description="Processes to start; ignored where a launcher has started the ranks.")
     threads: PositiveInt | None = Field(None, description="Threads per rank. Null: the cores shared out evenly.")
     log_every: PositiveInt = Field(10, description="Steps between lines of the log.")
-    sample: Sample = Field(Sample(), description="Texts to continue at the end of the run.")
+    sample: SampleSettings = Field(SampleSettings(), description="Texts to continue at the end of the run.")

@@ -25,7 +25,7 @@ def refuse(what: str, reason: str, remedy: str = "set mesh.context to 1") -> Uns
     return Unsupported(f"{what} cannot run under context parallelism: {reason}; {remedy}")
 
 
-class Applied:
+class SpreadSequences:
     """Context parallelism of one model.
 
     Attributes:
@@ -51,7 +51,7 @@ class Applied:
             tag + 2: "the mean loss",
         }
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequences:
         """A copy of a model is spread over the same ranks."""
         return self
 

@@ -8,14 +8,14 @@ from torch import nn
 
 from zeromesh.comm.collectives import Group
 from zeromesh.context import huggingface, plain
-from zeromesh.context.applied import Applied
+from zeromesh.context.applied import SpreadSequences
 from zeromesh.context.attention import STRATEGIES
 
 TAG = 8
 """It, and the next two, are used by nothing else."""
 
 
-def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> Applied:
+def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> SpreadSequences:
     """Change a model in place: called as before, with whole sequences, each rank computes its part of them.
 
     Given labels, its loss is the mean over the whole sequences, equal on all ranks; the mean of gradients over the
@@ -37,7 +37,7 @@ def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> Appl
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join(STRATEGIES)}")
-    applied = Applied(strategy, group, tag)
+    applied = SpreadSequences(strategy, group, tag)
     if group.size == 1:
         return applied
     utils = sys.modules.get("transformers.modeling_utils")  # a model of it cannot be there without

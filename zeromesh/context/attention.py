@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zeromesh.comm.collectives import Group
 from zeromesh.context import blocks
-from zeromesh.context.blocks import Block
+from zeromesh.context.blocks import AttentionBlock
 from zeromesh.context.order import gathered_order
 
 STRATEGIES = ("ring", "ulysses")
@@ -166,7 +166,7 @@ class _Ring(torch.autograd.Function):
         for source, present in _around(own, group, tag):
             rows, columns, causal = needed(group.rank, source, q.shape[2])
             keys, values = (x[:, :, columns] for x in _unpack(present, k.shape, v.shape))
-            part, its = blocks.attend(Block(q[:, :, rows], keys, values, causal, scale))
+            part, its = blocks.attend(AttentionBlock(q[:, :, rows], keys, values, causal, scale))
             if source == group.rank:  # the first, and the only one that all queries need
                 out, lse = part.to(wide), its
             else:
@@ -194,7 +194,7 @@ class _Ring(torch.autograd.Function):
         for source, present in _around(own, group, tag):
             rows, columns, causal = needed(group.rank, source, q.shape[2])
             keys, values = (x[:, :, columns] for x in _unpack(present, key_shape, value_shape))
-            block = Block(q[:, :, rows], keys, values, causal, scale)
+            block = AttentionBlock(q[:, :, rows], keys, values, causal, scale)
             found = blocks.gradients(block, gradient[:, :, rows], out[:, :, rows], lse[:, :, rows])
             dq[:, :, rows] += found[0]
             if arriving is not None:

@@ -25,7 +25,7 @@ _LSE_UNIT = 32
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Some queries and keys.
 
     Attributes:
@@ -46,10 +46,12 @@ class Block:
 class Kernel(Protocol):
     """How a block is computed."""
 
-    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+    def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """The result, and the log-sum-exp of each query's scores, (batch, heads, sequence), in at least fp32."""
 
-    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(
+        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What the block gives to the gradients of q, k and v.
 
         Args:
@@ -63,13 +65,15 @@ class Kernel(Protocol):
 class _Cpu:
     """torch's flash attention for the CPU: all floating dtypes, and fewer key heads."""
 
-    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+    def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             block.q, block.k, block.v, 0.0, block.causal, scale=block.scale
         )
         return out, lse
 
-    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(
+        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, block.q, block.k, block.v, out, lse, 0.0, block.causal, scale=block.scale
         )
@@ -79,13 +83,15 @@ class _Cpu:
 class _Flash:
     """FlashAttention of CUDA: 16 bits, and fewer key heads."""
 
-    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+    def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             block.q, block.k, block.v, 0.0, block.causal, scale=block.scale
         )
         return out, lse
 
-    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(
+        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = block.q, block.k, block.v
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state: nothing is dropped out
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -98,14 +104,16 @@ class _Flash:
 class _Efficient:
     """The memory-efficient attention of CUDA: fp32, too, and older devices. It takes as many key heads as queries'."""
 
-    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+    def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         k, v = (_repeat(x, block.q) for x in (block.k, block.v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             block.q, k, v, None, True, 0.0, block.causal, scale=block.scale
         )
         return out, lse[:, :, : block.q.shape[2]]
 
-    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(
+        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         k, v = (_repeat(x, block.q) for x in (block.k, block.v))
         padded = F.pad(lse, (0, -lse.shape[-1] % _LSE_UNIT), value=torch.inf).contiguous()
         unused = torch.zeros((), dtype=torch.int64, device=k.device)
@@ -119,13 +127,15 @@ class _Efficient:
 class _Products:
     """Plain products, in at least fp32, on every device."""
 
-    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+    def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         _, _, v, scores = self._scores(block)
         lse = scores.logsumexp(-1)
         out = (scores - lse.unsqueeze(-1)).exp() @ v
         return out.flatten(1, 2).to(block.q.dtype), lse.flatten(1, 2)
 
-    def gradients(self, block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(
+        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, scores = self._scores(block)
         dout, y = (_grouped(x, block.k).to(q.dtype) for x in (gradient, out))
         weights = (scores - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
@@ -133,7 +143,7 @@ class _Products:
         dq, dk, dv = dscores @ k, dscores.mT @ q, weights.mT @ dout
         return dq.flatten(1, 2).to(block.q.dtype), dk.sum(2).to(block.k.dtype), dv.sum(2).to(block.v.dtype)
 
-    def _scores(self, block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _scores(self, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and scores with heads as (key heads, queries' heads for each)."""
         wide = torch.promote_types(block.q.dtype, torch.float32)
         q = _grouped(block.q, block.k).to(wide)
@@ -161,7 +171,7 @@ def _sum_repeated(gradient: Tensor, x: Tensor) -> Tensor:
 CPU, FLASH, EFFICIENT, PRODUCTS = _Cpu(), _Flash(), _Efficient(), _Products()
 
 
-def choose(block: Block) -> Kernel:
+def choose(block: AttentionBlock) -> Kernel:
     """The fastest kernel there is for a block of one width."""
     q, k, v = block.q, block.k, block.v
     if q.device.type == "cpu":
@@ -177,7 +187,7 @@ def choose(block: Block) -> Kernel:
     return PRODUCTS
 
 
-def attend(block: Block) -> tuple[Tensor, Tensor]:
+def attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """See ``Kernel.attend``."""
     _, padded = _of_one_width(block)
     with torch.autocast(block.q.device.type, enabled=False):  # it would narrow the plain products
@@ -185,7 +195,7 @@ def attend(block: Block) -> tuple[Tensor, Tensor]:
     return out[..., : block.v.shape[-1]], lse
 
 
-def gradients(block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See ``Kernel.gradients``."""
     width, padded = _of_one_width(block)
     with torch.autocast(block.q.device.type, enabled=False):
@@ -193,7 +203,7 @@ def gradients(block: Block, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple
     return dq[..., : block.q.shape[-1]], dk[..., : block.q.shape[-1]], dv[..., : block.v.shape[-1]]
 
 
-def _of_one_width(block: Block) -> tuple[int, Block]:
+def _of_one_width(block: AttentionBlock) -> tuple[int, AttentionBlock]:
     """The block with zeros added to its heads, which change nothing, so that an operator takes it."""
     width = max(block.q.shape[-1], block.v.shape[-1])
     if block.q.device.type != "cpu":

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeromesh.context import batch
-from zeromesh.context.applied import Applied, named_arguments, parameters_of, refuse, replace_forward
+from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.context.attention import require_heads
 from zeromesh.context.plain import require_no_mixing, require_plain
 
@@ -32,7 +32,7 @@ _EXTRAS = {
 """Arguments of attention that it may have beside the usual ones, and what they mean."""
 
 
-def install(model: Any, applied: Applied) -> None:
+def install(model: Any, applied: SpreadSequences) -> None:
     """Have a model of transformers run with its sequences spread over ranks.
 
     Raises:
@@ -130,7 +130,7 @@ def _require_modules(model: Any) -> None:
 class _Parts:
     """What a model calls in place of its own: its forward, its attention and the making of its mask."""
 
-    def __init__(self, model: nn.Module, applied: Applied, attention: Any, mask: Any) -> None:
+    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any) -> None:
         self._kind, self._applied, self._sdpa, self._sdpa_mask = type(model), applied, attention, mask
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
 
@@ -194,7 +194,7 @@ class _Parts:
 class _Loss:
     """A model's loss function, given labels of the next tokens of this rank's part of the sequence."""
 
-    def __init__(self, loss: Any, applied: Applied) -> None:
+    def __init__(self, loss: Any, applied: SpreadSequences) -> None:
         self._loss, self._applied = loss, applied
 
     def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeromesh.context import batch
-from zeromesh.context.applied import Applied, named_arguments, parameters_of, refuse, replace_forward
+from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 
 _MIXING: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "torch's own layer calls an attention that cannot be replaced",
@@ -24,7 +24,7 @@ _MIXING: dict[type[nn.Module], str] = {
 """Layers of torch that mix positions in their own way."""
 
 
-def install(model: nn.Module, applied: Applied) -> None:
+def install(model: nn.Module, applied: SpreadSequences) -> None:
     """Have the model run with its sequences spread over ranks.
 
     Raises:
@@ -60,7 +60,7 @@ def require_no_mixing(model: nn.Module) -> None:
 class _Root:
     """Cuts what the model is called with, and takes the mean of its losses."""
 
-    def __init__(self, kind: type[nn.Module], positions: str, applied: Applied) -> None:
+    def __init__(self, kind: type[nn.Module], positions: str, applied: SpreadSequences) -> None:
         self._kind, self._positions, self._applied = kind, positions, applied
 
     def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ _inside = threading.local()
 class _Interception(TorchFunctionMode):
     """Replaces the attention that one module calls."""
 
-    def __init__(self, name: str, applied: Applied) -> None:
+    def __init__(self, name: str, applied: SpreadSequences) -> None:
         super().__init__()
         self._name, self._applied = name, applied
 

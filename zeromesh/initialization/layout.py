@@ -23,15 +23,15 @@ from zeromesh.initialization.place import checkpoint_activations, place_buffers
 from zeromesh.model.containers import map_tensors
 from zeromesh.tensor.apply import chunk_losses
 from zeromesh.tensor.derive import derive, heads_over_vocabulary
-from zeromesh.tensor.plan import Resolved as SplitPlan
+from zeromesh.tensor.plan import SplitPlan as SplitPlan
 from zeromesh.tensor.plan import as_json, parse, resolve
 from zeromesh.tensor.sequence import Stack, find_stacks
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
-    from zeromesh.context.applied import Applied
+    from zeromesh.context.applied import SpreadSequences
     from zeromesh.pipeline.cut import Blocks
-    from zeromesh.pipeline.samples import Sample
+    from zeromesh.pipeline.samples import ModelInput
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
 
@@ -155,13 +155,13 @@ def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torc
         ) from error
 
 
-def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> Sample | None:
+def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> ModelInput | None:
     """Return the first samples of the data, as the model will get them; None where they cannot be read."""
-    from zeromesh.pipeline.samples import Sample, undisturbed
+    from zeromesh.pipeline.samples import ModelInput, undisturbed
 
-    def read() -> Sample:
+    def read() -> ModelInput:
         own = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls
-        return Sample(loader.example(), partial(loss_of, loss_fn=own))
+        return ModelInput(loader.example(), partial(loss_of, loss_fn=own))
 
     with undisturbed(device):
         sample, failure = attempt(read)
@@ -198,7 +198,7 @@ def _is_here(member: Any, here: set[int]) -> bool:
     return any(id(parameter) in here for parameter in parameters)
 
 
-def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> Applied | None:
+def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> SpreadSequences | None:
     """Let each rank along the context axis compute its part of the sequences; None where the axis has one rank.
 
     Raises:

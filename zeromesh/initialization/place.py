@@ -20,10 +20,10 @@ from zeromesh.shard.deferred import Source
 from zeromesh.shard.find import find_units
 from zeromesh.shard.materialise import replace
 from zeromesh.shard.needs import Prepare
-from zeromesh.shard.sharded import Sharded, Slots
+from zeromesh.shard.sharded import ShardedModel, Slots
 
 if TYPE_CHECKING:
-    from zeromesh.activation.store import Store
+    from zeromesh.activation.store import ActivationStore
     from zeromesh.config.settings import Resolved
     from zeromesh.pipelined import Pipelined
 
@@ -70,10 +70,10 @@ class Reading:
 def shard(
     model: nn.Module, mesh: Mesh, settings: Resolved, materialise: Any = None, split: Mapping[str, Held] | None = None,
     cut: Pipelined | None = None, prepare: Prepare | None = None,
-) -> Sharded:  # fmt: skip
-    """Place the model's states over the mesh as the configuration says; see ``Sharded`` for the arguments."""
+) -> ShardedModel:  # fmt: skip
+    """Place the model's states over the mesh as the configuration says; see ``ShardedModel`` for the arguments."""
     scaler = LossScaler(settings.precision.loss_scale) if settings.precision.loss_scale else None
-    return Sharded(
+    return ShardedModel(
         model,
         mesh,
         settings.row,
@@ -109,7 +109,7 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
             module._buffers[name] = placed[id(buffer)][1]
 
 
-def activation_store(settings: Resolved, mesh: Mesh) -> Store | None:
+def activation_store(settings: Resolved, mesh: Mesh) -> ActivationStore | None:
     """Return the storage of checkpointed modules' inputs until the backward; None where they stay in place."""
     chosen = settings.activation_checkpointing
     if not chosen.enabled:
@@ -119,12 +119,12 @@ def activation_store(settings: Resolved, mesh: Mesh) -> Store | None:
     partitions = chosen.partition_activations and group.size > 1 and not settings.tensor_parallel.sequence
     if not (chosen.cpu_checkpointing or partitions):
         return None
-    from zeromesh.activation.store import Store
+    from zeromesh.activation.store import ActivationStore
 
-    return Store(mesh.device, chosen.cpu_checkpointing, group if partitions else None)
+    return ActivationStore(mesh.device, chosen.cpu_checkpointing, group if partitions else None)
 
 
-def checkpoint_activations(model: nn.Module, settings: Resolved, store: Store | None = None) -> None:
+def checkpoint_activations(model: nn.Module, settings: Resolved, store: ActivationStore | None = None) -> None:
     """Recompute activations of the configured modules in the backward."""
     chosen = settings.activation_checkpointing
     if chosen.enabled:

@@ -15,7 +15,7 @@ from zeromesh.initialization.checks import check_scheduler, makes_scheduler
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.model.split import Held
-from zeromesh.shard.sharded import Sharded
+from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
@@ -69,7 +69,7 @@ def build_optimizer(
     for group in owned:
         mine = [pieces.get(id(parameter)) for parameter in group["params"]]
         options = {key: value for key, value in group.items() if key not in ("params", "name", "param_names")}
-        groups.append(factory.Group(tuple(piece for piece in mine if piece is not None), options))
+        groups.append(factory.ParameterGroup(tuple(piece for piece in mine if piece is not None), options))
     chosen, allow = settings.optimizer, settings.zero_allow_untested_optimizer
     matrices = hidden_matrices(model) if chosen.type.lower() == "muon" else frozenset()
     return factory.build(chosen.type, dict(chosen.params), groups, exchange, _is_cut(mesh, settings), allow, matrices)
@@ -94,7 +94,7 @@ def check_users_optimizer(user: Optimizer, model: nn.Module, mesh: Mesh, setting
     factory.check_users(user, trained, _is_cut(mesh, settings), settings.zero_allow_untested_optimizer)
 
 
-def adopt(user: Optimizer, sharded: Sharded, settings: Resolved, everywhere: Sequence[nn.Parameter]) -> None:
+def adopt(user: Optimizer, sharded: ShardedModel, settings: Resolved, everywhere: Sequence[nn.Parameter]) -> None:
     """Let the user's optimizer update this rank's pieces; ``everywhere`` are the parameters of all stages."""
     from zeromesh.optim import factory
 

@@ -24,7 +24,7 @@ TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.floa
 """The codes of dtypes; 0 is no tensor."""
 
 
-class Row(ctypes.Structure):
+class RuleRow(ctypes.Structure):
     """A rule with the hyperparameters of a group at a step: ``struct row`` in native.h, which says what each is."""
 
     _fields_ = [
@@ -98,7 +98,7 @@ def _load() -> Library:
             "Install one, such as gcc, and install ZeroMesh again"
         )
     handle = ctypes.CDLL(str(path))
-    expected = _INTERFACE << 16 | ctypes.sizeof(Row) << 8 | PIECE_BYTES
+    expected = _INTERFACE << 16 | ctypes.sizeof(RuleRow) << 8 | PIECE_BYTES
     if not hasattr(handle, "zeromesh_interface") or handle.zeromesh_interface() != expected:
         raise OSError(f"{path.name} was compiled from another version of ZeroMesh; install ZeroMesh again")
     _declare(handle)

@@ -13,7 +13,7 @@ Group = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """A row of the table.
 
     Attributes:
@@ -78,12 +78,12 @@ def _adagrad(group: Group, step: int) -> dict[str, float]:
     }
 
 
-RULES: dict[str, Rule] = {
-    "adam": Rule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adam),
-    "adamw": Rule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adamw),
-    "sgd": Rule(1, lambda group: ("momentum_buffer",) if float(group["momentum"]) else (), _sgd),
-    "lion": Rule(2, lambda group: ("exp_avg",), _lion),
-    "adagrad": Rule(3, lambda group: ("sum",), _adagrad),
+RULES: dict[str, UpdateRule] = {
+    "adam": UpdateRule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adam),
+    "adamw": UpdateRule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adamw),
+    "sgd": UpdateRule(1, lambda group: ("momentum_buffer",) if float(group["momentum"]) else (), _sgd),
+    "lion": UpdateRule(2, lambda group: ("exp_avg",), _lion),
+    "adagrad": UpdateRule(3, lambda group: ("sum",), _adagrad),
 }
 
 _OPTIMIZERS: dict[str, str] = {

@@ -9,13 +9,13 @@ import torch
 
 from zeromesh.kernels import fallback
 from zeromesh.kernels.native import TYPES, check, library, threads_of
-from zeromesh.kernels.update import Piece, Step, update
+from zeromesh.kernels.update import UpdatePiece, UpdateStep, update
 
 _SUMMED = 65536
 """Elements of one sum, and bytes of one checksum: ``BLOCK`` and ``BYTES`` in native.c."""
 _CHECKED = 1 << 20
 
-_ADD = Step("sgd", {"lr": -1.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}, 1)
+_ADD = UpdateStep("sgd", {"lr": -1.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}, 1)
 """To add is a step of 1 along the gradient."""
 
 
@@ -42,7 +42,7 @@ def accumulate(target: torch.Tensor, source: torch.Tensor, threads: int | None =
     Raises:
         ValueError: they are other tensors.
     """
-    update([Piece(_ADD, source, target, ())], threads=threads)
+    update([UpdatePiece(_ADD, source, target, ())], threads=threads)
 
 
 def checksum(tensor: torch.Tensor, threads: int | None = None) -> int:

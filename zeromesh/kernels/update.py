@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zeromesh.kernels import fallback, halves
-from zeromesh.kernels.native import PIECE, PIECE_BYTES, TYPES, Row, check, library, threads_of
+from zeromesh.kernels.native import PIECE, PIECE_BYTES, TYPES, RuleRow, check, library, threads_of
 from zeromesh.kernels.rules import RULES, Group
 
 STREAMED = 1 << 20
@@ -26,7 +26,7 @@ STREAMED = 1 << 20
 
 
 @dataclass(frozen=True)
-class Step:
+class UpdateStep:
     """A rule of ``RULES`` with the hyperparameters of a group, and which step it is, the first being 1."""
 
     rule: str
@@ -41,7 +41,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Piece:
+class UpdatePiece:
     """Elements that are updated alike: 1-D contiguous tensors on the CPU, all of the same length, which may be 0.
 
     Attributes:
@@ -61,7 +61,7 @@ class Piece:
     gradient's dtype in the place of the gradient.
     """
 
-    step: Step
+    step: UpdateStep
     gradient: torch.Tensor
     master: torch.Tensor
     states: tuple[torch.Tensor, ...]
@@ -74,7 +74,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Halves:
-    """An fp32 master in two halves, as in ``Piece``: the bf16 parameter and the int16 remainder."""
+    """An fp32 master in two halves, as in ``UpdatePiece``: the bf16 parameter and the int16 remainder."""
 
     upper: torch.Tensor
     remainder: torch.Tensor
@@ -90,12 +90,12 @@ class Given(NamedTuple):
 
 
 def update(
-    pieces: Sequence[Piece], factor: float = 1.0, threads: int | None = None, instructions: str | None = None
+    pieces: Sequence[UpdatePiece], factor: float = 1.0, threads: int | None = None, instructions: str | None = None
 ) -> None:
     """Take one step for all pieces, in one native call.
 
     Args:
-        pieces: what to update; see ``Piece``. Their steps may differ.
+        pieces: what to update; see ``UpdatePiece``. Their steps may differ.
         factor: gradients are multiplied with it, in fp32.
         threads: how many work at most, by default as many as torch uses; small work is done by fewer.
         instructions: the instruction set, by default the best one; for tests.
@@ -114,7 +114,7 @@ def update(
         return
     steps = {id(piece.step): piece.step for piece in pieces}
     numbers = {key: number for number, key in enumerate(steps)}
-    rows = (Row * len(steps))(*(_row(step, factor) for step in steps.values()))
+    rows = (RuleRow * len(steps))(*(_row(step, factor) for step in steps.values()))
     table = ctypes.create_string_buffer(PIECE_BYTES * len(pieces))
     for index, piece in enumerate(pieces):
         struct.pack_into(PIECE, table, PIECE_BYTES * index, *_described(piece), numbers[id(piece.step)], 0)
@@ -122,7 +122,7 @@ def update(
     native.handle.zeromesh_update(native.choose(instructions), rows, table, len(pieces), stream, workers)
 
 
-def _update_by_torch(piece: Piece, factor: float) -> None:
+def _update_by_torch(piece: UpdatePiece, factor: float) -> None:
     """The same without the native library."""
     with torch.no_grad():
         kept = piece.master if piece.new_master is None else piece.new_master
@@ -142,14 +142,14 @@ def _update_by_torch(piece: Piece, factor: float) -> None:
             piece.output.copy_(master)
 
 
-def _row(step: Step, factor: float) -> Row:
+def _row(step: UpdateStep, factor: float) -> RuleRow:
     """What the kernel computes with."""
     rule = RULES[step.rule]
     values = {"decay": 1.0, "scale": -factor if step.group.get("maximize") else factor}
-    return Row(rule=rule.code, **values | rule.row(step.group, step.number))
+    return RuleRow(rule=rule.code, **values | rule.row(step.group, step.number))
 
 
-def _described(piece: Piece) -> tuple[int, ...]:
+def _described(piece: UpdatePiece) -> tuple[int, ...]:
     """The fields of ``struct piece`` up to the row."""
     read = [piece.master.data_ptr(), *(state.data_ptr() for state in piece.states)]
     new = [piece.new_master, *(piece.new_states or piece.states)]
@@ -168,7 +168,7 @@ _EXACT, _WIDE = (torch.float32,), (torch.float64,)
 _ANY = tuple(TYPES)
 
 
-def _check(piece: Piece) -> None:
+def _check(piece: UpdatePiece) -> None:
     """Refuse what the kernel would misread."""
     elements, names = piece.master.numel(), RULES[piece.step.rule].states(piece.step.group)
     if len(piece.states) != len(names):

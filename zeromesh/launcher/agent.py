@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
 from zeromesh.comm.rank import FAILURES
 from zeromesh.comm.rendezvous import in_background, reach
-from zeromesh.launcher.output import Relay, Streams
+from zeromesh.launcher.output import OutputStreams, Relay
 from zeromesh.launcher.rendezvous import RUN, LoopbackRendezvous, signed_rendezvous
 
 KILLED_BEFORE = 1.0
@@ -42,7 +42,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """Which ranks there are, and what holds them together.
 
     Attributes:
@@ -73,7 +73,7 @@ class Plan:
         return not self.master
 
 
-def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], None]) -> None:
+def run(command: Sequence[str], plan: LaunchPlan, folder: Path, tell: Callable[[str], None]) -> None:
     """Run a command as every rank of this node, and wait for it.
 
     Args:
@@ -137,7 +137,7 @@ def run(command: Sequence[str], plan: Plan, folder: Path, tell: Callable[[str], 
 
 
 def _agent(
-    command: Sequence[str], plan: Plan, folder: Path, relay: Relay, tell: Callable[[str], None]
+    command: Sequence[str], plan: LaunchPlan, folder: Path, relay: Relay, tell: Callable[[str], None]
 ) -> _Agent:  # fmt: skip
     local = "127.0.0.1" if plan.one_node else _address_towards(plan)
     rendezvous = LoopbackRendezvous(plan.timeout) if plan.one_node else _rendezvous(plan, local)
@@ -151,10 +151,10 @@ def _agent(
         monitor_interval=0.1,
         local_addr=local,
     )
-    return _Agent(spec, Streams(folder, relay, {**plan.variables, FAILURES: str(folder)}), folder, tell)
+    return _Agent(spec, OutputStreams(folder, relay, {**plan.variables, FAILURES: str(folder)}), folder, tell)
 
 
-def _rendezvous(plan: Plan, local: str) -> RendezvousHandler:
+def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
     """Where the nodes meet. Torch waits for ever on a program that is no store, and does not heed Ctrl-C meanwhile."""
     if not plan.secret:
         raise ValueError("several nodes need a secret that they share")
@@ -197,7 +197,7 @@ class _Agent(LocalElasticAgent):
         failure: the first one of the last start.
     """
 
-    def __init__(self, spec: WorkerSpec, streams: Streams, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, spec: WorkerSpec, streams: OutputStreams, folder: Path, tell: Callable[[str], None]) -> None:
         super().__init__(spec, streams)
         self.rendezvous = spec.rdzv_handler
         self.failure: RankFailure | None = None
@@ -261,7 +261,7 @@ class _Agent(LocalElasticAgent):
                 os.killpg(pid, signal.SIGKILL)
 
 
-def _address_towards(plan: Plan) -> str:
+def _address_towards(plan: LaunchPlan) -> str:
     """This machine's address on the way to the master, by which other nodes reach it; host names need not be known."""
     host, port = plan.master.rsplit(":", 1)
     try:
@@ -280,7 +280,7 @@ def _address_towards(plan: Plan) -> str:
     return own
 
 
-def _require_free(plan: Plan, family: int, port: int) -> None:
+def _require_free(plan: LaunchPlan, family: int, port: int) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -292,7 +292,7 @@ def _require_free(plan: Plan, family: int, port: int) -> None:
             ) from None
 
 
-def _no_master(plan: Plan, failure: str) -> str:
+def _no_master(plan: LaunchPlan, failure: str) -> str:
     return (
         f"{socket.gethostname()} could not reach the master {plan.master} in {plan.timeout:.0f} s; start zeromesh "
         "launch with the same --nnodes and --master on the node that --master names too, with --node-rank 0, and see "
@@ -300,7 +300,7 @@ def _no_master(plan: Plan, failure: str) -> str:
     )
 
 
-def _too_few(plan: Plan) -> str:
+def _too_few(plan: LaunchPlan) -> str:
     return (
         f"fewer than {plan.least_nodes} nodes met at {plan.master} in {plan.timeout:.0f} s; start zeromesh launch with "
         "the same --nnodes and --master on every node, or lower --nnodes"

@@ -69,12 +69,12 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
         return [function(*args)]
     if ranks == 1:
         return [function(*args)]
-    from zeromesh.launcher.agent import Plan, run
+    from zeromesh.launcher.agent import LaunchPlan, run
 
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as name:
         folder = Path(name)
         (folder / CALL).write_bytes(_call(function, args))
-        run(python_rank("function", name), Plan(ranks, variables=threads(ranks)), folder, _log.warning)
+        run(python_rank("function", name), LaunchPlan(ranks, variables=threads(ranks)), folder, _log.warning)
         return [_result(folder, rank) for rank in range(ranks)]
 
 

@@ -127,7 +127,7 @@ def _pieces(lines: Sequence[bytes]) -> Iterator[bytes]:
     yield piece
 
 
-class Streams(DefaultLogsSpecs):
+class OutputStreams(DefaultLogsSpecs):
     """Where the ranks of a node write, in the form that torchrun's library asks for it.
 
     Args:

@@ -29,7 +29,7 @@ class Tier(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class PlacementRow:
     """One row of the placement table.
 
     Attributes:
@@ -57,7 +57,7 @@ class Row:
     split: bool = False
 
     @property
-    def on_device(self) -> Row:
+    def on_device(self) -> PlacementRow:
         """The same with gradients and optimizer state on the device."""
         return replace(self, gradient_tier=Tier.DEVICE, optimizer_tier=Tier.DEVICE)
 
@@ -84,10 +84,10 @@ class Row:
 
 _REPLICATED, _SHARDED = Placement.REPLICATED, Placement.SHARDED
 
-ROWS: dict[int, Row] = {
-    0: Row(_REPLICATED, _REPLICATED, _REPLICATED),
-    1: Row(_REPLICATED, _REPLICATED, _SHARDED),
-    2: Row(_REPLICATED, _SHARDED, _SHARDED),
-    3: Row(_SHARDED, _SHARDED, _SHARDED),
+ROWS: dict[int, PlacementRow] = {
+    0: PlacementRow(_REPLICATED, _REPLICATED, _REPLICATED),
+    1: PlacementRow(_REPLICATED, _REPLICATED, _SHARDED),
+    2: PlacementRow(_REPLICATED, _SHARDED, _SHARDED),
+    3: PlacementRow(_SHARDED, _SHARDED, _SHARDED),
 }
 """The rows by their ZeRO number, tiers on the device."""

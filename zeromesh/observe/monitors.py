@@ -20,7 +20,7 @@ import torch
 _log = logging.getLogger("zeromesh")
 
 
-class Writer(Protocol):
+class MetricWriter(Protocol):
     """Where values go."""
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
@@ -59,7 +59,7 @@ class CsvFiles:
         self._kept: dict[Path, set[str]] = {}
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """See ``Writer``. What a resumed run has from before is not written again."""
+        """See ``MetricWriter``. What a resumed run has from before is not written again."""
         step = samples if own is None else own
         for name, value in values.items():
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
@@ -73,7 +73,7 @@ class CsvFiles:
                 writer.writerow([step, value])
 
     def rewind(self, step: int) -> None:
-        """See ``Writer``. A line that was cut off goes, too. Users' own values have steps of their own, and stay."""
+        """See ``MetricWriter``. A line that was cut off goes, too. Users' own values keep their own steps."""
         for path in (path for start in OURS for path in self._folder.glob(f"{start}*.csv")):
             with path.open(newline="") as file:
                 head, *rows = list(csv.reader(file)) or [[]]
@@ -88,7 +88,7 @@ class CsvFiles:
                 part.replace(path)
 
     def close(self) -> None:
-        """See ``Writer``."""
+        """See ``MetricWriter``."""
 
 
 class TensorBoardFiles:
@@ -111,7 +111,7 @@ class TensorBoardFiles:
         self._writers: dict[Path, Any] = {}
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """See ``Writer``."""
+        """See ``MetricWriter``."""
         folder, step = (self._folder, samples) if own is None else (self._folder / OWN, own)
         if folder not in self._writers:
             self._writers[folder] = self._open(str(folder))
@@ -120,12 +120,12 @@ class TensorBoardFiles:
         self._writers[folder].flush()
 
     def rewind(self, step: int) -> None:
-        """See ``Writer``."""
+        """See ``MetricWriter``."""
         self.close()
         self._writers = {self._folder: self._open(str(self._folder), purge_step=step + 1)}
 
     def close(self) -> None:
-        """See ``Writer``."""
+        """See ``MetricWriter``."""
         for writer in self._writers.values():
             writer.close()
 
@@ -140,23 +140,23 @@ class WandbRun:
         self._run: Any = None
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """See ``Writer``. Steps must not fall there, so steps of one's own are a value beside those that have them."""
+        """See ``MetricWriter``. Steps must not fall there, so a user's own steps are a value beside the others."""
         if self._run is None:
             self._run = self._begin()
         self._run.log(dict(values) if own is None else {**values, OWN: own}, step=samples)
 
     def rewind(self, step: int) -> None:
-        """See ``Writer``. What was sent stays where it is: a new run begins."""
+        """See ``MetricWriter``. What was sent stays where it is: a new run begins."""
         self.close()
 
     def close(self) -> None:
-        """See ``Writer``."""
+        """See ``MetricWriter``."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
 
 
-MONITORS: dict[str, tuple[Callable[..., Writer], str]] = {
+MONITORS: dict[str, tuple[Callable[..., MetricWriter], str]] = {
     "tensorboard": (TensorBoardFiles, "tensorboard"),
     "csv_monitor": (CsvFiles, ""),
     "wandb": (WandbRun, "wandb"),
@@ -164,7 +164,7 @@ MONITORS: dict[str, tuple[Callable[..., Writer], str]] = {
 """By name: what opens a writer, and the package that it needs."""
 
 
-def open_monitor(name: str, *arguments: Any) -> Writer:
+def open_monitor(name: str, *arguments: Any) -> MetricWriter:
     """A writer. Nothing is left open if this fails.
 
     Raises:
@@ -190,7 +190,7 @@ class Monitor:
         writers: by name; none on all ranks but the first.
     """
 
-    def __init__(self, writers: Mapping[str, Writer] | None = None) -> None:
+    def __init__(self, writers: Mapping[str, MetricWriter] | None = None) -> None:
         self.samples = 0
         self._writers = dict(writers or {})
 
@@ -226,7 +226,7 @@ class Monitor:
         """Write what has not been written."""
         self._each(lambda writer: writer.close())
 
-    def _each(self, action: Callable[[Writer], None]) -> None:
+    def _each(self, action: Callable[[MetricWriter], None]) -> None:
         for name, writer in list(self._writers.items()):
             try:
                 action(writer)

@@ -99,7 +99,7 @@ _REFUSED_PARAMS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """A parameter group as this rank sees it; all ranks have the same groups in the same order.
 
     Attributes:
@@ -114,7 +114,7 @@ class Group:
 def build(
     type: str,
     params: Mapping[str, Any],
-    groups: Sequence[Group],
+    groups: Sequence[ParameterGroup],
     exchange: PieceExchange,
     sharded: bool,
     allow_untested: bool = False,
@@ -233,7 +233,7 @@ def _plain(value: Any) -> Any:
     return tuple(float(item) for item in value)
 
 
-def _group_dict(group: Group) -> dict[str, Any]:
+def _group_dict(group: ParameterGroup) -> dict[str, Any]:
     options = {key: _plain(value) for key, value in without_auto(group.options).items()}
     return {"params": [piece.parameter for piece in group.pieces], **options}
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from zeromesh.kernels.rules import RULES, rule_of
-from zeromesh.kernels.update import Given, Piece, Step, update
+from zeromesh.kernels.update import Given, UpdatePiece, UpdateStep, update
 from zeromesh.model.placement import Tier
 from zeromesh.tiers.memory import zeros_on
 
@@ -79,20 +79,20 @@ class HostSteps:
 
     def step(self, given: Sequence[Given]) -> None:
         """One step, of parameters that ``takes`` is true for; all tensors of one have the same number of elements."""
-        steps: dict[tuple[int, int], Step] = {}
+        steps: dict[tuple[int, int], UpdateStep] = {}
         pieces = []
         for parameter, gradient, output, halves in given:
             group = self._groups[id(parameter)]
             rule = rule_of(type(self._optimizer), group)
             assert rule is not None
             states, number = self._states(parameter, rule, group)
-            step = steps.setdefault((id(group), number), Step(rule, group, number))
+            step = steps.setdefault((id(group), number), UpdateStep(rule, group, number))
             master = parameter.detach().view(-1) if halves is None else halves.upper
             remainder = None if halves is None else halves.remainder
-            pieces.append(Piece(step, gradient, master, states, output, remainder=remainder))
+            pieces.append(UpdatePiece(step, gradient, master, states, output, remainder=remainder))
         update(pieces, self.factor)
 
-    def coming(self, parameter: Parameter) -> tuple[Step, tuple[torch.Tensor, ...]] | None:
+    def coming(self, parameter: Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
         """The next step of a parameter, with the numbers as they are now, and its states; None if it has none yet."""
         group = self._groups[id(parameter)]
         rule, state = rule_of(type(self._optimizer), group), self._optimizer.state.get(parameter, {})
@@ -103,7 +103,7 @@ class HostSteps:
             return None
         numbers = {key: group[key] for key in HYPERPARAMETERS if key in group}
         # SGD only tells the first step from the others, by its momentum.
-        return Step(rule, numbers, int(state["step"]) + 1 if rule in COUNTED else 2), states
+        return UpdateStep(rule, numbers, int(state["step"]) + 1 if rule in COUNTED else 2), states
 
     def adopt(self, parameter: Parameter, states: Sequence[torch.Tensor]) -> None:
         """Count a step that was taken elsewhere; the states are now these, or as they were where none are given."""

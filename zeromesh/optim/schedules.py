@@ -39,7 +39,7 @@ SECOND_BETA = 0.99
 """The second beta of an optimizer whose first one a schedule moves, as in DeepSpeed."""
 
 
-class Schedule:
+class RateSchedule:
     """Moves an optimizer's hyperparameters along one curve per parameter group.
 
     Args:
@@ -115,7 +115,7 @@ def _separate_tensors(optimizer: Optimizer) -> None:
         seen.add(id(group["lr"]))
 
 
-def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedule | lr_scheduler.LRScheduler:
+def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSchedule | lr_scheduler.LRScheduler:
     """Make the schedule that a config names.
 
     Args:
@@ -141,7 +141,7 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
     curves = [ours(**_of_group(type, given, number, len(groups))) for number in range(len(groups))]
     if any(curve.momentum for curve in curves):
         _tell_betas(type, optimizer)
-    return Schedule(optimizer, curves, start, type)
+    return RateSchedule(optimizer, curves, start, type)
 
 
 def _first_rate(optimizer: Optimizer) -> float:

@@ -12,8 +12,8 @@ from torch import nn
 
 from zeromesh.model.chain import Chain
 from zeromesh.pipeline.elsewhere import Elsewhere
-from zeromesh.pipeline.samples import Sample
-from zeromesh.pipeline.trace import Trace, trace
+from zeromesh.pipeline.samples import ModelInput
+from zeromesh.pipeline.trace import ModelTrace, trace
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -68,7 +68,7 @@ class Blocks:
     operations: tuple[float, ...] | None
     buffers: Mapping[str, int] = field(default_factory=dict)
     seconds: tuple[float, ...] | None = None
-    sample: Sample | None = field(default=None, compare=False)
+    sample: ModelInput | None = field(default=None, compare=False)
     finer: tuple[str, ...] = ()
 
     def cut(self, starts: Sequence[int]) -> Cut:
@@ -78,7 +78,7 @@ class Blocks:
         return Cut(cut.blocks, cut.starts, stages, {name: cut.stage_of(block) for name, block in self.buffers.items()})
 
 
-def examine(model: nn.Module, patterns: Sequence[str] = (), sample: Sample | None = None) -> Blocks:
+def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput | None = None) -> Blocks:
     """The blocks of a model, by a trace of its forward; or by the order of registration, where it cannot be traced.
 
     Args:
@@ -161,7 +161,7 @@ def _shares(costs: Sequence[float]) -> list[float]:
     return [cost / (sum(costs) or 1) for cost in costs]
 
 
-def _of_chain(model: Chain, sample: Sample | None) -> Blocks:
+def _of_chain(model: Chain, sample: ModelInput | None) -> Blocks:
     """Its layers are the blocks. What is outside of them is used after the last one."""
     last, users = frozenset([len(model.layers) - 1]), model.users()
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -180,7 +180,7 @@ def _of_chain(model: Chain, sample: Sample | None) -> Blocks:
     return Blocks(tuple(model.layers), tuple(model.kinds), ordered, tuple(sizes), None, buffers, sample=sample)
 
 
-def _separable(model: nn.Module, names: Sequence[str], traced: Trace) -> list[int]:
+def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> list[int]:
     """The calls at which the forward can be left and entered again, by their numbers, and the first.
 
     Raises:

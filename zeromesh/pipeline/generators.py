@@ -22,7 +22,7 @@ from itertools import product, zip_longest
 
 from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, loop, vee
 from zeromesh.pipeline.execution import most_held_by_rank
-from zeromesh.pipeline.listing import ListScheduler, Rule
+from zeromesh.pipeline.listing import ListRule, ListScheduler
 from zeromesh.pipeline.simulate import Costs, simulate
 
 SEARCH = "search"
@@ -53,7 +53,7 @@ forwards before the first backward. Micro-batches of a chunk go by their numbers
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """A schedule that has a name.
 
     Attributes:
@@ -125,35 +125,35 @@ def _always(shape: Shape) -> int:
     return 1
 
 
-ROWS: dict[str, Row] = {
-    "gpipe": Row(
+ROWS: dict[str, ScheduleRow] = {
+    "gpipe": ScheduleRow(
         "all forwards, then all backwards", (1, 1), loop, False, _forwards_first, _always,
         lambda s: Fraction(s.ranks - 1, s.microbatches), "(p-1)/m",
         lambda s, rank: s.microbatches,
     ),
-    "1f1b": Row(
+    "1f1b": ScheduleRow(
         "each backward as early as it can be", (1, 1), loop, False, _one_forward_one_backward, _always,
         lambda s: Fraction(s.ranks - 1, s.microbatches), "(p-1)/m",
         lambda s, rank: min(s.microbatches, s.ranks - rank),
     ),
-    "interleaved-1f1b": Row(
+    "interleaved-1f1b": ScheduleRow(
         "1f1b over several stages per rank", (2, math.inf), loop, False, _interleaved, _always,
         lambda s: Fraction(s.ranks - 1, s.chunks * s.microbatches), "(p-1)/(v m)",
         lambda s, rank: min(s.chunks * s.microbatches, _interleaved_warm_up(s, rank) + 1),
     ),
-    "breadth-first": Row(
+    "breadth-first": ScheduleRow(
         "all micro-batches through a stage, then through the rank's next one", (2, math.inf), loop, False,
         _forwards_first, lambda s: s.ranks,
         lambda s: Fraction(s.ranks - 1, s.chunks * s.microbatches), "(p-1)/(v m)",
         lambda s, rank: s.chunks * s.microbatches,
     ),
-    "zb-h1": Row(
+    "zb-h1": ScheduleRow(
         "1f1b, with weight gradients in time that was idle", (1, 1), loop, True,
         _one_forward_one_backward, lambda s: s.ranks,
         lambda s: Fraction(s.ranks - 1, 3 * s.microbatches), "(p-1)/(3 m)",
         lambda s, rank: min(s.microbatches, s.ranks),
     ),
-    "zb-v": Row(
+    "zb-v": ScheduleRow(
         "the first and the last stage on rank 0, and weight gradients in all idle time", (2, 2), vee, True,
         _vee_order, lambda s: 2 * s.ranks - 1,
         lambda s: Fraction(0), "0",
@@ -237,16 +237,16 @@ def generate(
     return _of_row(ROWS[name], shape, costs or Costs())
 
 
-def _of_row(row: Row, shape: Shape, costs: Costs) -> Schedule:
+def _of_row(row: ScheduleRow, shape: Shape, costs: Costs) -> Schedule:
     fixed = _fixed_order(row, shape)
     if not row.split:
         return fixed
     # No rank holds more than the rank that holds most in the order itself.
     limit = max(most_held_by_rank(fixed, costs.activations(fixed.stages)))
-    return ListScheduler(shape.microbatches, fixed.placement, Rule(sequence=fixed.ranks), limit, costs).run()
+    return ListScheduler(shape.microbatches, fixed.placement, ListRule(sequence=fixed.ranks), limit, costs).run()
 
 
-def _fixed_order(row: Row, shape: Shape) -> Schedule:
+def _fixed_order(row: ScheduleRow, shape: Shape) -> Schedule:
     placement = row.placement(shape.ranks, shape.chunks)
     orders = []
     for rank in range(shape.ranks):
@@ -308,7 +308,7 @@ def _attempts(shape: Shape, costs: Costs, memory: float) -> Iterator[Callable[[f
     """Ways to make a schedule, each given the time in which it must end: the fixed orders first, as they are good."""
     sizes = costs.activations(shape.ranks * shape.chunks)
     limits = {memory}
-    rules: list[tuple[tuple[int, ...], float, Rule]] = []
+    rules: list[tuple[tuple[int, ...], float, ListRule]] = []
     for name, row in ROWS.items():
         try:
             fixed = _fixed_order(row, shape_of(name, shape.ranks, shape.microbatches, shape.chunks))
@@ -318,7 +318,7 @@ def _attempts(shape: Shape, costs: Costs, memory: float) -> Iterator[Callable[[f
         most = max(most_held_by_rank(fixed, sizes))
         limits.add(min(most, memory))
         for limit, patience in product({most, memory}, PATIENCE) if most <= memory else ():
-            rules.append((fixed.placement, limit, Rule(sequence=fixed.ranks, patience=patience)))
+            rules.append((fixed.placement, limit, ListRule(sequence=fixed.ranks, patience=patience)))
     deep = [(True, True), (True, False), (False, True)] if shape.chunks > 1 else [(True, True)]
     priorities = [
         (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT), (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT),
@@ -327,7 +327,7 @@ def _attempts(shape: Shape, costs: Costs, memory: float) -> Iterator[Callable[[f
     for placement, limit, priority, (forward, backward), patience in product(
         _placements(shape), sorted(limits), priorities, deep, PATIENCE
     ):
-        rules.append((placement, limit, Rule(priority, forward, backward, patience=patience)))
+        rules.append((placement, limit, ListRule(priority, forward, backward, patience=patience)))
     for placement, limit, rule in rules:
         yield ListScheduler(shape.microbatches, placement, rule, limit, costs).run
 

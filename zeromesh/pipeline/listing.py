@@ -14,7 +14,7 @@ FORWARD, INPUT, WEIGHT, BACKWARD = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.B
 
 
 @dataclass(frozen=True)
-class Rule:
+class ListRule:
     """What is taken first.
 
     Attributes:
@@ -45,7 +45,7 @@ class ListScheduler:
     """
 
     def __init__(
-        self, microbatches: int, placement: tuple[int, ...], rule: Rule, limit: float, costs: Costs | None = None
+        self, microbatches: int, placement: tuple[int, ...], rule: ListRule, limit: float, costs: Costs | None = None
     ) -> None:
         costs = costs or Costs()
         self._microbatches, self._placement, self._rule, self._limit = microbatches, placement, rule, limit

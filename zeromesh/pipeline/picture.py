@@ -10,7 +10,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from zeromesh.pipeline.actions import Kind
-from zeromesh.pipeline.simulate import Step, Timeline
+from zeromesh.pipeline.simulate import TimedAction, Timeline
 
 COLOURS = {
     Kind.FORWARD: ("forward", "#7fb2e5"),
@@ -23,11 +23,11 @@ COLOURS = {
 IDLE, GOES_ON = "·", "─"
 
 
-def _chunk(timeline: Timeline, step: Step) -> int:
+def _chunk(timeline: Timeline, step: TimedAction) -> int:
     return step.action.stage // len(timeline.ranks)
 
 
-def _shade(timeline: Timeline, step: Step) -> float:
+def _shade(timeline: Timeline, step: TimedAction) -> float:
     """Later chunks are paler."""
     return (1.0, 0.6, 0.35)[min(_chunk(timeline, step), 2)]
 
@@ -37,7 +37,7 @@ def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _label(timeline: Timeline, step: Step) -> str:
+def _label(timeline: Timeline, step: TimedAction) -> str:
     """Kind and micro-batch, and a letter for the chunk where ranks have several."""
     several = timeline.schedule.stages > len(timeline.ranks)
     kind = "R" if step.action.kind is Kind.RECOMPUTE else step.action.kind
@@ -227,13 +227,13 @@ def panels_png(path: Path, drawn: Sequence[Panel], title: str = "") -> bool:
     return True
 
 
-def _kinds(steps: Iterable[Step]) -> list[Kind]:
+def _kinds(steps: Iterable[TimedAction]) -> list[Kind]:
     """Of computations, in the order of the legend."""
     present = {step.action.kind for step in steps}
     return [kind for kind in COLOURS if kind in present]
 
 
-def _draw(axes: Any, timeline: Timeline, step: Step, row: int, unit: float = 1.0) -> None:
+def _draw(axes: Any, timeline: Timeline, step: TimedAction, row: int, unit: float = 1.0) -> None:
     """A computation's box."""
     from matplotlib.patches import Rectangle
 
@@ -242,7 +242,7 @@ def _draw(axes: Any, timeline: Timeline, step: Step, row: int, unit: float = 1.0
     axes.add_patch(Rectangle(place, *size, facecolor=colour, alpha=alpha, edgecolor="#444444"))
 
 
-def _write(axes: Any, step: Step, row: int, unit: float = 1.0) -> None:
+def _write(axes: Any, step: TimedAction, row: int, unit: float = 1.0) -> None:
     """The number of the micro-batch in the middle of its box."""
     middle = unit * (step.start + step.end) / 2
     axes.text(middle, row, str(step.action.microbatch), ha="center", va="center", fontsize=7)
@@ -275,7 +275,9 @@ def png(path: Path, timeline: Timeline, title: str = "") -> bool:
     return True
 
 
-def trace(processes: Mapping[str, Iterable[Step]], waits: Mapping[str, Iterable[Step]] | None = None) -> dict[str, Any]:
+def trace(
+    processes: Mapping[str, Iterable[TimedAction]], waits: Mapping[str, Iterable[TimedAction]] | None = None
+) -> dict[str, Any]:
     """What json can write for Perfetto: a process of each name, such as "predicted" and "measured", a thread per rank.
 
     Args:

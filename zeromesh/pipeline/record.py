@@ -20,7 +20,7 @@ from zeromesh.observe.trace import free_path
 from zeromesh.pipeline.actions import COMPUTE, MESSAGES, Kind, Schedule
 from zeromesh.pipeline.execution import most_held_by_rank, received_by
 from zeromesh.pipeline.picture import Panel, panels, panels_png, trace
-from zeromesh.pipeline.simulate import Costs, Step, Timeline, simulate
+from zeromesh.pipeline.simulate import Costs, TimedAction, Timeline, simulate
 
 MEETINGS = 5
 """Times that ranks meet to compare their clocks, where these are of several nodes."""
@@ -76,7 +76,7 @@ class Recorded:
     """
 
     measured: Timeline
-    waits: tuple[tuple[Step, ...], ...]
+    waits: tuple[tuple[TimedAction, ...], ...]
     held: tuple[int, ...]
 
     @cached_property
@@ -192,6 +192,8 @@ def _recorded(schedule: Schedule, times: Sequence[Sequence[Sequence[float]]], he
     steps, waits = [], []
     for rank, pairs in enumerate(paired):
         moved = [(action, [max(value - zero, 0.0) for value in row]) for action, row in pairs]
-        steps.append(tuple(Step(rank, action, start, end) for action, (_, start, end) in moved))
-        waits.append(tuple(Step(rank, action, begin, start) for action, (begin, start, _) in moved if start > begin))
+        steps.append(tuple(TimedAction(rank, action, start, end) for action, (_, start, end) in moved))
+        waits.append(
+            tuple(TimedAction(rank, action, begin, start) for action, (begin, start, _) in moved if start > begin)
+        )
     return Recorded(Timeline(schedule, tuple(steps)), tuple(waits), tuple(held))

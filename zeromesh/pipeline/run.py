@@ -17,7 +17,7 @@ from zeromesh.model.randomness import drawing_from, random_state
 from zeromesh.pipeline.actions import Action, Kind, Schedule
 from zeromesh.pipeline.lowering import BACKWARDS, LAST
 from zeromesh.pipeline.record import Recorder
-from zeromesh.pipeline.stage import Form, Handed, Header, Stages
+from zeromesh.pipeline.stage import Handed, Header, Stages, TensorForm
 from zeromesh.pipeline.validate import require_run
 
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
@@ -89,7 +89,7 @@ class Messages:
             _wait(self._sending.popleft())
         return sending
 
-    def receive(self, forms: Sequence[Form], of: int, tag: int, what: str) -> tuple[list[Tensor], list[Pending]]:
+    def receive(self, forms: Sequence[TensorForm], of: int, tag: int, what: str) -> tuple[list[Tensor], list[Pending]]:
         """Begin to receive tensors from a stage."""
         peer = self._placement[of]
         tensors = [form.empty(self.device) for form in forms]
@@ -103,9 +103,9 @@ class Messages:
 
     def receive_header(self, of: int) -> Header:
         """What ``send_header`` of a stage sends to this rank."""
-        (length,), pending = self.receive([Form((1,), torch.int64, False)], of, HEADER_TAG, "header")
+        (length,), pending = self.receive([TensorForm((1,), torch.int64, False)], of, HEADER_TAG, "header")
         _wait(pending)
-        (text,), pending = self.receive([Form((int(length),), torch.uint8, False)], of, HEADER_TAG, "header")
+        (text,), pending = self.receive([TensorForm((int(length),), torch.uint8, False)], of, HEADER_TAG, "header")
         _wait(pending)
         return Header.from_json(bytes(text.cpu().tolist()).decode())
 

@@ -29,7 +29,7 @@ IMAGE = 64
 
 
 @dataclass(frozen=True)
-class Sample:
+class ModelInput:
     """What a model is called with.
 
     Attributes:
@@ -40,9 +40,9 @@ class Sample:
     batch: Any
     call: Callable[[Any, Callable[..., Any]], Any]
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
+    def map(self, function: Callable[[Tensor], Tensor]) -> ModelInput:
         """The same of other tensors."""
-        return Sample(map_tensors(self.batch, function), self.call)
+        return ModelInput(map_tensors(self.batch, function), self.call)
 
 
 def _by_name(batch: Any, model: Callable[..., Any]) -> Any:
@@ -51,13 +51,13 @@ def _by_name(batch: Any, model: Callable[..., Any]) -> Any:
     return output if loss is None else loss
 
 
-def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[Sample]:
+def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[ModelInput]:
     """Samples to try one after the other, the most telling first; none where it is not known what the model is given.
 
     Models of transformers tell by their configuration and by the arguments of their forward, others by the latter.
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    samples = (Sample(inputs, _by_name) for inputs in _inputs_of(model, length))
+    samples = (ModelInput(inputs, _by_name) for inputs in _inputs_of(model, length))
     return (one.map(lambda x: x.to(dtype) if x.is_floating_point() else x) for one in samples)
 
 

@@ -71,7 +71,7 @@ def of_stage(value: PerStage, stage: int) -> float:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedAction:
     """An action and when it is done; measured times have this form too."""
 
     rank: int
@@ -90,7 +90,7 @@ class Timeline:
     """
 
     schedule: Schedule
-    ranks: tuple[tuple[Step, ...], ...]
+    ranks: tuple[tuple[TimedAction, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
@@ -98,7 +98,7 @@ class Timeline:
         return max((step.end for steps in self.ranks for step in steps), default=0.0)
 
     @property
-    def computed(self) -> list[list[Step]]:
+    def computed(self) -> list[list[TimedAction]]:
         """Of each rank, the computations that take time."""
         return [[step for step in row if step.action.kind in COMPUTE and step.end > step.start] for row in self.ranks]
 
@@ -138,7 +138,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     free = [0.0] * len(schedule.ranks)
     ready: dict[Action, float] = {}
-    steps: list[list[Step]] = [[] for _ in schedule.ranks]
+    steps: list[list[TimedAction]] = [[] for _ in schedule.ranks]
     for rank, position in execute(schedule):
         action = schedule.ranks[rank][position]
         needed = 0.0
@@ -151,5 +151,5 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         ready[action] = max(end, needed)
         if action.kind in COMPUTE:
             free[rank] = end
-        steps[rank].append(Step(rank, action, start, end))
+        steps[rank].append(TimedAction(rank, action, start, end))
     return Timeline(schedule, tuple(map(tuple, steps)))

@@ -27,7 +27,7 @@ from zeromesh.pipeline.twice import Parameters
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorForm:
     """What a tensor looks like that one stage hands to the next."""
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Form:
     differentiable: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> TensorForm:
         """The form of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
@@ -55,7 +55,7 @@ class Header:
         returned: by list of blocks so far, what its blocks return; see ``_outline``.
     """
 
-    forms: tuple[Form, ...]
+    forms: tuple[TensorForm, ...]
     places: tuple[int, ...]
     returned: Mapping[str, Any]
 
@@ -73,7 +73,7 @@ class Header:
     def from_json(cls, text: str) -> Header:
         """What ``to_json`` wrote."""
         forms, places, returned = json.loads(text)
-        made = [Form(tuple(form[:-2]), getattr(torch, form[-2]), form[-1]) for form in forms]
+        made = [TensorForm(tuple(form[:-2]), getattr(torch, form[-2]), form[-1]) for form in forms]
         return cls(tuple(made), tuple(places), returned)
 
 
@@ -355,7 +355,7 @@ class _Run:
             known = next((number for number, other in enumerate(sent) if other is tensor), len(sent))
             places.append(known)
             sent += [tensor] if known == len(sent) else []
-        header = Header(tuple(Form.of(tensor) for tensor in sent), tuple(places), dict(self._returned))
+        header = Header(tuple(TensorForm.of(tensor) for tensor in sent), tuple(places), dict(self._returned))
         return Handed(tuple(sent), header)
 
     def check_gradients(self) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from zeromesh.model.containers import tensors_of
 from zeromesh.pipeline.cut import Blocks
 from zeromesh.pipeline.elsewhere import Elsewhere
-from zeromesh.pipeline.samples import Sample, undisturbed
-from zeromesh.pipeline.stage import Form, Handed, Stages
+from zeromesh.pipeline.samples import ModelInput, undisturbed
+from zeromesh.pipeline.stage import Handed, Stages, TensorForm
 from zeromesh.pipeline.trace import copy_of
 
 Prepare = Callable[[nn.Module], Callable[..., Any]]
@@ -55,7 +55,7 @@ def measured(
 
 class _Timing:
     def __init__(
-        self, model: nn.Module, blocks: Blocks, sample: Sample, device: torch.device, dtype: torch.dtype | None,
+        self, model: nn.Module, blocks: Blocks, sample: ModelInput, device: torch.device, dtype: torch.dtype | None,
         prepare: Prepare,
     ) -> None:  # fmt: skip
         self._blocks, self._device = blocks, device
@@ -152,13 +152,13 @@ class _Parameters:
             vars(module)[name] = stand_in
 
     @contextmanager
-    def of(self, needed: list[str]) -> Iterator[list[Form]]:
+    def of(self, needed: list[str]) -> Iterator[list[TensorForm]]:
         """In this context they are there; what they are like."""
         given: dict[Hashable, list[Tensor]] = defaultdict(list)
         forms = []
         for full in needed:
             parameter, dtype = self._own[full]
-            forms.append(Form(tuple(parameter.shape), dtype, parameter.requires_grad))
+            forms.append(TensorForm(tuple(parameter.shape), dtype, parameter.requires_grad))
             key = full.rpartition(".")[2], forms[-1]
             # Those of the block before are good enough: nothing is to be made for each of many that are alike.
             spare = self._spare.get(key)

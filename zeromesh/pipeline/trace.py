@@ -17,7 +17,7 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.observe.operations import FORMULAS
-from zeromesh.pipeline.samples import LENGTH, Sample, longest_of, samples_of, undisturbed
+from zeromesh.pipeline.samples import LENGTH, ModelInput, longest_of, samples_of, undisturbed
 from zeromesh.pipeline.stage import _Gate
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Trace:
+class ModelTrace:
     """What a forward did.
 
     It is in sections: the first before the first call of a block, and one from each call of a block to the next.
@@ -46,10 +46,10 @@ class Trace:
     operations: tuple[float, ...]
     crossings: frozenset[tuple[int, int]]
     operators: int
-    sample: Sample
+    sample: ModelInput
 
 
-def trace(model: nn.Module, blocks: Sequence[str], given: Sample | None = None) -> Trace | None:
+def trace(model: nn.Module, blocks: Sequence[str], given: ModelInput | None = None) -> ModelTrace | None:
     """Trace a model's forward; it is not changed. None where that cannot be done, with the reason in the log.
 
     Without a sample that it can be traced with, inputs are guessed. Texts are then as long as the model takes, though
@@ -80,8 +80,8 @@ MORE = 4
 
 
 def _attempt(
-    model: nn.Module, blocks: Sequence[str], sample: Sample, reasons: list[str], limit: float = float("inf")
-) -> Trace | None:
+    model: nn.Module, blocks: Sequence[str], sample: ModelInput, reasons: list[str], limit: float = float("inf")
+) -> ModelTrace | None:
     for guess in (False, True):
         guessed = True
         try:
@@ -97,7 +97,7 @@ def _attempt(
     return None
 
 
-def _trace(model: nn.Module, blocks: Sequence[str], sample: Sample, guess: bool, limit: float) -> Trace:
+def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: bool, limit: float) -> ModelTrace:
     copied, copies = copy_of(model)
     names = {id(one): name for name, p in model.named_parameters() for one in (p, copies[id(p)])}
     run = _Tracing(names, len(blocks), guess, limit)
@@ -131,7 +131,7 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: Sample, guess: bool,
         _log.debug("the loss of %s cannot be traced", type(model).__name__, exc_info=True)
     uses = {name: frozenset(sections) for name, sections in run.uses.items()}
     crossings = frozenset(run.crossings)
-    return Trace(tuple(run.calls), uses, tuple(run.operations), crossings, run.operators, sample)
+    return ModelTrace(tuple(run.calls), uses, tuple(run.operations), crossings, run.operators, sample)
 
 
 class _Tracing(TorchDispatchMode):

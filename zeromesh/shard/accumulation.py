@@ -20,7 +20,7 @@ class Scaler(Protocol):
 
 
 @dataclass(frozen=True)
-class Applied:
+class LossFactors:
     """The factors that a loss already carries when its backward begins.
 
     Attributes:
@@ -36,11 +36,11 @@ class _Record:
     """The factors of the backward that runs now. Process-wide, because one loss may go through several engines."""
 
     def __init__(self) -> None:
-        self._engine: Applied | None = None
-        self._task, self._noted = -1, Applied()
+        self._engine: LossFactors | None = None
+        self._task, self._noted = -1, LossFactors()
 
     @contextmanager
-    def during(self, applied: Applied) -> Iterator[None]:
+    def during(self, applied: LossFactors) -> Iterator[None]:
         """Around the backward of an engine."""
         before, self._engine = self._engine, applied
         try:
@@ -48,11 +48,11 @@ class _Record:
         finally:
             self._engine = before
 
-    def note(self, applied: Applied, gradient: torch.Tensor) -> None:
+    def note(self, applied: LossFactors, gradient: torch.Tensor) -> None:
         """Hook of a scaled loss, which runs before any other hook of its graph."""
         self._task, self._noted = torch._C._current_graph_task_id(), applied
 
-    def find(self) -> Applied | None:
+    def find(self) -> LossFactors | None:
         """Return the factors of the current backward; None if neither an engine nor ``scale`` was involved."""
         if self._engine is not None:
             return self._engine
@@ -166,13 +166,13 @@ class Accumulation:
         """As ``scaled``, for a loss whose ``backward()`` the user calls."""
         scaled = self.scaled(loss)
         if self.scaler is not None:
-            scaled.register_hook(partial(_record.note, Applied(self.scaler.scale)))
+            scaled.register_hook(partial(_record.note, LossFactors(self.scaler.scale)))
         return scaled
 
     @contextmanager
     def differentiating(self, divided: bool) -> Iterator[None]:
         """Around a backward of this engine, whose loss was ``scaled`` and perhaps ``divided`` by the steps."""
-        with _record.during(Applied(self.scale, self.steps if divided else 1)):
+        with _record.during(LossFactors(self.scale, self.steps if divided else 1)):
             yield
 
     def missing_factor(self) -> float:
@@ -189,5 +189,5 @@ class Accumulation:
                 f"loss.backward() in fp16 without the loss scale {self.scaler.scale:g}: small gradients would become "
                 "zero; call engine.scale(loss).backward(), or engine.backward(loss)"
             )
-        applied = applied or Applied()
+        applied = applied or LossFactors()
         return self.scale / applied.scale * applied.steps / self.steps

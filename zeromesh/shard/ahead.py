@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.kernels.update import Given, Step, update
-from zeromesh.kernels.update import Piece as Elements
+from zeromesh.kernels.update import Given, UpdateStep, update
+from zeromesh.kernels.update import UpdatePiece as Elements
 from zeromesh.model.placement import Tier
 from zeromesh.shard.gradient import Gradient, Landing
 from zeromesh.shard.store import Tiers
@@ -56,7 +56,7 @@ class HostUpdate(Protocol):
     def step(self, given: Sequence[Given]) -> None:
         """Take one step."""
 
-    def coming(self, parameter: nn.Parameter) -> tuple[Step, tuple[torch.Tensor, ...]] | None:
+    def coming(self, parameter: nn.Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
         """The next step of a parameter, and the states that it changes; None where there are none yet."""
 
     def adopt(self, parameter: nn.Parameter, states: Sequence[torch.Tensor]) -> None:
@@ -102,7 +102,7 @@ class _Task:
     flat: Flat
     home: torch.Tensor
     factor: float
-    steps: list[Step]
+    steps: list[UpdateStep]
     states: list[tuple[torch.Tensor, ...]]
     seen: list[tuple[torch.Tensor, int]]
     next: _Next
@@ -110,7 +110,7 @@ class _Task:
     done: bool = False
 
 
-class Ahead:
+class EarlyUpdates:
     """Begins updates during the backward, and knows afterwards which of them count.
 
     Args:

@@ -19,7 +19,7 @@ Form = tuple[torch.dtype, torch.Size] | None
 """What a buffer looks like; None where there is none."""
 
 
-class Buffers:
+class ModelBuffers:
     """Notices which buffers changed and gives every rank the first rank's values, as DistributedDataParallel does.
 
     Which places for buffers a model has is settled here. What is in them may become another tensor, or None.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.placement import Placement, Row
+from zeromesh.model.placement import Placement, PlacementRow
 from zeromesh.model.split import Held
 from zeromesh.shard.unit import Flat
 
@@ -32,7 +32,7 @@ def join(held: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 class FlatExchange:
     """Implements ``zeromesh.model.piece.PieceExchange`` on the flat buffers, one per bucket."""
 
-    def __init__(self, flats: Sequence[Flat], row: Row, mesh: Mesh) -> None:
+    def __init__(self, flats: Sequence[Flat], row: PlacementRow, mesh: Mesh) -> None:
         self._flats = [flat for flat in flats if flat.layout.trainable]
         self._shared = row.optimizer is Placement.SHARDED and mesh.shard.size > 1
         self._group = mesh.shard

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from zeromesh.model.placement import Placement, Row, Tier
+from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.slots import Slot
 
@@ -55,7 +55,7 @@ class GradientPolicy:
     pinned: bool = True
 
     @classmethod
-    def of(cls, row: Row, **options: object) -> GradientPolicy:
+    def of(cls, row: PlacementRow, **options: object) -> GradientPolicy:
         """The policy of a row of the placement table."""
         kept = row.parameter is Placement.REPLICATED
         sharded, owned = row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED

@@ -43,7 +43,7 @@ class Early(Protocol):
         """Forget them, and begin no others before the next update."""
 
 
-class Arrival:
+class GradientArrival:
     """The engine's hook on a parameter, which takes each gradient. It refers to the engine weakly.
 
     The garbage collector does not see what a parameter's hook refers to: all would stay for ever.
@@ -321,7 +321,7 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
         register_plainly: Any = torch.Tensor.register_post_accumulate_grad_hook
         handle = register_plainly(self, hook)
         hooks: Any = self._post_accumulate_grad_hooks
-        for key in [key for key, known in hooks.items() if isinstance(known, Arrival)]:
+        for key in [key for key, known in hooks.items() if isinstance(known, GradientArrival)]:
             hooks[key] = hooks.pop(key)  # not move_to_end: autograd does not see the order of an OrderedDict
         return handle
 

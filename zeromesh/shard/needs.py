@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zeromesh.model.placement import Placement, Row, Tier
+from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.ahead import next_bytes
-from zeromesh.shard.rows import Form, Rows
+from zeromesh.shard.rows import Rows, StateForm
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.swap import Swap, unpacked_bytes
 from zeromesh.shard.unit import Flat
@@ -44,10 +44,12 @@ class Needs:
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
     stored: Sequence[Flat] = ()
     packed: dict[Flat, torch.dtype] = field(default_factory=dict)
-    form: Form = field(default_factory=Form)
+    form: StateForm = field(default_factory=StateForm)
 
     @classmethod
-    def of(cls, flats: Sequence[Flat], row: Row, mixed: bool, gradient: int, early: Sequence[Flat] = ()) -> Needs:
+    def of(
+        cls, flats: Sequence[Flat], row: PlacementRow, mixed: bool, gradient: int, early: Sequence[Flat] = ()
+    ) -> Needs:
         """Of flat buffers that are laid out, whose gradients take so many bytes in host memory.
 
         Args:
@@ -58,7 +60,7 @@ class Needs:
             early: those whose update may begin during the backward.
         """
         files, packed, parameter, master, per_state = {}, {}, 0, 0, 0
-        form = Form(split=row.split)
+        form = StateForm(split=row.split)
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
             dtype = flat.master_dtype(mixed)

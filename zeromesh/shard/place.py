@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.placement import Row
+from zeromesh.model.placement import PlacementRow
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, unit_modules
@@ -31,9 +31,9 @@ def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
 
 
 def lay_out(
-    units: Sequence[Unit], mesh: Mesh, row: Row, precision: Precision, split: Mapping[str, Held] | None = None,
+    units: Sequence[Unit], mesh: Mesh, row: PlacementRow, precision: Precision, split: Mapping[str, Held] | None = None,
     tied: Mapping[str, Sequence[int]] | None = None,
-) -> list[tuple[Unit, list[Flat], Row]]:  # fmt: skip
+) -> list[tuple[Unit, list[Flat], PlacementRow]]:  # fmt: skip
     """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet.
 
     Args:
@@ -50,7 +50,7 @@ def lay_out(
     """
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
     rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], row)
-    found: list[tuple[Unit, list[Flat], Row]] = []
+    found: list[tuple[Unit, list[Flat], PlacementRow]] = []
     number = 0
     for unit, row in zip(units, rows, strict=True):
         flats = []
@@ -70,7 +70,7 @@ def lay_out(
 
 
 def place_units(
-    laid_out: Sequence[tuple[Unit, list[Flat], Row]], mesh: Mesh, mixed: bool, materialise: Materialise | None,
+    laid_out: Sequence[tuple[Unit, list[Flat], PlacementRow]], mesh: Mesh, mixed: bool, materialise: Materialise | None,
     link: Link, store: Store,
 ) -> None:  # fmt: skip
     """Give every unit its memory and values; only one parameter at a time is whole where they are sharded.
@@ -87,7 +87,7 @@ def place_units(
         unit.place(flats, row, mesh, mixed, materialise, link, store)
 
 
-def _rows(sizes: Sequence[int], row: Row) -> list[Row]:
+def _rows(sizes: Sequence[int], row: PlacementRow) -> list[PlacementRow]:
     """Each unit's row. The first units' gradients come last, so that their update could not run beside the backward."""
     rows, stays = [], (1 - row.offloaded) * sum(sizes)
     for size in sizes:

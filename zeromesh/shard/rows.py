@@ -25,7 +25,7 @@ ALIGN = 64
 
 
 @dataclass(frozen=True)
-class Form:
+class StateForm:
     """Contents of a block.
 
     Attributes:
@@ -36,9 +36,9 @@ class Form:
     states: int = 0
     split: bool = False
 
-    def of(self, flat: Flat, dtype: torch.dtype) -> Form:
+    def of(self, flat: Flat, dtype: torch.dtype) -> StateForm:
         """Return the form of a flat buffer with a master of ``dtype``: only fp32 masters of bf16 parameters split."""
-        return Form(self.states, self.split and dtype is torch.float32 and flat.layout.dtype is torch.bfloat16)
+        return StateForm(self.states, self.split and dtype is torch.float32 and flat.layout.dtype is torch.bfloat16)
 
 
 def _runs(elements: int) -> Iterator[slice]:
@@ -60,7 +60,7 @@ class Rows:
         unpacked_bytes: size of the joined master, where it is in halves.
     """
 
-    def __init__(self, flat: Flat, dtype: torch.dtype, form: Form) -> None:
+    def __init__(self, flat: Flat, dtype: torch.dtype, form: StateForm) -> None:
         self.form = form = form.of(flat, dtype)
         self._flat = flat
         self._elements = elements = flat.own.stop - flat.own.start

@@ -17,17 +17,17 @@ from torch import nn
 from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import Given
 from zeromesh.model.piece import Piece
-from zeromesh.model.placement import Placement, Row, Tier
+from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.observe.spans import span
 from zeromesh.shard.accumulation import Accumulation
-from zeromesh.shard.ahead import Ahead, HostUpdate, can_begin_early
-from zeromesh.shard.buffers import Buffers
+from zeromesh.shard.ahead import EarlyUpdates, HostUpdate, can_begin_early
+from zeromesh.shard.buffers import ModelBuffers
 from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
 from zeromesh.shard.gradient import GradientPolicy
-from zeromesh.shard.grads import Arrival, Grads
+from zeromesh.shard.grads import GradientArrival, Grads
 from zeromesh.shard.guard import Guard, Presence, away_class, gathered_class
 from zeromesh.shard.hooks import listen
 from zeromesh.shard.needs import Needs, Prepare, Room
@@ -41,7 +41,7 @@ from zeromesh.shard.store import Tiers
 from zeromesh.shard.unit import Flat, Materialise, State, Unit
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import Staging
-from zeromesh.tiers.traffic import Traffic
+from zeromesh.tiers.traffic import DiskTraffic
 
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
 """Of a flat buffer, where in this rank's part of it a piece lies, and the piece: a tensor of the piece's size."""
@@ -68,7 +68,7 @@ class Agreement:
     notes: torch.Tensor
 
 
-class Sharded:
+class ShardedModel:
     """Places a model's states over the mesh and moves them as the model computes.
 
     Args:
@@ -89,10 +89,11 @@ class Sharded:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, row: Row, precision: Precision | None = None, slots: Slots | None = None,
-        targets: Sequence[str] = (), accumulation: Accumulation | None = None, predivide: float | None = None,
-        materialise: Materialise | None = None, split: Mapping[str, Held] | None = None,
-        tied: Mapping[str, Sequence[int]] | None = None, idle: Collection[str] = (), prepare: Prepare | None = None,
+        self, model: nn.Module, mesh: Mesh, row: PlacementRow, precision: Precision | None = None,
+        slots: Slots | None = None, targets: Sequence[str] = (), accumulation: Accumulation | None = None,
+        predivide: float | None = None, materialise: Materialise | None = None,
+        split: Mapping[str, Held] | None = None, tied: Mapping[str, Sequence[int]] | None = None,
+        idle: Collection[str] = (), prepare: Prepare | None = None,
     ) -> None:  # fmt: skip
         precision, slots = precision or Precision(), slots or Slots()
         self.model = model
@@ -122,7 +123,7 @@ class Sharded:
         assert self.stored is not None or not needs.stored, "a tier of files without a place for them"
         self.store = Tiers(self.swap, self.stored)
         place_units(laid_out, mesh, mixed, materialise, self.link, self.store)
-        self.ahead = Ahead(room.ahead, self.store, mesh, self.link, room.states, row.pinned)
+        self.ahead = EarlyUpdates(room.ahead, self.store, mesh, self.link, room.states, row.pinned)
         self.reducer.on_home = self.ahead.is_whole if room.ahead else None
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
@@ -141,7 +142,7 @@ class Sharded:
         self._guards = {unit: Guard(unit, away[unit], gathered) for unit in self.units}
         self._name_tags()
         self._handles = self._listen()
-        self.buffers = Buffers(model, mesh)
+        self.buffers = ModelBuffers(model, mesh)
         self._staging = Staging(self.link, row.pinned)
         self._most_flags = len(self._flags())
         if mesh.sizes["pipeline"] > 1:  # stages have parts of the model of different sizes
@@ -171,7 +172,7 @@ class Sharded:
                 if flat.gradient is None:
                     continue
                 for index, parameter in enumerate(flat.parameters):
-                    hook = Arrival(self.events.gradient_arrived, flat.gradient, index)
+                    hook = GradientArrival(self.events.gradient_arrived, flat.gradient, index)
                     handles.append(parameter.register_post_accumulate_grad_hook(hook))
         return handles
 
@@ -512,11 +513,11 @@ class Sharded:
         found = (files.folder for files in (self.swap, self.stored) if files is not None)
         return next((folder for folder in found if folder is not None), None)
 
-    def disk_traffic(self) -> Traffic | None:
+    def disk_traffic(self) -> DiskTraffic | None:
         """What went to and from files so far; None where there are none."""
         all_traffic = (files.traffic() for files in (self.swap, self.stored) if files is not None)
         found = [traffic for traffic in all_traffic if traffic is not None]
-        return None if not found else Traffic(*map(sum, zip(*map(astuple, found), strict=True)))
+        return None if not found else DiskTraffic(*map(sum, zip(*map(astuple, found), strict=True)))
 
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""

@@ -26,9 +26,9 @@ from zeromesh.shard.slots import largest
 from zeromesh.shard.unit import Flat, Unit
 from zeromesh.tiers.buffers import Buffer, Buffers
 from zeromesh.tiers.memory import absent, empty_on
-from zeromesh.tiers.nvme import Disk, Pending, Region, Store
+from zeromesh.tiers.nvme import Disk, FileStore, PendingRequest, Region
 from zeromesh.tiers.swap_file import aligned
-from zeromesh.tiers.traffic import Traffic
+from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Stored:
@@ -45,7 +45,7 @@ class Stored:
     """
 
     def __init__(self, flats: Sequence[Flat], disk: Disk, mesh: Mesh, pinned: bool = True) -> None:
-        self._store = Store(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
+        self._store = FileStore(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
         self._regions = {
             flat: self._store.allocate(flat.layout.shard_size * flat.layout.dtype.itemsize) for flat in flats
         }
@@ -59,8 +59,8 @@ class Stored:
             self._store.close()
             raise
         self._most_ahead = disk.buffers - 1
-        self._ahead: dict[Flat, tuple[Buffer, Pending]] = {}
-        self._behind: deque[tuple[Buffer, Pending]] = deque()
+        self._ahead: dict[Flat, tuple[Buffer, PendingRequest]] = {}
+        self._behind: deque[tuple[Buffer, PendingRequest]] = deque()
         self._here: tuple[Flat, Buffer] | None = None
         self._dirty = self._known = False
         self._failure: OSError | None = None
@@ -83,7 +83,7 @@ class Stored:
         """Where the file is."""
         return self._store.path.parent
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> DiskTraffic:
         """What went to and from the disk so far."""
         return self._store.traffic()
 

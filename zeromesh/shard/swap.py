@@ -20,15 +20,15 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import Halves
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
-from zeromesh.shard.rows import Form, Rows
+from zeromesh.shard.rows import Rows, StateForm
 from zeromesh.shard.slots import largest
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.unit import Flat
 from zeromesh.tiers.memory import absent, empty_on, is_absent
-from zeromesh.tiers.nvme import Disk, Store
+from zeromesh.tiers.nvme import Disk, FileStore
 from zeromesh.tiers.places import File, Memory, Place
 from zeromesh.tiers.swap_file import aligned
-from zeromesh.tiers.traffic import Traffic
+from zeromesh.tiers.traffic import DiskTraffic
 
 Names = Callable[[nn.Parameter], Sequence[str]]
 """Of a parameter of the optimizer: which of its states rest with the master, in order."""
@@ -55,7 +55,7 @@ class Swap:
     """
 
     def __init__(
-        self, dtypes: Mapping[Flat, torch.dtype], form: Form, disk: Disk | None, mesh: Mesh,
+        self, dtypes: Mapping[Flat, torch.dtype], form: StateForm, disk: Disk | None, mesh: Mesh,
         ahead: Collection[Flat] = (), pinned: bool = True, stored: Stored | None = None,
     ) -> None:  # fmt: skip
         self._rows = {flat: Rows(flat, dtype, form) for flat, dtype in dtypes.items()}
@@ -68,7 +68,7 @@ class Swap:
         if disk is None:
             self._place = Memory(sizes, allocate)
         else:
-            store = Store(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
+            store = FileStore(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
             self._place = File(sizes, store, buffer_bytes(list(self._rows.values()), disk), allocate, ahead)
         self.tier = Tier.HOST if disk is None else Tier.NVME
         self.nbytes = self._place.nbytes
@@ -89,7 +89,7 @@ class Swap:
         """Of buffers, and of what is unpacked."""
         return self._place.host_bytes + self._unpacked
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> DiskTraffic | None:
         """What went to and from the disk so far; None where there is none."""
         return self._place.traffic()
 
@@ -178,7 +178,7 @@ class Swap:
                 yield flat, self._rows[flat].raw(memory)
 
     def commit(self) -> None:
-        """Let what was written provisionally count. Raises OSError as ``Store.commit``."""
+        """Let what was written provisionally count. Raises OSError as ``FileStore.commit``."""
         self._place.commit()
 
     def drop(self) -> None:

@@ -26,7 +26,7 @@ from zeromesh.comm.collectives import Pending
 from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels import halves
 from zeromesh.model.piece import Piece
-from zeromesh.model.placement import Placement, Row, Tier
+from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.gradient import Gradient
@@ -82,7 +82,7 @@ class Flat:
     """
 
     def __init__(
-        self, layout: Layout, parameters: Sequence[nn.Parameter], number: int, row: Row, mesh: Mesh,
+        self, layout: Layout, parameters: Sequence[nn.Parameter], number: int, row: PlacementRow, mesh: Mesh,
         holders: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.layout = layout
@@ -203,7 +203,7 @@ class Flat:
         elsewhere = on_disk or self.optimizer_tier is not self.parameter_tier
         return self.layout.trainable and elsewhere
 
-    def fill(self, row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
+    def fill(self, row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
         """Take the parameters' values, those of the first rank, into ``home`` (or ``full``) and ``master``.
 
         With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded. Where
@@ -403,8 +403,8 @@ class Unit:
         return f"unit {self.name or '(root)'!r}"
 
     def place(
-        self, flats: Sequence[Flat], row: Row, mesh: Mesh, mixed: bool, materialise: Materialise | None, link: Link,
-        store: Store,
+        self, flats: Sequence[Flat], row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None,
+        link: Link, store: Store,
     ) -> None:  # fmt: skip
         """Make the storage and the states, and take the parameters' values into them."""
         self.flats = tuple(flats)

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from zeromesh.comm.collectives import Group
 from zeromesh.model.linear import Columns, multiply
 from zeromesh.model.split import Held
-from zeromesh.tensor.attention import Attention
-from zeromesh.tensor.guard import REMEDY, Apart, Guard, summed
+from zeromesh.tensor.attention import SplitAttention
+from zeromesh.tensor.guard import REMEDY, Apart, SplitGuard, summed
 from zeromesh.tensor.heads import take_part, take_part_of_experts
 from zeromesh.tensor.linear import Layer, enter, leave
 from zeromesh.tensor.logits import Logits, Using
 from zeromesh.tensor.loss import Vocabulary
 from zeromesh.tensor.operators import move
-from zeromesh.tensor.plan import Member, Resolved, is_transposed
+from zeromesh.tensor.plan import Member, SplitPlan, is_transposed
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.spread import activation, replaced, sequence_dim, spread
-from zeromesh.tensor.streams import Streams, drops
+from zeromesh.tensor.streams import RandomStreams, drops
 
 FIRST_TAG = 16
 """Of the tensor axis; lower ones are for whole parameters and for gradients."""
@@ -48,7 +48,7 @@ OF_SCORES = re.compile("mask|bias|alibi|relative_pos")
 
 
 @dataclass(frozen=True)
-class Place:
+class SplitPlace:
     """Where modules are split.
 
     Attributes:
@@ -59,7 +59,7 @@ class Place:
     """
 
     group: Group
-    streams: Streams
+    streams: RandomStreams
     stacks: tuple[Stack, ...]
     using: Using
 
@@ -69,7 +69,7 @@ class Place:
 
 
 def apply(
-    model: nn.Module, resolved: Resolved, group: Group, device: torch.device, stacks: Sequence[Stack] = (),
+    model: nn.Module, resolved: SplitPlan, group: Group, device: torch.device, stacks: Sequence[Stack] = (),
     using: Using = nullcontext,
 ) -> None:  # fmt: skip
     """Make the modules of a plan work on what this rank holds of their parameters; these have been cut already.
@@ -82,7 +82,7 @@ def apply(
         stacks: lists of blocks in which the sequence is spread over the ranks.
         using: gives a context in which parameters are in memory, also after the forward.
     """
-    place = Place(group, Streams(device, group.rank), tuple(stacks), using)
+    place = SplitPlace(group, RandomStreams(device, group.rank), tuple(stacks), using)
     modules = dict(model.named_modules(remove_duplicate=False))
     entrances: dict[str, Entrance] = {}
     done: set[int] = set()
@@ -98,7 +98,7 @@ def apply(
             _linear(member, resolved, modules, entrances, place, tag)
         elif member.rule.style == "heads":
             _attention(member, modules, place, tag)
-            tag += Attention.TAGS
+            tag += SplitAttention.TAGS
         else:
             _hooks(member, resolved, place, tag)
     _require_slow_paths(resolved, modules)
@@ -146,7 +146,7 @@ class Entrance:
         opens: whether the layers themselves are given what enters; otherwise the module around them is.
     """
 
-    def __init__(self, place: Place, tag: int, separates: bool, spread: bool, name: str) -> None:
+    def __init__(self, place: SplitPlace, tag: int, separates: bool, spread: bool, name: str) -> None:
         self.layers: list[Callable[[], Columns]] = []
         self.opens = True
         self._place, self._tag, self._separates, self.spread = place, tag, separates, spread
@@ -247,8 +247,8 @@ def _columns(module: Any) -> Columns:
 
 
 def _linear(
-    member: Member, resolved: Resolved, modules: dict[str, nn.Module], entrances: dict[str, Entrance], place: Place,
-    tag: int,
+    member: Member, resolved: SplitPlan, modules: dict[str, nn.Module], entrances: dict[str, Entrance],
+    place: SplitPlace, tag: int,
 ) -> None:  # fmt: skip
     module, style = member.module, member.style
     if style.before == "enter":
@@ -274,7 +274,7 @@ def _linear(
         forward = _Eager(_by_vocabulary, module, vocabulary=vocabulary, tag=tag, using=place.using)
     elif style.cut == "inputs":
         held = resolved.held_of(module, "weight") if style.before == "split" else None
-        guard = None if style.before == "split" else Guard(member, resolved, modules[""])
+        guard = None if style.before == "split" else SplitGuard(member, resolved, modules[""])
         spread = place.spreads(member.name)
         forward = _Eager(
             _by_rows, module, name=member.name, place=place, tag=tag, held=held, spread=spread, guard=guard
@@ -286,15 +286,15 @@ def _linear(
     module.forward = forward
 
 
-def _attention(member: Member, modules: dict[str, nn.Module], place: Place, tag: int) -> None:
+def _attention(member: Member, modules: dict[str, nn.Module], place: SplitPlace, tag: int) -> None:
     """Torch's own."""
     decoder, _, name = member.name.rpartition(".")
     memory = isinstance(modules[decoder], nn.TransformerDecoderLayer) and name == "multihead_attn"
-    attention = Attention(place.group, place.streams, tag, place.spreads(member.name), member.name, memory)
+    attention = SplitAttention(place.group, place.streams, tag, place.spreads(member.name), member.name, memory)
     member.module.forward = _Eager(attention, member.module)
 
 
-def _require_slow_paths(resolved: Resolved, modules: dict[str, nn.Module]) -> None:
+def _require_slow_paths(resolved: SplitPlan, modules: dict[str, nn.Module]) -> None:
     """Torch's encoders read the weights of their layers themselves, where no gradients are computed; not of these."""
     for member in resolved.members:
         path = member.name
@@ -323,7 +323,7 @@ def _require_width(name: str, module: Any, x: Tensor, ranks_of_sequence: int = 1
 
 
 def _by_columns(
-    module: Any, x: Tensor, name: str, entrance: Entrance, index: int, place: Place, tag: int, size: int | None
+    module: Any, x: Tensor, name: str, entrance: Entrance, index: int, place: SplitPlace, tag: int, size: int | None
 ) -> Tensor:
     _require_width(name, module, x, place.group.size if entrance.spread else 1)
     x, layer = entrance.admit(x, index, module.training)
@@ -345,7 +345,14 @@ def chunk_losses(model: nn.Module, heads: Iterable[str], using: Using) -> None:
 
 
 def _by_rows(
-    module: Any, x: Tensor, name: str, place: Place, tag: int, held: Held | None, spread: bool, guard: Guard | None
+    module: Any,
+    x: Tensor,
+    name: str,
+    place: SplitPlace,
+    tag: int,
+    held: Held | None,
+    spread: bool,
+    guard: SplitGuard | None,
 ) -> Tensor:
     if guard is not None:
         guard.check(x)
@@ -365,7 +372,7 @@ def _by_rows(
     return leave(y, module.bias, place.group, tag, sequence_dim(y) if spread else None)
 
 
-def _left(place: Place, entrance: Entrance, module: nn.Module, args: Any, output: Any) -> None:
+def _left(place: SplitPlace, entrance: Entrance, module: nn.Module, args: Any, output: Any) -> None:
     """The module that has the columns is done, or has raised."""
     entrance.forget()
     if not entrance.spread:
@@ -389,12 +396,12 @@ def _rotary_width(attention: nn.Module, model: nn.Module) -> int:
     )
 
 
-def _sum_rotary(module: nn.Module, args: Any, output: Tensor, place: Place, tag: int, width: int) -> Tensor:
+def _sum_rotary(module: nn.Module, args: Any, output: Tensor, place: SplitPlace, tag: int, width: int) -> Tensor:
     latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
     return summed(torch.cat([latent, move(rotary, "copy", place.group, tag)], dim=-1))
 
 
-def _hooks(member: Member, resolved: Resolved, place: Place, tag: int) -> None:
+def _hooks(member: Member, resolved: SplitPlan, place: SplitPlace, tag: int) -> None:
     module, style, group = member.module, member.style, place.group
     if style.before == "mask":
         held = resolved.held_of(module, "weight")
@@ -446,7 +453,7 @@ def _copy_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 class _Lookup:
     """An embedding of which each rank has some rows: it looks up those that it has, and zeros for others are summed."""
 
-    def __init__(self, module: nn.Module, held: Held, place: Place, tag: int) -> None:
+    def __init__(self, module: nn.Module, held: Held, place: SplitPlace, tag: int) -> None:
         assert held.split is not None
         self._place, self._tag = place, tag
         self._size = held.split.size

@@ -14,10 +14,10 @@ from zeromesh.model.linear import Columns, multiply
 from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.linear import enter, leave
 from zeromesh.tensor.operators import move
-from zeromesh.tensor.streams import Streams
+from zeromesh.tensor.streams import RandomStreams
 
 
-class Attention:
+class SplitAttention:
     """The forward of an ``nn.MultiheadAttention`` of which each rank has some heads.
 
     Args:
@@ -31,7 +31,7 @@ class Attention:
 
     TAGS = 10
 
-    def __init__(self, group: Group, streams: Streams, tag: int, spread: bool, name: str, memory: bool) -> None:
+    def __init__(self, group: Group, streams: RandomStreams, tag: int, spread: bool, name: str, memory: bool) -> None:
         self._group, self._streams, self._tag = group, streams, tag
         self._spread, self._memory = spread, memory
         self._apart = Apart(name)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import gelu, relu
 
 from zeromesh.tensor.heads import Heads, heads_of
-from zeromesh.tensor.plan import OF_KEYS, Rule, is_transposed, kind_of, parse, pattern_of
+from zeromesh.tensor.plan import OF_KEYS, PlanRule, is_transposed, kind_of, parse, pattern_of
 
 _OUTPUT = re.compile(
     r"^(o|wo|w2|o_proj|out_proj|c_proj|dense|out_lin|out|proj|proj_out|attn_out|dense_4h_to_h|down_proj|fc2|fc_out|"
@@ -50,7 +50,7 @@ LOCAL = ("colwise", "packed_colwise", "rowwise")
 GATHERING = ("colwise_gather_output", "rowwise_split_input")
 
 
-def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]]:
+def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[str]]:
     """A plan for a model, and what of its large layers it leaves whole, with the reason.
 
     A model of transformers that has a plan of its own is split by it; what that leaves out is found as for others, and
@@ -59,7 +59,7 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]
     """
     modules = dict(model.named_modules())
     own = published(model)
-    plan: dict[str, Rule] = {}
+    plan: dict[str, PlanRule] = {}
     notes: list[str] = []
     config = getattr(model, "config", None)
     for name, module in modules.items():
@@ -84,12 +84,12 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]
     for name, module in modules.items():
         fits = isinstance(module, nn.EmbeddingBag) and module.max_norm is None and module.embedding_dim % ranks == 0
         if fits and kind_of(module) == "bag":
-            plan.setdefault(name, Rule("embedding_colwise"))
+            plan.setdefault(name, PlanRule("embedding_colwise"))
     for name, module in modules.items():
         around = _around(name, modules)
         trusted = _in_block(name) and type(around).__module__.startswith(KNOWN)
         if name not in plan and _is_large(module) and not trusted and not _reads_weights(around):
-            plan[name] = Rule("colwise_gather_output")
+            plan[name] = PlanRule("colwise_gather_output")
             if _in_block(name):
                 notes.append(
                     f"{pattern_of(name)} ({type(module).__name__}) is split by itself, with what it gives gathered, as "
@@ -103,31 +103,31 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, Rule], list[str]
     return _patterns(plan, _names(model)), list(dict.fromkeys(notes))
 
 
-def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, Rule]:
+def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, PlanRule]:
     """Rules for torch's own attention, and for the MLPs of its transformers."""
     if kind_of(module) == "attention":
         few = module.num_heads < ranks  # type: ignore[operator]
-        return {} if few or name.endswith("base_layer") else {name: Rule("heads")}
+        return {} if few or name.endswith("base_layer") else {name: PlanRule("heads")}
     if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return {}
     activation = module.activation
     known = activation in (relu, gelu) or (isinstance(activation, nn.Module) and _is_elementwise(activation))
     styles = LOCAL[::2] if known else GATHERING
-    return {f"{name}.linear{n}": Rule(style) for n, style in zip((1, 2), styles, strict=True)}
+    return {f"{name}.linear{n}": PlanRule(style) for n, style in zip((1, 2), styles, strict=True)}
 
 
-def _one_by_one(region: Mapping[str, Rule]) -> dict[str, Rule]:
+def _one_by_one(region: Mapping[str, PlanRule]) -> dict[str, PlanRule]:
     """A region of a module whose forward nobody knows: each of its layers is split by itself, which is right always."""
     styles = {"colwise": "colwise_gather_output", "packed_colwise": "colwise_gather_output"}
     styles |= {"rowwise": "rowwise_split_input"} | dict(zip(GATHERING, GATHERING, strict=True))
-    return {path: Rule(styles[rule.style]) for path, rule in region.items() if rule.style in styles}
+    return {path: PlanRule(styles[rule.style]) for path, rule in region.items() if rule.style in styles}
 
 
 def _names(model: nn.Module) -> list[str]:
     return [name for name, _ in (*model.named_modules(), *model.named_parameters())]
 
 
-def _patterns(plan: Mapping[str, Rule], names: Iterable[str]) -> dict[str, Rule]:
+def _patterns(plan: Mapping[str, PlanRule], names: Iterable[str]) -> dict[str, PlanRule]:
     """One rule for all modules that are called alike, unless they are different ones, as in blocks of several kinds.
 
     The last part of a name stays: the layers of one ``nn.Sequential`` are not alike.
@@ -136,7 +136,7 @@ def _patterns(plan: Mapping[str, Rule], names: Iterable[str]) -> dict[str, Rule]
     for name in names:
         container, dot, child = name.rpartition(".")
         alike.setdefault(f"{pattern_of(container)}{dot}{child}", []).append(name)
-    found: dict[str, Rule] = {}
+    found: dict[str, PlanRule] = {}
     for pattern, members in alike.items():
         rules = {name: plan[name] for name in members if name in plan}
         one = len(rules) == len(members) and len(set(rules.values())) == 1
@@ -144,29 +144,31 @@ def _patterns(plan: Mapping[str, Rule], names: Iterable[str]) -> dict[str, Rule]
     return found
 
 
-def published(model: nn.Module) -> dict[str, Rule]:
+def published(model: nn.Module) -> dict[str, PlanRule]:
     """By name, what the plan of a model of transformers has for its modules.
 
     Some plans say of the fused weights of experts that they are cut as one, which their forward then misreads.
     """
     given = parse(getattr(model, "_tp_plan", None) or {})
-    found: dict[str, Rule] = {}
+    found: dict[str, PlanRule] = {}
     for name in _names(model):
         rule = given.get(pattern_of(name)) or given.get(name)
         if rule is None:
             continue
-        if name.endswith("gate_up_proj") and rule == Rule("colwise"):
+        if name.endswith("gate_up_proj") and rule == PlanRule("colwise"):
             experts = model.get_submodule(name.rpartition(".")[0])
             parts = experts.get_parameter("gate_up_proj").ndim == 3 and getattr(experts, "is_concatenated", True)
-            rule = Rule("packed_colwise") if parts else rule
+            rule = PlanRule("packed_colwise") if parts else rule
         found[name] = rule
     return found
 
 
-SHARED = Rule("replicated_with_grad_allreduce")
+SHARED = PlanRule("replicated_with_grad_allreduce")
 
 
-def _completed(name: str, module: nn.Module, own: Mapping[str, Rule], region: Mapping[str, Rule]) -> dict[str, Rule]:
+def _completed(
+    name: str, module: nn.Module, own: Mapping[str, PlanRule], region: Mapping[str, PlanRule]
+) -> dict[str, PlanRule]:
     """A published plan with what it leaves out of one attention or MLP.
 
     Where there are parameters that may be used on all of the split dim, each layer is split by itself.
@@ -186,7 +188,7 @@ def _completed(name: str, module: nn.Module, own: Mapping[str, Rule], region: Ma
     for child, layer in module.named_children():
         rule = region.get(f"{name}.{child}")
         if rule is not None and kind_of(_base(layer)) == "linear":
-            kept[f"{name}.{child}"] = Rule(GATHERING["rowwise" in rule.style])
+            kept[f"{name}.{child}"] = PlanRule(GATHERING["rowwise" in rule.style])
     return kept
 
 
@@ -196,7 +198,7 @@ def _is_activation(module: nn.Module) -> bool:
     return bool(sizes) and set(sizes) == {1} and "activation" in type(module).__module__
 
 
-def _experts(name: str, module: nn.Module) -> Iterator[tuple[str, Rule]]:
+def _experts(name: str, module: nn.Module) -> Iterator[tuple[str, PlanRule]]:
     """Rules for the stacked weights of experts, laid out as transformers' ``use_experts_implementation`` says."""
     shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
     up = next((key for key in ("gate_up_proj", "up_proj") if key in shapes), None)
@@ -206,16 +208,16 @@ def _experts(name: str, module: nn.Module) -> Iterator[tuple[str, Rule]]:
     transposed, fused = module.is_transposed, up == "gate_up_proj"
     packed = "packed_" if fused and getattr(module, "is_concatenated", True) else ""
     last, other = ("rowwise", "colwise") if transposed else ("colwise", "rowwise")
-    yield f"{name}.{up}", Rule(packed + last, block=2 if fused and not packed else 1)
-    yield f"{name}.down_proj", Rule(other)
+    yield f"{name}.{up}", PlanRule(packed + last, block=2 if fused and not packed else 1)
+    yield f"{name}.down_proj", PlanRule(other)
     if f"{up}_bias" in shapes:
-        yield f"{name}.{up}_bias", Rule(f"{packed}rowwise", block=2 if fused and not packed else 1)
+        yield f"{name}.{up}_bias", PlanRule(f"{packed}rowwise", block=2 if fused and not packed else 1)
     if "down_proj_bias" in shapes:
-        yield f"{name}.down_proj_bias", Rule("moe_shared_bias")
-    yield name, Rule("moe_tp_experts")
+        yield f"{name}.down_proj_bias", PlanRule("moe_shared_bias")
+    yield name, PlanRule("moe_tp_experts")
 
 
-def _stacked_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tuple[str, Rule]]:
+def _stacked_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tuple[str, PlanRule]]:
     """Rules for experts whose matrices are the rows of one weight each: DBRX's."""
     layers = getattr(module, "mlp", None)
     if not type(module).__name__.endswith("DbrxExperts") or layers is None:
@@ -223,11 +225,11 @@ def _stacked_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tuple
     count, width = int(module.num_experts), int(module.ffn_hidden_size)  # type: ignore[arg-type]
     if width % ranks == 0:
         for key in ("w1", "v1", "w2"):
-            yield f"{name}.mlp.{key}", Rule("packed_colwise", (width,) * count)
-        yield name, Rule("moe_tp_experts")
+            yield f"{name}.mlp.{key}", PlanRule("packed_colwise", (width,) * count)
+        yield name, PlanRule("moe_tp_experts")
 
 
-def _layers_of_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tuple[str, Rule]]:
+def _layers_of_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tuple[str, PlanRule]]:
     """Rules for two modules that each hold one layer of all experts, weights of shape (experts, outputs, inputs).
 
     Where the second reads what the first made, with a gate or without, activations between them are split; where
@@ -241,10 +243,10 @@ def _layers_of_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tup
     if not _is_layer_of_experts(last) or not (gated or outputs == inputs) or inputs % ranks:
         return
     more = ("_gather_output", "_split_input") if gathers else ("", "")
-    yield f"{name}.input_linear.weight", Rule("packed_colwise" if gated else "colwise", block=1)
-    yield f"{name}.input_linear", Rule(f"moe_colwise{more[0]}")
-    yield f"{name}.output_linear.weight", Rule("rowwise", block=1)
-    yield f"{name}.output_linear", Rule(f"moe_rowwise{more[1]}")
+    yield f"{name}.input_linear.weight", PlanRule("packed_colwise" if gated else "colwise", block=1)
+    yield f"{name}.input_linear", PlanRule(f"moe_colwise{more[0]}")
+    yield f"{name}.output_linear.weight", PlanRule("rowwise", block=1)
+    yield f"{name}.output_linear", PlanRule(f"moe_rowwise{more[1]}")
 
 
 def _is_layer_of_experts(module: nn.Module) -> bool:
@@ -255,7 +257,7 @@ def _is_layer_of_experts(module: nn.Module) -> bool:
 
 def _regions(
     name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Any, ranks: int
-) -> Iterator[tuple[str, Rule]]:
+) -> Iterator[tuple[str, PlanRule]]:
     """Rules for the layers of an attention or an MLP whose columns are children of the module."""
     if _reads_weights(module):
         return
@@ -299,17 +301,17 @@ def _is_elementwise(module: nn.Module) -> bool:
 
 def _latent(
     path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads
-) -> Iterator[tuple[str, Rule]]:
+) -> Iterator[tuple[str, PlanRule]]:
     """Attention whose keys and values are made of a narrow activation (DeepSeek-AI, "DeepSeek-V2", 2024)."""
     latent, rotary = _inputs(columns["kv_b_proj"]), getattr(module, "qk_rope_head_dim", 0)
-    rules: dict[str, Rule] = {}
+    rules: dict[str, PlanRule] = {}
     first = set()
     for child, layer in columns.items():
         size = _outputs(layer)
         if child.startswith("kv_a") and size == latent + rotary:
-            rules[path + child] = Rule("mla_kv_a_proj")
+            rules[path + child] = PlanRule("mla_kv_a_proj")
         elif child in ("q_proj", "q_b_proj", "kv_b_proj", "g_proj") and size % heads.queries == 0:
-            rules[path + child] = Rule("colwise", block=size // heads.queries)
+            rules[path + child] = PlanRule("colwise", block=size // heads.queries)
         elif child == "q_a_proj":
             first.add(child)
     known = {*columns, *first, row.removeprefix(path), "q_a_layernorm", "kv_a_layernorm"}
@@ -320,40 +322,40 @@ def _latent(
         return
     yield from rules.items()
     width = _inputs(module.get_submodule(row.removeprefix(path)))
-    yield row, Rule("rowwise", block=width // heads.queries)
+    yield row, PlanRule("rowwise", block=width // heads.queries)
 
 
 def _attention(
     path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads
-) -> Iterator[tuple[str, Rule]]:
+) -> Iterator[tuple[str, PlanRule]]:
     q, k = heads.queries * heads.width, heads.keys * heads.width
-    rules: dict[str, Rule] = {}
+    rules: dict[str, PlanRule] = {}
     apart = any(OF_KEYS.match(child) for child in columns)
     for child, layer in columns.items():
         size = _outputs(layer)
         if size in (q, k):
-            rules[path + child] = Rule("colwise", block=heads.width)
+            rules[path + child] = PlanRule("colwise", block=heads.width)
         elif apart:  # queries with gates may be as many as a fused weight has
             continue
         elif size == q + 2 * k and _INTERLEAVED.match(type(module).__name__) and not _is_multi_query(module):
-            rules[path + child] = Rule("colwise", block=size // heads.keys)
+            rules[path + child] = PlanRule("colwise", block=size // heads.keys)
         elif size == q + 2 * k:
-            rules[path + child] = Rule("packed_colwise", (q, k, k), heads.width)
-    rules[row] = Rule("rowwise", block=heads.width)
+            rules[path + child] = PlanRule("packed_colwise", (q, k, k), heads.width)
+    rules[row] = PlanRule("rowwise", block=heads.width)
     whole = len(rules) == len(columns) + 1
     for child, other in module.named_children():
         sizes = {tuple(p.shape) for p in other.parameters()}
         if path + child in rules or not sizes:
             continue
         if kind_of(other) == "embedding" and all(shape[-1] == heads.queries for shape in sizes):
-            rules[path + child] = Rule("colwise")
+            rules[path + child] = PlanRule("colwise")
         elif sizes == {(heads.width,)}:
-            rules[path + child] = Rule("replicated_with_grad_allreduce")
+            rules[path + child] = PlanRule("replicated_with_grad_allreduce")
         else:
             whole = False
     for child, parameter in module.named_parameters(recurse=False):
         if tuple(parameter.shape) == (heads.queries,):
-            rules[path + child] = Rule("colwise")
+            rules[path + child] = PlanRule("colwise")
         else:
             whole = False
     yield from rules.items() if whole else _each(path, columns, row)
@@ -365,7 +367,7 @@ def _is_multi_query(module: nn.Module) -> bool:
 
 def _mlp(
     path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, last: nn.Module
-) -> Iterator[tuple[str, Rule]]:
+) -> Iterator[tuple[str, PlanRule]]:
     width, sizes = _inputs(last), [_outputs(layer) for layer in columns.values()]
     fused = len(sizes) == 1 and sizes[0] == 2 * width
     same = {_inputs(layer) for layer in columns.values()} == {_outputs(last)}
@@ -381,18 +383,18 @@ def _mlp(
         if _is_activation(m):
             yield path + child, SHARED
     for child in columns:
-        yield path + child, Rule("packed_colwise", (width, width)) if fused else Rule("colwise")
-    yield row, Rule("rowwise")
+        yield path + child, PlanRule("packed_colwise", (width, width)) if fused else PlanRule("colwise")
+    yield row, PlanRule("rowwise")
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def _each(path: str, columns: Mapping[str, nn.Module], row: str) -> Iterator[tuple[str, Rule]]:
+def _each(path: str, columns: Mapping[str, nn.Module], row: str) -> Iterator[tuple[str, PlanRule]]:
     """Each layer by itself."""
     for child in columns:
-        yield path + child, Rule("colwise_gather_output")
-    yield row, Rule("rowwise_split_input")
+        yield path + child, PlanRule("colwise_gather_output")
+    yield row, PlanRule("rowwise_split_input")
 
 
 def _base(module: nn.Module) -> nn.Module:
@@ -437,7 +439,7 @@ def _is_large(module: nn.Module) -> bool:
     return kind_of(module) == "linear" and 4 * _outputs(module) >= _inputs(module)
 
 
-def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Rule]:
+def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, PlanRule]:
     """The embedding of tokens, wherever it stands, and the head over the same entries."""
     outside = {name: m for name, m in modules.items() if not _in_block(name)}
     tables = {name: m for name, m in outside.items() if isinstance(m, nn.Embedding) and _has_plain_rows(m)}
@@ -448,7 +450,7 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
     if not known:
         return {}
     weights, size = {id(m.weight) for m in known}, max(m.num_embeddings for m in known)
-    plan = {name: Rule("embedding_rowwise") for name, m in tables.items() if id(m.weight) in weights}
+    plan = {name: PlanRule("embedding_rowwise") for name, m in tables.items() if id(m.weight) in weights}
     # What an embedding does with the rows, a norm for instance, each rank does with its own.
     plan |= {
         f"{name}.{child}": SHARED for name in plan for child, m in tables[name].named_children() if [*m.parameters()]
@@ -457,7 +459,7 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
     for name, m in outside.items():
         fits = kind_of(m) == "linear" and _outputs(m) == size and (m is head or head is None)
         if fits or (kind_of(m) == "linear" and id(m.weight) in weights):
-            plan[name] = Rule("vocabulary")
+            plan[name] = PlanRule("vocabulary")
     return plan
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.tensor.heads import Heads
-from zeromesh.tensor.plan import Member, Resolved
+from zeromesh.tensor.plan import Member, SplitPlan
 
 REMEDY = "set tensor_parallel.sequence to false"
 
@@ -52,14 +52,14 @@ def summed(x: Tensor) -> Tensor:
     return same
 
 
-class Guard:
+class SplitGuard:
     """For one layer that is split by rows; nothing is looked at twice."""
 
-    def __init__(self, member: Member, resolved: Resolved, model: nn.Module) -> None:
+    def __init__(self, member: Member, resolved: SplitPlan, model: nn.Module) -> None:
         self._member, self._resolved, self._model = member, resolved, model
         self._done = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SplitGuard:
         """A copy of the model is as right as the model, whose parameters this one knows."""
         other = copy(self)
         other._done = True

@@ -20,7 +20,7 @@ MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Rule:
+class PlanRule:
     """A style, and how the dim that it cuts is made up.
 
     Attributes:
@@ -41,11 +41,11 @@ class Rule:
         return {"style": self.style, **more} if more else self.style
 
 
-Plan = Mapping[str, Rule]
+Plan = Mapping[str, PlanRule]
 """Glob pattern of names of modules, or of parameters -> rule; see ``matches``."""
 
 
-def parse(given: Mapping[str, Any]) -> dict[str, Rule]:
+def parse(given: Mapping[str, Any]) -> dict[str, PlanRule]:
     """A plan from what is written in JSON.
 
     Raises:
@@ -65,7 +65,7 @@ def parse(given: Mapping[str, Any]) -> dict[str, Rule]:
                 f"the tensor-parallel plan gives {pattern!r} {json.dumps(value)}; beside style it may have sections, a "
                 "list of lengths, and block, the number of entries that stay together"
             )
-        plan[pattern] = Rule(name, tuple(sections), block)
+        plan[pattern] = PlanRule(name, tuple(sections), block)
     return plan
 
 
@@ -109,7 +109,7 @@ class Member:
     name: str
     module: nn.Module
     parameter: str | None
-    rule: Rule
+    rule: PlanRule
     kind: str
     container: str
 
@@ -120,7 +120,7 @@ class Member:
 
 
 @dataclass
-class Resolved:
+class SplitPlan:
     """What a plan means for a model.
 
     Attributes:
@@ -141,7 +141,7 @@ class Resolved:
         return self.of_parameter[id(parameter)]
 
 
-def describe_plan(resolved: Resolved) -> str:
+def describe_plan(resolved: SplitPlan) -> str:
     """A line for each member."""
     return "\n".join(f"{member.name}: {member.rule}" for member in resolved.members)
 
@@ -164,7 +164,7 @@ def kind_of(module: nn.Module) -> str:
     return "embedding" if isinstance(module, nn.Embedding) else "module"
 
 
-def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -> Resolved:
+def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -> SplitPlan:
     """Find what each rule is for, and cut every parameter once.
 
     Args:
@@ -179,7 +179,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
             that does not fit, numbers that the ranks do not divide, a shared parameter that is cut in two ways.
     """
     problems: list[str] = []
-    rules: dict[str, tuple[str, Rule]] = {}
+    rules: dict[str, tuple[str, PlanRule]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern, rule in given.items():
@@ -197,7 +197,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
         for name in (*modules, *named):
             if matches(name, pattern):
                 rules.setdefault(name, (pattern, rule))
-    resolved = Resolved()
+    resolved = SplitPlan()
     cut: dict[int, tuple[str, Held]] = {}
     config = getattr(model, "config", None)
     order = {name: number for number, name in enumerate((*modules, *named))}
@@ -244,7 +244,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
     return resolved
 
 
-def _counted_often(resolved: Resolved, given: Sequence[str]) -> Iterator[str]:
+def _counted_often(resolved: SplitPlan, given: Sequence[str]) -> Iterator[str]:
     """What a user gives a sum of gradients that all ranks have whole."""
     inside = {m.container for m in resolved.members if m.style.cut and m.style.after in (None, "leave")}
     for member in resolved.members:
@@ -270,7 +270,7 @@ _ADAPTED = {"base_layer": None, "lora_A": "inputs", "lora_B": "outputs"}
 
 
 def _members(
-    name: str, rule: Rule, modules: Mapping[str, nn.Module], named: Mapping[str, nn.Parameter]
+    name: str, rule: PlanRule, modules: Mapping[str, nn.Module], named: Mapping[str, nn.Parameter]
 ) -> Iterable[Member]:
     container = name.rpartition(".")[0]
     if name not in modules:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from zeromesh.model.split import Held
-from zeromesh.tensor.plan import Resolved
+from zeromesh.tensor.plan import SplitPlan
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -48,7 +48,7 @@ class Stack:
         )
 
 
-def find_stacks(model: nn.Module, resolved: Resolved) -> list[Stack]:
+def find_stacks(model: nn.Module, resolved: SplitPlan) -> list[Stack]:
     """The lists of blocks whose sequence is spread; ``resolved`` then says whose gradients have shares.
 
     Raises:
@@ -77,11 +77,11 @@ def _is_in(name: str, around: str) -> bool:
     return name == around or name.startswith(f"{around}.")
 
 
-def _has_members(name: str, resolved: Resolved) -> bool:
+def _has_members(name: str, resolved: SplitPlan) -> bool:
     return any(_is_in(member.name, name) for member in resolved.members)
 
 
-def _whole(name: str, module: nn.Module, resolved: Resolved, is_block: bool) -> Iterator[str]:
+def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) -> Iterator[str]:
     """The modules inside, or this one, that are given the whole sequence."""
     if name in resolved.heads:
         if not all(_is_local(parameter, resolved) for parameter in module.parameters()):
@@ -103,7 +103,7 @@ def _whole(name: str, module: nn.Module, resolved: Resolved, is_block: bool) -> 
             yield from _whole(path, child, resolved, False)
 
 
-def _is_local(parameter: nn.Parameter, resolved: Resolved) -> bool:
+def _is_local(parameter: nn.Parameter, resolved: SplitPlan) -> bool:
     """Whether each rank uses it for its own heads only, or it is added after the sum."""
     held = resolved.of_parameter.get(id(parameter))
     added = any(parameter is getattr(m.module, "bias", None) and m.style.cut == "inputs" for m in resolved.members)
@@ -114,7 +114,7 @@ def _is_norm(module: nn.Module) -> bool:
     return any("norm" in kind.__name__.lower() for kind in type(module).__mro__)
 
 
-def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: Resolved) -> None:
+def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: SplitPlan) -> None:
     """Parameters that are used on parts of the sequence and are not split have shares of their gradients."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inside: dict[int, str] = {}

@@ -18,7 +18,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.tensor.guard import REMEDY, Apart
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.sequence import Stack
-from zeromesh.tensor.streams import Streams
+from zeromesh.tensor.streams import RandomStreams
 
 
 def sequence_dim(x: Tensor) -> int:
@@ -27,7 +27,7 @@ def sequence_dim(x: Tensor) -> int:
 
 
 def spread(
-    modules: dict[str, nn.Module], stack: Stack, group: Group, streams: Streams, tag: int,
+    modules: dict[str, nn.Module], stack: Stack, group: Group, streams: RandomStreams, tag: int,
     eager: Callable[..., Callable[..., Any]],
 ) -> None:  # fmt: skip
     """Have each rank work on its part of the sequence in a list of blocks.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-class Streams:
+class RandomStreams:
     """Switches a device's default generator between the stream of all ranks and this rank's own.
 
     Args:
@@ -26,7 +26,7 @@ class Streams:
         self._module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
         self._shared: torch.Tensor | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Streams:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RandomStreams:
         """A copy of a model draws from the same generator."""
         return self
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeromesh.tiers.buffers import Buffer
-from zeromesh.tiers.nvme import MIB, Store
+from zeromesh.tiers.nvme import MIB, FileStore
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(folder: str | Path, nbytes: int = 128 * MIB, queue_depth: int = 8) -> Bandwidth:
-    """Write ``nbytes`` to a folder twice and read them once, as a ``Store`` does it, with checksums.
+    """Write ``nbytes`` to a folder twice and read them once, as a ``FileStore`` does it, with checksums.
 
     The first write is not counted: it is slower where the file system notes that the space now holds something. A disk
     with a cache of its own, or one that may be quick for a while only, is slower in the long run.
@@ -33,7 +33,7 @@ def measure_bandwidth(folder: str | Path, nbytes: int = 128 * MIB, queue_depth: 
     Raises:
         OSError: the folder cannot be used, or has too little space.
     """
-    with Store(folder, queue_depth=queue_depth) as store:
+    with FileStore(folder, queue_depth=queue_depth) as store:
         region = store.allocate(nbytes)
         store.reserve()
         buffer = Buffer(nbytes)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 
-class Streams:
+class CopyStreams:
     """What copies run on.
 
     Attributes:
@@ -49,7 +49,7 @@ class Streams:
 class Copy:
     """A copy that was begun. It keeps the memory of both tensors until it is waited for."""
 
-    def __init__(self, streams: Streams | None = None, event: Any = None, *memory: torch.Tensor) -> None:
+    def __init__(self, streams: CopyStreams | None = None, event: Any = None, *memory: torch.Tensor) -> None:
         self._streams = streams
         self._event = event
         self._memory = memory
@@ -87,8 +87,8 @@ class Link:
         moved: bytes that were copied so far.
     """
 
-    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self._streams = Streams(device) if streams is None and device.type != "cpu" else streams
+    def __init__(self, device: torch.device, streams: CopyStreams | None = None) -> None:
+        self._streams = CopyStreams(device) if streams is None and device.type != "cpu" else streams
         self.moved = 0
 
     @property

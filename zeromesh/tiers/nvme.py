@@ -28,14 +28,14 @@ from types import TracebackType
 from zeromesh.tiers.buffers import Buffer
 from zeromesh.tiers.checksum import checksum
 from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned
-from zeromesh.tiers.traffic import Meter, Traffic
+from zeromesh.tiers.traffic import DiskTraffic, Meter
 
 _log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
 
-class Pending:
+class PendingRequest:
     """A read or write that was begun. Nothing else may touch its buffer until ``wait`` has returned."""
 
     def __init__(self, what: str, requests: int, meter: Meter, patience: float) -> None:
@@ -107,7 +107,7 @@ class _Place:
     offset: int
     nbytes: int
     checksums: list[int | None] = field(default_factory=list)
-    transfer: Pending | None = None
+    transfer: PendingRequest | None = None
 
     @property
     def written(self) -> bool:
@@ -141,8 +141,8 @@ class Disk:
         folder: on the device.
         buffers: number of flat buffers whose states are in host memory at most: one is used, the next are read and the
             last are written.
-        block_size: bytes of a request; see ``Store``.
-        queue_depth: requests at a time; see ``Store``.
+        block_size: bytes of a request; see ``FileStore``.
+        queue_depth: requests at a time; see ``FileStore``.
     """
 
     folder: Path
@@ -151,7 +151,7 @@ class Disk:
     queue_depth: int = 8
 
 
-class Store:
+class FileStore:
     """Regions in a swap file of this process, which is deleted when the store is closed or forgotten, or Python ends.
 
     One thread uses it. Of several operations on one region, or with one buffer, each waits for the one before it.
@@ -191,7 +191,7 @@ class Store:
         for thread in threads:
             thread.start()
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> FileStore:
         return self
 
     def __exit__(
@@ -232,15 +232,15 @@ class Store:
         self._require_open()
         self._file.reserve(self._end)
 
-    def read(self, region: Region, buffer: Buffer) -> Pending:
+    def read(self, region: Region, buffer: Buffer) -> PendingRequest:
         """Begin to read a region, as it was last committed or written, into the front of a buffer.
 
         Raises:
-            OSError: the file was changed by somebody else. What else goes wrong is raised by ``Pending.wait``.
+            OSError: the file was changed by somebody else. What else goes wrong is raised by ``PendingRequest.wait``.
         """
         return self._begin(region._current, buffer, writes=False)
 
-    def write(self, region: Region, buffer: Buffer, provisional: bool = False) -> Pending:
+    def write(self, region: Region, buffer: Buffer, provisional: bool = False) -> PendingRequest:
         """Begin to write a region from the front of a buffer; with ``provisional`` it counts from ``commit`` on.
 
         Raises:
@@ -297,7 +297,7 @@ class Store:
             region._next = None
         self._provisional.clear()
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> DiskTraffic:
         """What it has moved so far."""
         return self._meter.traffic()
 
@@ -320,7 +320,7 @@ class Store:
         self._spare.remove(place)
         return place
 
-    def _begin(self, place: _Place, buffer: Buffer, writes: bool) -> Pending:
+    def _begin(self, place: _Place, buffer: Buffer, writes: bool) -> PendingRequest:
         """Cut a transfer into requests and hand them to the threads."""
         self._require_open()
         assert place.offset + place.nbytes <= self._file.nbytes, "a region is used that was not reserved"
@@ -333,7 +333,7 @@ class Store:
         if writes:
             place.checksums = [None] * len(blocks)
         what = f"{'writing' if writes else 'reading'} {place.nbytes:,} bytes at {place.offset:,} of {self.path}"
-        pending = Pending(what, len(blocks), self._meter, self._patience)
+        pending = PendingRequest(what, len(blocks), self._meter, self._patience)
         place.transfer = buffer.transfer = pending
         for index, block in enumerate(blocks):
             memory, offset = buffer.view[block], place.offset + block.start
@@ -362,7 +362,7 @@ class _Request:
         memory: bytes of the buffer.
     """
 
-    pending: Pending
+    pending: PendingRequest
     place: _Place
     buffer: Buffer
     index: int

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 
 from zeromesh.tiers.buffers import Allocate, Buffer, Buffers
-from zeromesh.tiers.nvme import Region, Store
+from zeromesh.tiers.nvme import FileStore, Region
 from zeromesh.tiers.stream import stream
-from zeromesh.tiers.traffic import Traffic
+from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Place(Protocol):
@@ -41,12 +41,12 @@ class Place(Protocol):
         """Each of some blocks, in order, until the next one is asked for. Raises OSError if the disk failed."""
 
     def commit(self) -> None:
-        """Let what was written provisionally count. Raises OSError as ``Store.commit``."""
+        """Let what was written provisionally count. Raises OSError as ``FileStore.commit``."""
 
     def drop(self) -> None:
         """Forget what was written provisionally."""
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> DiskTraffic | None:
         """What went to and from the disk so far; None where there is none."""
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Memory:
     def drop(self) -> None:
         """As ``Place.drop``."""
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> DiskTraffic | None:
         """As ``Place.traffic``."""
         return None
 
@@ -108,7 +108,7 @@ class File:
     """
 
     def __init__(
-        self, sizes: Mapping[Hashable, int], store: Store, buffers: Sequence[int], allocate: Allocate,
+        self, sizes: Mapping[Hashable, int], store: FileStore, buffers: Sequence[int], allocate: Allocate,
         spares: Collection[Hashable] = (),
     ) -> None:  # fmt: skip
         self._store = store
@@ -163,7 +163,7 @@ class File:
         """As ``Place.drop``."""
         self._store.drop()
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> DiskTraffic | None:
         """As ``Place.traffic``."""
         return self._store.traffic()
 

@@ -7,11 +7,11 @@ from collections.abc import Generator, Iterable
 from contextlib import suppress
 
 from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.nvme import Pending, Region, Store
+from zeromesh.tiers.nvme import FileStore, PendingRequest, Region
 
 
 def stream(
-    store: Store, regions: Iterable[Region], buffers: Buffers, write: bool = True, provisional: bool = False
+    store: FileStore, regions: Iterable[Region], buffers: Buffers, write: bool = True, provisional: bool = False
 ) -> Generator[Buffer]:
     """Each region in a buffer, in their order: while one is computed with, the next are read and the last are written.
 
@@ -23,15 +23,15 @@ def stream(
         regions: in order of use, each once.
         buffers: at least one must be free that holds the largest region.
         write: whether what is in the buffer after its use is written back.
-        provisional: whether that counts only after ``Store.commit``.
+        provisional: whether that counts only after ``FileStore.commit``.
 
     Raises:
         OSError: the disk failed, or the file was changed. All buffers are back in the pool then, as they are when the
             caller leaves early, in which case its last buffer is not written.
     """
     waiting = deque(regions)
-    reading: deque[tuple[Region, Buffer, Pending]] = deque()
-    writing: deque[tuple[Buffer, Pending]] = deque()
+    reading: deque[tuple[Region, Buffer, PendingRequest]] = deque()
+    writing: deque[tuple[Buffer, PendingRequest]] = deque()
     lent: list[Buffer] = []
     try:
         while waiting or reading:
@@ -63,7 +63,7 @@ def stream(
             buffers.give(buffer)
 
 
-def _finish(writing: deque[tuple[Buffer, Pending]], lent: list[Buffer], buffers: Buffers) -> None:
+def _finish(writing: deque[tuple[Buffer, PendingRequest]], lent: list[Buffer], buffers: Buffers) -> None:
     """Wait for the oldest write and return its buffer."""
     buffer, pending = writing.popleft()
     pending.wait()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Traffic:
+class DiskTraffic:
     """What a store has moved so far.
 
     Attributes:
@@ -79,9 +79,9 @@ class Meter:
                 for busy in both:
                     busy.end(now, moved)
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> DiskTraffic:
         """What there was so far, with the requests under way."""
         with self._lock:
             now = time.perf_counter()
             seconds = (busy.seconds(now) for busy in (self._read, self._written, self._any))
-            return Traffic(self._read.nbytes, self._written.nbytes, *seconds)
+            return DiskTraffic(self._read.nbytes, self._written.nbytes, *seconds)

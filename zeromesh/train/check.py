@@ -15,7 +15,7 @@ from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import Environment, is_launched
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.settings import Resolved, Settings
-from zeromesh.config.train import Run, TextData
+from zeromesh.config.train import RunSettings, TextData
 from zeromesh.context.order import require_length
 from zeromesh.pipeline.cut import examine
 from zeromesh.pipelined import Pipelined
@@ -27,7 +27,7 @@ from zeromesh.train.data.indexed import file_of
 from zeromesh.train.data.loader import training_samples
 from zeromesh.train.data.making import size_is_set
 from zeromesh.train.data.prepare import prepare
-from zeromesh.train.data.prepared import Prepared
+from zeromesh.train.data.prepared import PreparedData
 from zeromesh.train.data.store import first_beyond
 from zeromesh.train.data.tokenizer import load_tokenizer
 from zeromesh.train.folder import RunFolder
@@ -52,7 +52,7 @@ class Job:
     settings: Settings
     language: LanguageModel
     data: TextData
-    run: Run
+    run: RunSettings
 
     @classmethod
     def of(cls, settings: Settings) -> Job:
@@ -117,7 +117,7 @@ def check(settings: Settings) -> Job:
     return job
 
 
-def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> Prepared:
+def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> PreparedData:
     """The text as tokens, known to be long enough and to suit the model.
 
     Raises:

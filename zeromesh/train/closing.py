@@ -16,7 +16,7 @@ from zeromesh.observe.metrics import read_metrics
 from zeromesh.observe.pictures import loss_picture
 from zeromesh.observe.process import peak_bytes
 from zeromesh.train.check import Job
-from zeromesh.train.data.prepared import Prepared
+from zeromesh.train.data.prepared import PreparedData
 from zeromesh.train.data.python_lines import count_lines
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.loop import Loop, Progress
@@ -26,7 +26,7 @@ from zeromesh.train.sample import load_writer
 
 
 @dataclass(frozen=True)
-class Span:
+class RunSpan:
     """What of the run this command did.
 
     Attributes:
@@ -40,7 +40,7 @@ class Span:
     reached: Progress
 
 
-def close(loop: Loop, prepared: Prepared, span: Span, console: Console) -> None:
+def close(loop: Loop, prepared: PreparedData, span: RunSpan, console: Console) -> None:
     """Write what a run ends with. All ranks call it; the first one writes."""
     engine, job = loop.engine, loop.job
     score = loop.held_out.score(engine)

@@ -8,7 +8,7 @@ from itertools import islice
 
 from zeromesh.engine import Engine
 from zeromesh.train.data.loader import evaluation_batches
-from zeromesh.train.data.prepared import Prepared
+from zeromesh.train.data.prepared import PreparedData
 from zeromesh.train.loss import weighted
 from zeromesh.train.model import LanguageModel
 
@@ -41,7 +41,7 @@ class HeldOut:
         rows: windows of a micro-batch.
     """
 
-    prepared: Prepared
+    prepared: PreparedData
     language: LanguageModel
     rows: int
 

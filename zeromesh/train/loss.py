@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from zeromesh.batches import WithLoss
-from zeromesh.context.applied import Applied
+from zeromesh.context.applied import SpreadSequences
 from zeromesh.context.order import keep
 from zeromesh.engine import Engine
 from zeromesh.train.data.loader import Batch
@@ -31,7 +31,7 @@ class Weighted(WithLoss):
 
     batch: Batch
     language: LanguageModel
-    spread: Applied | None
+    spread: SpreadSequences | None
     factor: float
 
     def loss(self, model: Callable[..., Any]) -> torch.Tensor:

@@ -26,9 +26,9 @@ from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
 from zeromesh.observe.units import scaled_text
 from zeromesh.train.check import Job, check, prepare_text
-from zeromesh.train.closing import Span, close
+from zeromesh.train.closing import RunSpan, close
 from zeromesh.train.data.loader import Share, training_batches
-from zeromesh.train.data.prepared import Prepared
+from zeromesh.train.data.prepared import PreparedData
 from zeromesh.train.evaluate import HeldOut
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.loop import Loop, Progress
@@ -93,7 +93,7 @@ def _how_to_go_on(job: Job) -> str:
     )
 
 
-def _text_line(prepared: Prepared) -> str:
+def _text_line(prepared: PreparedData) -> str:
     sides = [
         f"{sum(part.documents for part in parts)} documents of {scaled_text(sum(part.tokens for part in parts))} tokens"
         for parts in (prepared.train, prepared.validation)
@@ -131,7 +131,7 @@ def _run_rank(job: Job, began: float) -> None:
         shutdown()
 
 
-def _train(job: Job, prepared: Prepared, began: float) -> None:
+def _train(job: Job, prepared: PreparedData, began: float) -> None:
     engine, cost = _engine(job)
     try:
         console = make_console(quiet=engine.mesh.rank != 0)
@@ -153,7 +153,7 @@ def _train(job: Job, prepared: Prepared, began: float) -> None:
             length, seed = job.language.sequence_length, job.settings.seed
             with heeded(engine):
                 reached = loop.run(training_batches(prepared, length, loop.share, seed, start.samples), start)
-        close(loop, prepared, Span(began, start, reached), console)
+        close(loop, prepared, RunSpan(began, start, reached), console)
     finally:
         engine.destroy()
 
@@ -164,7 +164,7 @@ def _settings_lines(settings: Settings) -> str:
     return "\n".join(["settings beside the defaults:", *(f"  {key}: {json.dumps(changed[key])}" for key in changed)])
 
 
-def _loop(engine: Engine, job: Job, prepared: Prepared, start: Progress, display: Display, cost: float) -> Loop:
+def _loop(engine: Engine, job: Job, prepared: PreparedData, start: Progress, display: Display, cost: float) -> Loop:
     rows = engine.train_micro_batch_size_per_gpu()
     return Loop(
         engine=engine,

@@ -24,7 +24,7 @@ Next = Callable[[Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Writer:
+class TextWriter:
     """A model on one process, with its tokenizer.
 
     Attributes:
@@ -77,7 +77,7 @@ def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator
     return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
 
 
-def load_writer(folder: RunFolder) -> Writer:
+def load_writer(folder: RunFolder) -> TextWriter:
     """The model at the end of a run, in fp32 on the CPU.
 
     Raises:
@@ -104,11 +104,11 @@ def load_writer(folder: RunFolder) -> Writer:
         ends = model.generation_config.eos_token_id
         known = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
         longest = positions(model.config.get_text_config())
-        return Writer(lambda: _cached(model, longest), known | {tokenizer.end}, tokenizer)
+        return TextWriter(lambda: _cached(model, longest), known | {tokenizer.end}, tokenizer)
     assert isinstance(language, BuiltIn)
     decoder, longest = _decoder(language, folder.model / "model.safetensors"), language.sequence_length
     following: Next = lambda ids: decoder(torch.tensor([ids[-longest:]]))[0, -1]  # noqa: E731
-    return Writer(lambda: following, frozenset({tokenizer.end}), tokenizer)
+    return TextWriter(lambda: following, frozenset({tokenizer.end}), tokenizer)
 
 
 def _decoder(language: BuiltIn, weights: Path) -> Decoder:

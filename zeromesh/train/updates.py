@@ -61,7 +61,7 @@ def _build(model: nn.Module, settings: Settings, chosen: Optimizer, ranks: int) 
         chosen.type,
         # Torch has no fused update on the meta device.
         {key: value for key, value in chosen.params.items() if key != "fused"},
-        [factory.Group(pieces)],
+        [factory.ParameterGroup(pieces)],
         _NoRanks([[piece.name for piece in pieces]]),
         settings.row.optimizer is Placement.SHARDED and ranks > 1,
         settings.zero_allow_untested_optimizer,

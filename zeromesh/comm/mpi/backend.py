@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from zeromesh.comm.mpi.group import Group
+    from zeromesh.comm.mpi.group import MpiGroup
 
 REMEDY = "pip install 'zeromesh[mpi]'"
 
@@ -218,16 +218,16 @@ def _leave(ours: bool) -> None:
         mpi.Finalize()
 
 
-def _group_type() -> type[Group]:
-    from zeromesh.comm.mpi.group import Group
+def _group_type() -> type[MpiGroup]:
+    from zeromesh.comm.mpi.group import MpiGroup
 
-    return Group
+    return MpiGroup
 
 
 class _Factory:
     """Stands where torch expects the class of its own MPI process group."""
 
-    def create(self, ranks: Sequence[int]) -> Group | None:
+    def create(self, ranks: Sequence[int]) -> MpiGroup | None:
         """The group of some ranks of the whole run, of all if none are named; None where this rank is not in it."""
         mpi = _start()
         world: MPI.Intracomm = mpi.COMM_WORLD

@@ -29,10 +29,10 @@ from zeromesh.comm.mpi.memory import (
     spec,
 )
 from zeromesh.comm.mpi.programs import Programs, delivered
-from zeromesh.comm.mpi.work import LEAVING, Program, Stage, Work, runtime
+from zeromesh.comm.mpi.work import LEAVING, MpiWork, Program, Stage, runtime
 
 
-class Group(dist.ProcessGroup):
+class MpiGroup(dist.ProcessGroup):
     """The ranks of one communicator. Its methods are those that torch calls; see ``torch.distributed``.
 
     Args:
@@ -45,7 +45,7 @@ class Group(dist.ProcessGroup):
         self._programs = Programs(comm, ranks)
         super().__init__(self._programs.rank, self._programs.size)  # type: ignore[call-arg]
         self._timeout = timeout.total_seconds()
-        self._works: WeakSet[Work] = WeakSet()
+        self._works: WeakSet[MpiWork] = WeakSet()
         own = self._programs.ranks[self._programs.rank]
         self._where = f"the group of ranks {', '.join(map(str, self._programs.ranks))} (this is rank {own})"
         self._name = self._description = "undefined"
@@ -58,7 +58,7 @@ class Group(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def _get_backend(self, device: torch.device) -> Group:
+    def _get_backend(self, device: torch.device) -> MpiGroup:
         if device.type != "cpu":
             raise RuntimeError(f"the backend mpi has nothing for tensors on {device}, only for cpu")
         return self
@@ -102,14 +102,14 @@ class Group(dist.ProcessGroup):
         """The same."""
         self.shutdown()
 
-    def _run(self, what: str, program: Program, outputs: Tensors, opts: Any = None) -> Work:
+    def _run(self, what: str, program: Program, outputs: Tensors, opts: Any = None) -> MpiWork:
         limit = 0.0 if opts is None else opts.timeout.total_seconds()
-        work = Work(f"{what} on mpi", program, limit if limit > 0 else self._timeout, outputs, self._where)
+        work = MpiWork(f"{what} on mpi", program, limit if limit > 0 else self._timeout, outputs, self._where)
         self._works.add(work)
         runtime.add(work)
         return work
 
-    def _one(self, received: bool, tensors: Tensors, peer: int, tag: int) -> Work:
+    def _one(self, received: bool, tensors: Tensors, peer: int, tag: int) -> MpiWork:
         if not 0 <= tag <= self._programs.tags:
             raise ValueError(f"the tag is {tag}, but this MPI has room for 0 to {self._programs.tags}")
         (tensor,) = tensors
@@ -123,15 +123,15 @@ class Group(dist.ProcessGroup):
         what = f"{'recv from' if received else 'send to'} rank {self._programs.ranks[peer]}"
         return self._run(f"{what}, tag {tag},", program(), tensors)
 
-    def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:
+    def send(self, tensors: Tensors, target: int, tag: int = 0) -> MpiWork:
         """Send one tensor to a group rank."""
         return self._one(False, tensors, target, tag)
 
-    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> MpiWork:
         """Receive one tensor from a group rank."""
         return self._one(True, tensors, source, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MpiWork:
         """Receive one tensor from whoever sends it first; the work's ``source_rank`` is who it was."""
         (tensor,) = tensors
         memory, status = as_landing(tensor), MPI.Status()
@@ -159,7 +159,7 @@ class Group(dist.ProcessGroup):
 
     # What torch calls.
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:
         """Reduce each tensor over the ranks, in place."""
         opts = dist.AllreduceOptions() if opts is None else opts
         require_one_dtype("all_reduce", tensors)
@@ -168,33 +168,33 @@ class Group(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
+    def reduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:
         """Reduce a tensor over the ranks, for one of them; the others keep theirs."""
         opts = dist.ReduceOptions() if opts is None else opts
         require_operation(opts.reduceOp, tensors)
         program = self._programs.reduce_all(tensors, opts.reduceOp, opts.rootRank)
         return self._run("reduce", program, tensors, opts)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> MpiWork:
         """Give every rank the values of one."""
         opts = dist.BroadcastOptions() if opts is None else opts
         return self._run("broadcast", self._programs.spread(tensors[opts.rootTensor], opts.rootRank), tensors, opts)
 
-    def allgather(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> Work:
+    def allgather(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> MpiWork:
         """Gather every rank's tensor, each into one of a list."""
         pairs = [(list(into), tensor) for into, tensor in zip(rows, own, strict=True)]
         self._require_rows("all_gather", pairs)
         return self._run("all_gather", self._programs.gather_rows(pairs), [t for into in rows for t in into], opts)
 
-    def allgather_coalesced(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> Work:
+    def allgather_coalesced(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> MpiWork:
         """Gather several tensors of every rank: ``rows[r][i]`` becomes rank r's ``own[i]``."""
         return self.allgather(list(zip(*rows, strict=True)), own, opts)
 
-    def all_gather_single(self, out: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, out: torch.Tensor, own: torch.Tensor, opts: Any = None) -> MpiWork:
         """Gather every rank's tensor, one after the other."""
         return self.all_gather_single_coalesced([out], [own], opts)
 
-    def all_gather_single_coalesced(self, outs: Tensors, owns: Tensors, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(self, outs: Tensors, owns: Tensors, opts: Any = None) -> MpiWork:
         """The same for several tensors."""
         landings = [as_landing(out) for out in outs]
         pairs = []
@@ -204,7 +204,7 @@ class Group(dist.ProcessGroup):
         program = delivered(self._programs.gather_rows(pairs), outs, landings)
         return self._run("all_gather_into_tensor", program, outs, opts)
 
-    def reduce_scatter(self, outs: Tensors, rows: Sequence[Tensors], opts: Any = None) -> Work:
+    def reduce_scatter(self, outs: Tensors, rows: Sequence[Tensors], opts: Any = None) -> MpiWork:
         """Reduce each of a list of tensors, one for each rank, over the ranks."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         require_operation(opts.reduceOp, outs)
@@ -212,11 +212,11 @@ class Group(dist.ProcessGroup):
         self._require_rows("reduce_scatter", pairs)
         return self._run("reduce_scatter", self._programs.reduce_rows(pairs, opts.reduceOp), outs, opts)
 
-    def reduce_scatter_single(self, out: torch.Tensor, full: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, out: torch.Tensor, full: torch.Tensor, opts: Any = None) -> MpiWork:
         """Reduce a tensor over the ranks, each of which gets its segment."""
         return self.reduce_scatter_single_coalesced([out], [full], opts)
 
-    def reduce_scatter_single_coalesced(self, outs: Tensors, fulls: Tensors, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(self, outs: Tensors, fulls: Tensors, opts: Any = None) -> MpiWork:
         """The same for several tensors."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         require_operation(opts.reduceOp, outs)
@@ -228,20 +228,20 @@ class Group(dist.ProcessGroup):
 
     def all_to_all_single(
         self, out: torch.Tensor, full: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
-    ) -> Work:
+    ) -> MpiWork:
         """Send each rank its rows of a tensor; how many, and how many come, is given, or the same for all."""
         landing = as_landing(out)
         receive = self._rows("output", landing, received)
         program = delivered(self._programs.swap(self._rows("input", as_source(full), sent), receive), [out], [landing])
         return self._run("all_to_all_single", program, [out], opts)
 
-    def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
+    def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> MpiWork:
         """Send each rank one of a list of tensors."""
         self._require_number("all_to_all", tensors)
         self._require_number("all_to_all", outs)
         return self._run("all_to_all", self._programs.swap(tensors, outs), outs, opts)
 
-    def gather(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> Work:
+    def gather(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> MpiWork:
         """Gather every rank's tensor on one rank."""
         opts = dist.GatherOptions() if opts is None else opts
         into = rows[0] if rows and self._programs.rank == opts.rootRank else None
@@ -249,7 +249,7 @@ class Group(dist.ProcessGroup):
             self._require_rows("gather", [(into, own[0])])
         return self._run("gather", self._programs.collect(into, own[0], opts.rootRank), into or [], opts)
 
-    def scatter(self, outs: Tensors, rows: Sequence[Tensors], opts: Any = None) -> Work:
+    def scatter(self, outs: Tensors, rows: Sequence[Tensors], opts: Any = None) -> MpiWork:
         """Give each rank one of a list of tensors that one rank has."""
         opts = dist.ScatterOptions() if opts is None else opts
         parts = rows[0] if rows and self._programs.rank == opts.rootRank else None
@@ -257,7 +257,7 @@ class Group(dist.ProcessGroup):
             self._require_rows("scatter", [(parts, outs[0])])
         return self._run("scatter", self._programs.deal(parts, outs[0], opts.rootRank), outs, opts)
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> MpiWork:
         """Done when all ranks have come here."""
         return self._run("barrier", self._programs.meet(), [], opts)
 

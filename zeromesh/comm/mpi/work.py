@@ -98,8 +98,8 @@ class Runtime:
     def __init__(self) -> None:
         self.calls: AbstractContextManager[Any] = nullcontext()
         self.notes: MPI.Comm = MPI.COMM_NULL
-        self.failed: list[Work] = []
-        self._pending: dict[int, Work] = {}
+        self.failed: list[MpiWork] = []
+        self._pending: dict[int, MpiWork] = {}
         self._numbers = itertools.count()
         self.gone: set[int] = set()
         self._some = threading.Event()
@@ -125,7 +125,7 @@ class Runtime:
         self.notes = MPI.COMM_WORLD.Dup()
         return ours
 
-    def add(self, work: Work) -> None:
+    def add(self, work: MpiWork) -> None:
         """Take over a work, and do for it what can be done at once.
 
         Others see it only after that: it is the caller who counts its tag and posts its first messages, as all ranks
@@ -142,7 +142,7 @@ class Runtime:
             self._thread.start()
         self._some.set()
 
-    def remove(self, work: Work) -> None:
+    def remove(self, work: MpiWork) -> None:
         """It is done."""
         self._pending.pop(work.number, None)
 
@@ -172,7 +172,7 @@ class Runtime:
                 self.gone.add(status.source)
         return self.gone
 
-    def finish(self, works: Iterable[Work], patience: float) -> bool:
+    def finish(self, works: Iterable[MpiWork], patience: float) -> bool:
         """Go on until these works are done, for at most so many seconds; whether they are."""
         open_works = [work for work in works if not work.done]
         until = time.monotonic() + patience
@@ -204,7 +204,7 @@ runtime = Runtime()
 """Of this process."""
 
 
-class Work(dist.Work):
+class MpiWork(dist.Work):
     """One collective, or one message, under way.
 
     Args:

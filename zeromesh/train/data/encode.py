@@ -37,7 +37,7 @@ WAITING = 2
 
 
 @dataclass(frozen=True)
-class Settings:
+class EncodeSettings:
     """How portions become tokens; the same in every process.
 
     Attributes:
@@ -100,7 +100,7 @@ class Encoder:
         tokenizer: the one that they name, where it is in memory already.
     """
 
-    def __init__(self, settings: Settings, tokenizer: TextTokenizer | None = None) -> None:
+    def __init__(self, settings: EncodeSettings, tokenizer: TextTokenizer | None = None) -> None:
         self.settings = settings
         self.tokenizer = load_tokenizer(settings.tokenizer) if tokenizer is None else tokenizer
         self.dtype = token_dtype(self.tokenizer.size)
@@ -242,7 +242,7 @@ _stopped: Event | None = None
 """Of a process that was started for it."""
 
 
-def _start(settings: Settings, stopped: Event) -> None:
+def _start(settings: EncodeSettings, stopped: Event) -> None:
     global _encoder, _stopped
     Thread(target=_end_with_the_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.train.data.order import Blend, seed_of
-from zeromesh.train.data.prepared import LENGTH, Prepared
+from zeromesh.train.data.prepared import LENGTH, PreparedData
 from zeromesh.train.data.samples import NO_LABEL, Sample, Samples, open_samples
 
 
@@ -63,7 +63,7 @@ class Share:
         return range(start, start + self.rows)
 
 
-def training_samples(prepared: Prepared, length: int, seed: int) -> list[Samples]:
+def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Samples]:
     """What each part of the blend takes its samples from.
 
     Raises:
@@ -80,7 +80,7 @@ def training_samples(prepared: Prepared, length: int, seed: int) -> list[Samples
     return parts
 
 
-def training_batches(prepared: Prepared, length: int, share: Share, seed: int, consumed: int) -> Iterator[Batch]:
+def training_batches(prepared: PreparedData, length: int, share: Share, seed: int, consumed: int) -> Iterator[Batch]:
     """Micro-batches of this rank without end.
 
     Args:
@@ -102,7 +102,7 @@ def training_batches(prepared: Prepared, length: int, share: Share, seed: int, c
             yield _batch([parts[part].sample(index) for part, index in own], prepared.document_attention)
 
 
-def evaluation_batches(prepared: Prepared, length: int, rows: int, rank: int, size: int) -> Iterator[Batch]:
+def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int, size: int) -> Iterator[Batch]:
     """This rank's share of batches that together have every held-out label once, but the first of each stream.
 
     Where several sets are held out their rows alternate in proportion, so that the first batches are of all of them.

@@ -14,9 +14,9 @@ from zeromesh.config.train import TextData
 from zeromesh.launcher.launch import available_cores
 from zeromesh.observe.reading import ReadingBar
 from zeromesh.train.data.corpus import Document
-from zeromesh.train.data.encode import SMALL, Encoded, Encoder, Settings, encode_all, grouped
+from zeromesh.train.data.encode import SMALL, Encoded, Encoder, EncodeSettings, encode_all, grouped
 from zeromesh.train.data.portions import Portion, placed, read_portion
-from zeromesh.train.data.prepared import Prepared, TokenSet
+from zeromesh.train.data.prepared import PreparedData, TokenSet
 from zeromesh.train.data.records import KINDS, read_record, share_of
 from zeromesh.train.data.sources import INDEXED, Known, Part, look, names_of
 from zeromesh.train.data.store import divide, gzip_size, scan_documents, write_documents
@@ -32,7 +32,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 def make(
     data: TextData, parts: Sequence[Part], key: str, folder: Path, length: int | None, console: Console | None
-) -> Prepared:
+) -> PreparedData:
     """Write the tokenizer and all data sets into an empty folder; arguments as in ``prepare``."""
     skipped: list[Document] = []
     known = [look(data, part, skipped) for part in parts]
@@ -43,7 +43,7 @@ def make(
     if tokenizer is not None:
         (folder / TOKENIZER_FOLDER).mkdir()
         tokenizer.save(folder / TOKENIZER_FOLDER)
-    encoder = None if tokenizer is None else Encoder(Settings(folder / TOKENIZER_FOLDER, data, length), tokenizer)
+    encoder = None if tokenizer is None else Encoder(EncodeSettings(folder / TOKENIZER_FOLDER, data, length), tokenizer)
     train: list[TokenSet] = []
     validation: list[TokenSet] = []
     dropped = 0
@@ -58,7 +58,7 @@ def make(
         _log.info("left out %d records with more tokens than a sample has, as data.too_long says", dropped)
     if not validation and data.validation_fraction > 0:
         _log.warning("data.train is too short to hold anything out; there will be no validation")
-    return Prepared(
+    return PreparedData(
         key=key,
         train=tuple(train),
         validation=tuple(validation),

@@ -56,7 +56,7 @@ class RecordError(ValueError):
 
 
 @dataclass(frozen=True)
-class Format:
+class DataFormat:
     """A row of ``FORMATS``.
 
     Attributes:
@@ -250,21 +250,21 @@ def _missing(path: Path, package: str) -> ValueError:
     return ValueError(f"reading {str(path)!r} needs the package {package}: pip install 'zeromesh[datasets]'")
 
 
-_LINES = Format(_cut_lines, _read_lines, _place_line)
-_COMPRESSED = Format(
+_LINES = DataFormat(_cut_lines, _read_lines, _place_line)
+_COMPRESSED = DataFormat(
     _cut_compressed, _read_compressed, lambda portion, n: f"{portion.document.path}, line {portion.start + n + 1}"
 )
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, DataFormat] = {
     ".jsonl": _LINES,
     ".ndjson": _LINES,
     ".jsonl.gz": _COMPRESSED,
     ".ndjson.gz": _COMPRESSED,
-    ".parquet": Format(_cut_parquet, _read_parquet, _place_parquet),
-    "dataset": Format(
+    ".parquet": DataFormat(_cut_parquet, _read_parquet, _place_parquet),
+    "dataset": DataFormat(
         _cut_dataset, _read_dataset, lambda portion, n: f"{portion.document.path}, row {portion.start + n + 1}"
     ),
-    "": Format(_cut_text, _read_text, lambda portion, n: str(portion.document.path)),
+    "": DataFormat(_cut_text, _read_text, lambda portion, n: str(portion.document.path)),
 }
 """By the end of the file's name; the last row is plain text."""
 

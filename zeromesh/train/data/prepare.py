@@ -13,7 +13,7 @@ from rich.console import Console
 from zeromesh.config.train import TextData
 from zeromesh.train.data.corpus import Document, find_documents
 from zeromesh.train.data.making import make, size_is_set
-from zeromesh.train.data.prepared import Prepared, load_summary, save_summary
+from zeromesh.train.data.prepared import PreparedData, load_summary, save_summary
 from zeromesh.train.data.sources import Part
 from zeromesh.train.data.tokenizer import content_key
 
@@ -36,7 +36,7 @@ def prepare(
     may_write: bool = True,
     length: int | None = None,
     console: Console | None = None,
-) -> Prepared:
+) -> PreparedData:
     """Bring the text into a folder as token files, unless they are there already.
 
     Args:
@@ -130,7 +130,7 @@ def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
     return digest.hexdigest()
 
 
-def _has_size(data: TextData, prepared: Prepared) -> bool:
+def _has_size(data: TextData, prepared: PreparedData) -> bool:
     """Whether text was prepared with a vocabulary of the size in the settings."""
     if data.tokenizer is not None or prepared.tokenizer is None or prepared.vocabulary == data.vocabulary_size:
         return True

@@ -64,7 +64,7 @@ class TokenSet:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Text as token files.
 
     Attributes:
@@ -115,7 +115,7 @@ class Prepared:
         """The yardstick for the model's bits per byte; None where nothing is held out, or its bytes are not known."""
         return 8 * self.gzip_bytes / self.held_out_bytes if self.held_out_bytes else None
 
-    def sampled(self, data: TextData) -> Prepared:
+    def sampled(self, data: TextData) -> PreparedData:
         """The same with what the settings say of samples, which the files do not depend on."""
         packs = any(part.packed for part in self.train) and data.packing == "pack"
         return replace(
@@ -126,7 +126,7 @@ class Prepared:
         )
 
 
-def save_summary(prepared: Prepared, path: Path) -> None:
+def save_summary(prepared: PreparedData, path: Path) -> None:
     """Write the summary; paths in its folder are written relative to it."""
     part = path.with_name(path.name + ".part")
 
@@ -137,13 +137,13 @@ def save_summary(prepared: Prepared, path: Path) -> None:
     part.replace(path)
 
 
-def load_summary(path: Path) -> Prepared | None:
+def load_summary(path: Path) -> PreparedData | None:
     """What was prepared; None if nothing was, if that is cut off, or by another version, which knew other things."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(Prepared)}:
+    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(PreparedData)}:
         return None
 
     def here(name: str | None) -> Path | None:
@@ -154,4 +154,4 @@ def load_summary(path: Path) -> Prepared | None:
             TokenSet(**{**part, "prefix": path.parent / part["prefix"], "chosen": here(part["chosen"])})
             for part in values[side]
         )
-    return Prepared(**{**values, "tokenizer": here(values["tokenizer"]), "weights": tuple(values["weights"])})
+    return PreparedData(**{**values, "tokenizer": here(values["tokenizer"]), "weights": tuple(values["weights"])})

@@ -51,7 +51,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Kind:
+class RecordKind:
     """A row of ``KINDS``.
 
     Attributes:
@@ -214,22 +214,22 @@ def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[T
         yield Tokens(ids, mask, len(tokenizer.decode(ids[mask].tolist()).encode()))
 
 
-KINDS: dict[str, Kind] = {
-    "chat": Kind(
+KINDS: dict[str, RecordKind] = {
+    "chat": RecordKind(
         keys=lambda data, record: (data.messages_key,),
         read=_read_chat,
         encode=_encode_chats,
         texts=lambda chat: [message.get("content", "") for message in chat.messages],
         packed=True,
     ),
-    "response": Kind(
+    "response": RecordKind(
         keys=lambda data, record: (data.prompt_key, _response_key(data, record)),
         read=lambda data, record: (_string(record, data.prompt_key), _string(record, _response_key(data, record))),
         encode=_encode_responses,
         texts=list,
         packed=True,
     ),
-    "text": Kind(
+    "text": RecordKind(
         keys=lambda data, record: (data.text_key,),
         read=lambda data, record: _string(record, data.text_key),
         encode=_encode_documents,

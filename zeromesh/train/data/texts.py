@@ -20,14 +20,14 @@ divides the text anyway; the end of any line; of a word; of a character."""
 
 
 @dataclass(frozen=True)
-class Split:
+class TextSplit:
     """The documents that are trained on and those that are held out, each in the order of their names."""
 
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
 
 
-def split_documents(documents: Sequence[Document], fraction: float) -> Split:
+def split_documents(documents: Sequence[Document], fraction: float) -> TextSplit:
     """Hold out about ``fraction`` of the documents, chosen by the hash of the name alone.
 
     A document stays on its side when others come or go. Where there are so few documents that none would be held out,
@@ -39,7 +39,7 @@ def split_documents(documents: Sequence[Document], fraction: float) -> Split:
         rest = size - sum(document.size for document in validation)
         if not validation or rest <= (1 - fraction) * size / 2:
             return _split_largest(documents, round(fraction * size))
-    return Split(
+    return TextSplit(
         train=tuple(document for document in documents if document not in validation),
         validation=tuple(document for document in documents if document in validation),
     )
@@ -76,18 +76,18 @@ def parts(document: Document, size: int) -> Iterator[Document]:
         yield replace(document, start=start, stop=stop)
 
 
-def _split_largest(documents: Sequence[Document], size: int) -> Split:
+def _split_largest(documents: Sequence[Document], size: int) -> TextSplit:
     """Hold out the last ``size`` bytes of the largest document, or a little more, up to the start of a line."""
     largest = max(documents, key=lambda document: document.size)
     start, stop = largest.start, largest.start + largest.size
     if stop - start < 2:
-        return Split(train=tuple(documents), validation=())
+        return TextSplit(train=tuple(documents), validation=())
     wanted = min(max(stop - size, start + 1), stop - 1)
     cut = _cut(largest.path, max(start, wanted - size), wanted)  # at most twice as much, whatever the lines are like
     if cut == stop:
-        return Split(train=tuple(documents), validation=())
+        return TextSplit(train=tuple(documents), validation=())
     kept = replace(largest, stop=cut)
-    return Split(
+    return TextSplit(
         train=tuple(kept if document == largest else document for document in documents),
         validation=(replace(largest, start=cut),),
     )

@@ -1,0 +1,161 @@
+"""Check the size and shape of files and classes: ``python tools/check_structure.py [ROOT]``.
+
+``LIMITS`` hold for all code. ``ABOVE`` lists larger files and classes with their sizes: an entry may shrink and never
+grow, and goes once it is within the limit.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = "zeromesh"
+
+LIMITS = {
+    "lines of a file": 450,
+    "methods of a class": 25,
+    "arguments of a constructor": 8,
+    "definitions of a public class": 1,
+}
+
+ABOVE: dict[str, dict[str, int]] = {
+    "lines of a file": {
+        "comm/collectives.py": 564,
+        "config/settings.py": 510,
+        "engine.py": 994,
+        "pipeline/stage.py": 451,
+        "pretrained.py": 521,
+        "shard/reducer.py": 464,
+        "shard/sharded.py": 544,
+        "shard/unit.py": 507,
+        "tensor/apply.py": 486,
+        "tensor/derive.py": 493,
+        "tensor/logits.py": 502,
+    },
+    "methods of a class": {
+        "comm/mpi/group.py:MpiGroup": 37,
+        "engine.py:Engine": 67,
+        "shard/events.py:Events": 38,
+        "shard/reducer.py:Reducer": 35,
+        "shard/sharded.py:ShardedModel": 36,
+    },
+    "arguments of a constructor": {
+        "optim/lamb.py:Lamb": 10,
+        "optim/muon.py:Muon": 15,
+        "pipe.py:PipelineModule": 12,
+        "shard/sharded.py:ShardedModel": 13,
+        "zero.py:Init": 16,
+    },
+}
+"""Kind of limit -> file or class -> size. Constructors here have signatures of DeepSpeed or torch, but for one."""
+
+FRAGMENTS = ("What", "Of", "Whether", "As", "How", "By", "To", "If", "That", "Where", "Who", "Which", "All that")
+"""First words of docstrings that are no sentences."""
+
+MOST_FRAGMENTS = 0.24
+"""Share of docstrings that may open so."""
+
+MOST_FOREIGN_WRITES = 200
+"""Assignments in the package to attributes of objects that the function has not made."""
+
+OWN = ("self", "cls", "ctx", "context")
+"""Names of an object in its own methods, and of autograd's contexts, which exist to be written to."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Statement = ast.Assign | ast.AugAssign | ast.AnnAssign
+
+
+def sizes(tree: ast.Module, name: str, lines: int) -> Iterator[tuple[str, str, int]]:
+    """Yield (kind of limit, file or class, size) of one file."""
+    yield "lines of a file", name, lines
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            methods = [item for item in node.body if isinstance(item, Function)]
+            yield "methods of a class", f"{name}:{node.name}", len(methods)
+            for item in methods:
+                if item.name == "__init__":
+                    count = len(item.args.posonlyargs) + len(item.args.args) + len(item.args.kwonlyargs) - 1
+                    yield "arguments of a constructor", f"{name}:{node.name}", count
+
+
+def foreign_writes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each assignment to an attribute of an object that the function has not made."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, Function)):
+        statements = [node for node in ast.walk(function) if isinstance(node, Statement)]
+        made = {
+            target.id
+            for node in statements
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in statements:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for part in ast.walk(target):
+                    if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                        base = part.value
+                        if not (isinstance(base, ast.Name) and base.id in {*OWN, *made}):
+                            yield part.lineno, ast.unparse(part)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each docstring, those of attributes too."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for item in body if isinstance(body, list) else ():
+            value = item.value if isinstance(item, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield item.lineno, value.value
+
+
+def check(root: Path) -> list[str]:
+    """Return the broken limits of the package under ``root``, as printable lines."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    classes: dict[str, list[str]] = defaultdict(list)
+    written, fragments, writes = 0, [], []
+    for file in sorted((root / PACKAGE).rglob("*.py")):
+        text, name = file.read_text(encoding="utf-8"), str(file.relative_to(root / PACKAGE))
+        tree = ast.parse(text, str(file))
+        for kind, what, size in sizes(tree, name, text.count("\n")):
+            found[kind][what] = size
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].append(name)
+        writes += [
+            f"{PACKAGE}/{name}:{line}: {target} is of another object" for line, target in {*foreign_writes(tree)}
+        ]
+        for line, sentence in docstrings(tree):
+            written += 1
+            if sentence.split(" ", 1)[0] in FRAGMENTS:
+                fragments.append(f"{PACKAGE}/{name}:{line}: {sentence.splitlines()[0]!r} opens as a fragment")
+    found["definitions of a public class"] = {name: len(files) for name, files in classes.items()}
+    problems = []
+    for kind, limit in LIMITS.items():
+        allowed = ABOVE.get(kind, {})
+        for what, size in found[kind].items():
+            most = max(limit, allowed.get(what, 0))
+            if size > most:
+                where = f" ({', '.join(classes[what])})" if what in classes else ""
+                problems.append(f"{what}{where}: {size} {kind}; at most {most}")
+        gone = [what for what in allowed if found[kind].get(what, 0) <= limit]
+        problems += [f"{what}: now within the limit of {kind}; take it out of ABOVE" for what in gone]
+    if len(fragments) > MOST_FRAGMENTS * written:
+        problems += fragments
+    if len(writes) > MOST_FOREIGN_WRITES:
+        problems += [*writes, f"{len(writes)} writes to attributes of other objects; at most {MOST_FOREIGN_WRITES}"]
+    return problems
+
+
+def main(arguments: list[str]) -> int:
+    """Print the broken limits; 1 if there are any."""
+    root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
+    problems = check(root)
+    print("\n".join(problems) if problems else "structure: ok")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
