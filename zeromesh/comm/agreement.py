@@ -1,4 +1,4 @@
-"""What all ranks must agree on: the configuration, the model, and whether something worked."""
+"""Checks that all ranks have the same configuration and model, and that an action succeeded on all of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zeromesh.comm.peers import ranges
 Result = TypeVar("Result")
 
 SHOWN_VARIANTS = 3
-"""Of the texts that differ from the first rank's."""
+"""Largest number of differing texts that an error message quotes."""
 
 
 def world_group(device: torch.device) -> Group:
-    """All ranks, before there is a mesh."""
+    """Return a group of all ranks, for use before the mesh exists."""
     return Group("world", dist.group.WORLD, device, Traffic())
 
 
 def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """What the action returned, or raised."""
+    """Call ``action`` and return ``(result, None)``, or ``(None, error)`` if it raised."""
     try:
         return action(), None
     except Exception as error:  # whatever it was, the other ranks must hear of it
@@ -34,10 +34,16 @@ def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | No
 
 
 def share(world: Group, what: str, failure: Exception | None) -> None:
-    """If something failed on one rank, let it fail on all, rather than leave the others waiting.
+    """Raise on every rank if one rank failed, so that the others do not wait for it. Collective.
+
+    Args:
+        world: all ranks.
+        what: the action that was tried, for the message.
+        failure: this rank's error; None if it succeeded.
 
     Raises:
-        the rank's own error where it failed, RuntimeError with the first such rank and what it says elsewhere.
+        Exception: ``failure`` itself, on the ranks that failed.
+        RuntimeError: on the other ranks; it names the first rank that failed and quotes its error.
     """
     failed = world.exchange(torch.tensor([float(failure is not None)], dtype=torch.float64))
     if not bool(failed.any()):
@@ -50,18 +56,16 @@ def share(world: Group, what: str, failure: Exception | None) -> None:
 
 
 def together(world: Group, what: str, action: Callable[[], object]) -> None:
-    """Do something on every rank, with ``share``'s errors."""
+    """Call ``action`` on every rank and raise on all of them if it fails on one; see ``share``. Collective."""
     share(world, what, attempt(action)[1])
 
 
 def describe(model: nn.Module) -> str:
-    """One line per parameter and buffer: name, dtype, shape, trainable.
-
-    Buffers that are no state are sorted: models of transformers register some in the order of a set of strings, which
-    is another one in every process.
-    """
+    """Return one line for each parameter and buffer: name, dtype, shape and, for parameters, whether it is trained."""
     lines = [f"{n}: {p.dtype} {tuple(p.shape)} trainable={p.requires_grad}" for n, p in model.named_parameters()]
     modules = list(model.named_modules())
+    # Non-persistent buffers are sorted: some models of transformers register them in the iteration order of a set of
+    # strings, which differs between processes.
     for own, order in ((True, list), (False, sorted)):
         lines += order(
             f"{path}.{n}".removeprefix(".") + f": buffer {b.dtype} {tuple(b.shape)}"
@@ -78,7 +82,7 @@ def require_agreement(world: Group, what: str, text: str) -> None:
     Args:
         world: all ranks.
         what: what the text describes, for the message.
-        text: several lines; the first that differ are shown.
+        text: this rank's text; the error shows the first lines that differ.
     """
     data = text.encode()
     digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "big")
@@ -103,13 +107,13 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _difference(first: str, other: str) -> str:
-    """The first lines that differ."""
+    """Return the first 20 lines of the difference between two texts."""
     diff = difflib.unified_diff(first.splitlines(), other.splitlines(), n=0, lineterm="")
     return "\n".join([line for line in diff if not line.startswith(("---", "+++", "@@"))][:20])
 
 
 def texts(world: Group, text: str) -> list[str]:
-    """Every rank's text."""
+    """Return the texts of all ranks, by rank. Collective."""
     data = text.encode(errors="replace")
     lengths = world.exchange(torch.tensor([len(data)], dtype=torch.int64)).flatten().tolist()
     buffer = torch.zeros(max(1, *lengths), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""How numbers are written on a slow link: as they are, in 16 bits, or in 8 bits with one scale for each block.
+"""Compressed formats for messages between nodes: bfloat16, or 8-bit integers with one scale for each block.
 
-An encoded message is one 1-D tensor. Blocks whose numbers are not all finite decode to NaN, so that an overflow is seen
-by who receives it. Source of the block format: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022;
-of its use between nodes: Wang et al., "ZeRO++", 2023.
+An encoded message is one 1-D uint8 tensor. A block with a non-finite number decodes to NaN, so that receivers see an
+overflow. The block format is that of Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; its use
+between nodes is that of Wang et al., "ZeRO++", 2023.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 import torch
 
 BLOCK = 256
-"""Numbers that share one scale."""
+"""Number of consecutive elements that share one fp32 scale."""
 
 _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write a vector of floating-point numbers.
+    """Encoding of a vector of floating-point numbers.
 
     Attributes:
-        name: as in the configuration.
-        bytes_for: bytes of a message of so many elements.
-        encode: a vector, shape ``(n,)``, to a message.
-        decode: a message into a vector, shape ``(n,)``, of any floating-point dtype.
-        narrows: dtypes of at least so many bytes are written in fewer; others travel as they are.
+        name: name in the configuration.
+        bytes_for: returns the size in bytes of a message of ``n`` elements.
+        encode: returns the message of a vector of shape ``(n,)``.
+        decode: writes a message into a vector of shape ``(n,)`` and any floating-point dtype.
+        narrows: smallest element size, in bytes, that is compressed; vectors of smaller elements are sent unchanged.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Format:
     narrows: int
 
     def shortens(self, dtype: torch.dtype) -> bool:
-        """Whether vectors of this dtype become shorter."""
+        """Return whether this format makes vectors of ``dtype`` shorter."""
         return dtype.is_floating_point and dtype.itemsize >= self.narrows
 
 
@@ -46,14 +46,14 @@ def _blocks(elements: int) -> int:
 
 
 def _encode_blocks(vector: torch.Tensor) -> torch.Tensor:
-    """Round to nearest multiples of each block's largest magnitude / 127."""
+    """Round each element to the nearest multiple of its block's scale, the block's largest magnitude / 127."""
     elements, blocks = vector.numel(), _blocks(vector.numel())
     message = torch.empty(blocks * (BLOCK + _SCALE_BYTES), dtype=torch.uint8, device=vector.device)
     rows = torch.zeros(blocks, BLOCK, dtype=torch.float32, device=vector.device)
     rows.view(-1)[:elements].copy_(vector)
     scales = rows.abs().amax(1, keepdim=True).div_(127)
     rows.div_(scales.where(scales > 0, 1.0)).round_().clamp_(-127, 127)  # the scale of denormal numbers is inexact
-    # What is not finite has no integer; its scale is not finite either, which is what is told.
+    # A non-finite element has no integer value. It is sent as 0; the block's scale is then non-finite too and tells it.
     numbers, written = message[: blocks * BLOCK].view(torch.int8), message[blocks * BLOCK :].view(torch.float32)
     numbers.copy_(rows.nan_to_num_(0.0, 0.0, 0.0).view(-1))
     written.copy_(scales.view(-1))
@@ -87,4 +87,4 @@ FORMATS: dict[str, Format] = {
         narrows=2,
     ),
 }
-"""By their names in the configuration. Where there is none, numbers travel as they are."""
+"""Formats by their names in the configuration."""

@@ -1,4 +1,4 @@
-"""What is done when messages have arrived, without anybody waiting for it meanwhile."""
+"""Asynchronous second steps of collectives, which run as soon as the messages of the first step have arrived."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from weakref import WeakSet
 import torch
 
 LEAVING = 1.0
-"""Seconds that a process which ends gives to steps under way."""
+"""Seconds for which an exiting process waits for unfinished steps."""
 
 
 class Later:
-    """Runs the second step of collectives: beside the caller, so that it does not depend on what the caller waits for.
+    """Runner of the second steps of collectives.
 
-    Ranks may wait for their collectives in different orders; the second step of one needs other ranks' second steps.
-    On the host each runs in a thread of its own, which ends with the process; on an accelerator in the order of a
-    stream of its own.
+    Ranks may wait for their collectives in different orders, and a second step needs the second steps of other ranks.
+    If a step ran only when its caller waited for it, such ranks would deadlock. On the host each step therefore runs
+    in a daemon thread of its own; on an accelerator all steps run on one separate stream.
 
     Args:
-        device: where the tensors of the messages are.
+        device: device of the tensors that the messages carry.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,12 @@ class Later:
         self._last: dict[int, _Thread] = {}
 
     def run(self, step: Callable[[], None], tag: int) -> Any:
-        """Start it; what is returned has a ``wait`` that blocks until it is done, and raises what it raised."""
+        """Start a step and return its handle, whose ``wait()`` blocks until it is done and raises its error.
+
+        Args:
+            step: the work; it runs without gradients.
+            tag: tag of the collective's messages; see ``finish``.
+        """
         if self._device.type == "cpu":
             self._last[tag] = thread = _Thread(step)
             return thread
@@ -40,7 +45,7 @@ class Later:
         return _OnStream(self._stream, step)
 
     def finish(self, tag: int) -> None:
-        """Wait for the last step with this tag: messages of the next collective must not come before its messages."""
+        """Wait for the last step with this tag, so that the next collective's messages cannot overtake its messages."""
         last = self._last.pop(tag, None)
         if last is not None:
             last.wait()
@@ -51,14 +56,15 @@ class _Thread:
 
     def __init__(self, step: Callable[[], None]) -> None:
         self._failure: BaseException | None = None
-        # The step, with its buffers, is the thread's alone: this object stays until the next collective of its tag.
+        # Only the thread keeps the step and its buffers alive: this object stays until the next collective of its tag.
         self._thread = threading.Thread(target=self._run, args=(step,), name="zeromesh-later", daemon=True)
         self._thread.start()
         self.running.add(self)
 
     @classmethod
     def leave(cls) -> None:
-        """As the process ends: a thread that comes back from gloo when the interpreter is gone ends it by SIGABRT."""
+        """Wait up to ``LEAVING`` seconds for all running steps."""
+        # A thread that returns from gloo after the interpreter has shut down aborts the process (SIGABRT).
         limit = time.monotonic() + LEAVING
         for step in list(cls.running):
             step._thread.join(max(0.0, limit - time.monotonic()))
@@ -81,12 +87,12 @@ atexit.register(_Thread.leave)
 
 class _OnStream:
     def __init__(self, stream: torch.Stream, step: Callable[[], None]) -> None:
-        # It begins after what the current stream wrote, and whoever waits goes on after it.
+        # The step reads what the current stream has written.
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
         with stream, torch.no_grad():
             step()
         self._device, self._done = stream.device, stream.record_event()
-        # Its buffers are of the current stream, whose next tensors would else get their memory while it is in use.
+        # The buffers were allocated on the current stream: freed now, their memory would be reused while in use here.
         self._step: Callable[[], None] | None = step
 
     def wait(self) -> None:

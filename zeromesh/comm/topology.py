@@ -1,9 +1,9 @@
-"""Which ranks of a group share a node, and the two steps of a collective that follow from it.
+"""Topology of a group: the node of each rank, and the partners of a rank in two-step collectives.
 
-Ranks that share a node are joined by a fast link, nodes by a slow one. Over the slow link every number should pass
-once: rank ``place`` of each node exchanges with rank ``place`` of the other nodes only, and the ranks of a node share
-what they got. With M nodes, P (M-1)/M elements of a unit of P then leave each node in an all-gather or a
-reduce-scatter, and not as many times that as a node has ranks, which direct messages between all pairs would send.
+Ranks of one node share a fast link; nodes are connected by a slow one. A two-step collective sends each element over
+the slow link once: rank ``place`` of a node exchanges only with rank ``place`` of the other nodes, and the ranks of a
+node share the result. With M nodes, P (M-1)/M elements of a buffer of P elements leave each node in an all-gather or
+a reduce-scatter. Direct messages between all pairs of ranks would send that amount once for every rank of the node.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Places:
     """The ranks of a group by node, seen from one of them.
 
     Attributes:
-        nodes: group ranks, a list for each node; all of one length.
-        node: this rank's.
-        place: this rank's position in it.
+        nodes: the group ranks of each node; all tuples have the same length.
+        node: index of this rank's node in ``nodes``.
+        place: index of this rank in its node.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -29,15 +29,16 @@ class Places:
 
     @classmethod
     def of(cls, node_of: Sequence[int], rank: int, hierarchical: bool | None) -> Places:
-        """From the node of every group rank.
+        """Return the topology of a group, seen from one of its ranks.
 
         Args:
             node_of: the node of each group rank.
-            rank: this one.
-            hierarchical: whether to go through the nodes in two steps; None: where every node has as many ranks.
+            rank: this process's group rank.
+            hierarchical: True for two steps, False for direct messages; None chooses two steps if all nodes have the
+                same number of ranks.
 
         Raises:
-            ValueError: ``hierarchical`` is asked for, and the nodes differ in their numbers of ranks.
+            ValueError: ``hierarchical`` is True and the nodes have different numbers of ranks.
         """
         counts = Counter(node_of)
         even = len(set(counts.values())) == 1
@@ -57,18 +58,18 @@ class Places:
 
     @property
     def across(self) -> list[tuple[int, int]]:
-        """(node, the rank there that exchanges with this one) for all other nodes, nearest first."""
+        """Pairs (node, this rank's partner there) for all other nodes, in the order of their distance."""
         count = len(self.nodes)
         others = [(self.node + distance) % count for distance in range(1, count)]
         return [(node, self.nodes[node][self.place]) for node in others]
 
     @property
     def mates(self) -> list[tuple[int, int]]:
-        """(place, rank) of the others on this node, nearest first."""
+        """Pairs (place, group rank) of the other ranks of this node, in the order of their distance."""
         own = self.nodes[self.node]
         others = [(self.place + distance) % len(own) for distance in range(1, len(own))]
         return [(place, own[place]) for place in others]
 
     def shards_of(self, place: int) -> list[int]:
-        """The group ranks at a place, node by node: whose shards that place of each node carries over the slow link."""
+        """Return the rank at ``place`` of each node; these ranks exchange their shards over the slow link."""
         return [node[place] for node in self.nodes]
