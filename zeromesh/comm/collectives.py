@@ -7,10 +7,10 @@ a tag per purpose, so that ranks that disagree on the order never add up each ot
 
 With n ranks, a buffer of V bytes costs each rank V (n-1)/n on the wire for an all-gather or a reduce-scatter.
 
-Where the ranks lie on several nodes, there are two steps, see ``places.py``: an all-gather goes over the slow link
-first and then around the node, a reduce-scatter sums inside the node first and sends what is left over the slow link.
-What is sent over it may be written in fewer bits, see ``formats.py``; what all ranks then have is equal, as the sender
-too goes on with what the others read.
+Between several nodes, collectives run in two steps, see ``topology.py``: an all-gather exchanges shards over the slow
+link and then shares them inside the node; a reduce-scatter sums inside the node and then exchanges the sums over the
+slow link. Messages over the slow link may be compressed, see ``formats.py``. All ranks still get equal results, as the
+sender also uses the decoded message.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 NARROW = (torch.float16, torch.bfloat16)
-"""Dtypes whose sums are made in fp32 and rounded once."""
+"""Dtypes that are summed in fp32 and rounded once."""
 
 
 @dataclass
 class Traffic:
-    """What this rank sent, by (collective, axis), since the last reset.
+    """Counters of the data that this rank sent since the last reset, by (collective, axis).
 
     Attributes:
-        calls: collectives.
-        bytes: all that was sent.
-        across: bytes of them that went to other nodes.
-        errors: of what was rounded for the slow link: sums of the squares of the errors, and of the numbers.
-        listener: hears of each call.
+        calls: number of collectives.
+        bytes: bytes sent to all ranks.
+        across: bytes sent to other nodes.
+        errors: sums of squares of the rounding errors and of the values of compressed messages; fp64, shape ``(2,)``.
+        listener: called with (collective, axis, bytes) for each collective.
     """
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -71,7 +71,14 @@ class Traffic:
             self.listener(collective, axis, sent)
 
     def add_error(self, collective: str, axis: str, true: torch.Tensor, written: torch.Tensor) -> None:
-        """Count how far what was written for the slow link is from what it stands for."""
+        """Add the rounding error of a compressed message.
+
+        Args:
+            collective: name of the collective.
+            axis: name of the mesh axis.
+            true: the values before compression, shape ``(n,)``.
+            written: the decoded values, shape ``(n,)``.
+        """
         squares = torch.zeros(2, dtype=torch.float64, device=true.device)
         for one, other in zip(true.split(CHUNK), written.split(CHUNK), strict=True):
             wide = one.double()
@@ -81,14 +88,14 @@ class Traffic:
             self.errors[collective, axis] = self.errors.get((collective, axis), 0) + total
 
     def relative_error(self, collective: str, axis: str) -> float | None:
-        """Root of the mean square of the errors, relative to that of the numbers; None where nothing was rounded."""
+        """Return the RMS of the rounding errors divided by the RMS of the values; None if nothing was compressed."""
         if (collective, axis) not in self.errors:
             return None
         error, size = self.errors[collective, axis].tolist()
         return float((error / size) ** 0.5) if size else 0.0
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Set all counters to zero."""
         for counts in (self.calls, self.bytes, self.across, self.errors):
             counts.clear()
 
@@ -98,14 +105,14 @@ class PeerLost(RuntimeError):
 
 
 class Pending:
-    """A collective under way.
+    """Handle of a collective in progress.
 
     Args:
-        what: its name and purpose, for messages.
-        works: what torch gave for it.
-        then: the rest of the work, done once when the result has arrived.
-        watchdog: told about the wait.
-        nbytes: about what passes this rank's link, for the watchdog.
+        what: name and purpose of the collective, for error messages.
+        works: torch's handles of its messages.
+        then: final step, called once after all messages have arrived.
+        watchdog: watchdog that is notified of the wait.
+        nbytes: approximate number of bytes over this rank's link, from which the watchdog derives its limit.
     """
 
     def __init__(
@@ -153,11 +160,11 @@ class Pending:
 
 
 class Group:
-    """The ranks along one axis, and what they do together.
+    """Group of the ranks along one mesh axis, with its collectives.
 
     Attributes:
-        purposes: what the tags stand for, for messages.
-        places: which of the ranks share a node.
+        purposes: description of each tag, for error messages.
+        places: topology of the group.
 
     Args:
         axis: name of the mesh axis, for accounting.
@@ -204,15 +211,16 @@ class Group:
         self._later = Later(torch.device("cpu") if self._hosted else device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        """A copy of a model that is split over these ranks is split over them, too."""
+        """Return this group itself: a copied model communicates over the same ranks."""
         return self
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which to sum such numbers over the ranks, so that they are rounded once; torch adds two of 16 bits so."""
+        """Return the dtype in which values of ``dtype`` are summed over the ranks, so that they are rounded once."""
+        # torch rounds the sum of two 16-bit values once, so two ranks need no wider dtype.
         return torch.float32 if dtype in NARROW and self.size > 2 else dtype
 
     def receive_elements(self, shard_elements: int) -> int:
-        """Elements of the receive buffer that ``reduce_scatter`` needs for shards of ``shard_elements``."""
+        """Return the number of elements of ``reduce_scatter``'s receive buffer for shards of ``shard_elements``."""
         if self.size == 1:
             return 0
         return shard_elements * (self.size - 1 if self._point_to_point else 1)
@@ -249,7 +257,7 @@ class Group:
         return Pending(what, works, lambda: _copy(full, host), self._watchdog, full.nbytes)
 
     def _gather(self, shards: Sequence[torch.Tensor], tag: int, form: Format | None) -> list[Any]:
-        """Fill ``shards``, of which this rank's is there: over the slow link first, then around the node."""
+        """Fill ``shards`` from the shard of each rank: over the slow link first, then inside the node."""
         self._later.finish(tag)
         places, mine = self.places, shards[self.rank]
         form = form if form is not None and form.shortens(mine.dtype) else None
@@ -329,7 +337,7 @@ class Group:
     def _scatter(
         self, shards: list[torch.Tensor], landings: list[torch.Tensor], tag: int, form: Format | None
     ) -> tuple[list[Any], list[torch.Tensor]]:
-        """What to wait for, and the parts of this rank's sum that are then there, in order: around the node first."""
+        """Start a reduce-scatter; return its handles and, in summing order, the parts of this rank's sum."""
         self._later.finish(tag)
         places, mine = self.places, shards[self.rank]
         form = form if form is not None and form.shortens(mine.dtype) else None
@@ -374,7 +382,7 @@ class Group:
         return [near[p][node] if p in near else mine for p in range(len(places.nodes[places.node]))]
 
     def _sum_for(self, parts: Sequence[torch.Tensor], target: torch.Tensor, form: Format | None) -> torch.Tensor:
-        """The sum of ``parts``, in ``target``, which is one of them; or as ``form`` writes it for another node."""
+        """Sum ``parts`` into ``target``, one of them, and return it; with ``form`` return the encoded sum instead."""
         narrow = target.dtype in NARROW
         total = torch.empty_like(target, dtype=torch.float32) if narrow else target
         _accumulate(parts, total, False)
@@ -392,7 +400,7 @@ class Group:
         )
 
     def _others(self) -> list[int]:
-        """The other group ranks, the next ones first."""
+        """Return the other group ranks in the order of their distance after this one."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def _count(self, collective: str, sent: dict[int, int]) -> None:
@@ -480,9 +488,10 @@ class Group:
         self.begin_all_reduce(tensor, tag, form)().wait()
 
     def begin_all_reduce(self, tensor: torch.Tensor, tag: int, form: Format | None = None) -> Callable[[], Pending]:
-        """Start an ``all_reduce``; to be called: what waits for the sum and starts to send it to all ranks.
+        """Start the reduce-scatter half of an all-reduce; return a function that starts its all-gather half.
 
-        So the sums of several tensors can be on their way at once. ``tag`` is used by both halves.
+        The returned function waits for the first half. Starting several tensors before calling it overlaps their
+        reduce-scatters. Both halves use ``tag``.
         """
         if self.size == 1:
             return Pending
