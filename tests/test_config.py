@@ -332,7 +332,7 @@ def test_schedules_of_ours_and_of_torch_are_known(name: str) -> None:
 @pytest.mark.parametrize("value", [False, {}, None, {"enabled": False, "x": 1}, "auto"])
 def test_sections_that_are_gone_may_stand_there_switched_off(section: str, value: Any) -> None:
     parent = section.rpartition(".")[0]
-    around = nested(parent, {}) if parent.count(".") else {}  # a section that is there at all may have defaults of its own
+    around = nested(parent, {}) if parent.count(".") else {}  # a section that is given may have defaults of its own
     assert Settings.load(nested(section, value)) == Settings.load(around)
 
 
