@@ -11,7 +11,7 @@ train: .venv/.plots.done
 
 # Two tests at a time: most wait for processes that they have started. A file's tests share what they have started.
 test: .venv/.test.done
-	$(RUN) pytest --numprocesses 2 --dist loadfile
+	$(RUN) pytest --numprocesses 2 --dist loadfile --durations 60 --durations-min 2
 
 test-all: .venv/.test.done
 	.venv/bin/python tools/test_all.py

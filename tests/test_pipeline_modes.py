@@ -305,7 +305,7 @@ def refusal() -> str | None:
     assert engine.pipelined is not None
     if engine.pipelined.stages == [1]:
         with pytest.raises(ValueError, match="the loss has no graph") as caught:
-            engine.stage_backward(1, [torch.zeros(())], None, True, None)
+            engine.stage_work.stage_backward(1, [torch.zeros(())], None, True, None)
         return str(caught.value)
     return None
 

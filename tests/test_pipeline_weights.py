@@ -28,7 +28,7 @@ def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list
     }
     engine = zeromesh.initialize(model=build("llama").float(), config=settings)[0]
     found: list[tuple[int, list[str]]] = []
-    weights, arrive = engine.stage_weights, engine.sharded.reducer.arrive
+    weights, arrive = engine.stage_work.stage_weights, engine.sharded.reducer.arrive
 
     def stage_weights(stage: int, kept: Kept, last: bool) -> None:
         found.append((len(roots_of(kept)), []))
@@ -39,7 +39,7 @@ def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list
             found[-1][1].append(gradient.layout.segments[index].name)
         arrive(gradient, index, value)
 
-    engine.stage_weights = stage_weights  # type: ignore[method-assign]
+    engine.stage_work.stage_weights = stage_weights  # type: ignore[method-assign]
     engine.sharded.reducer.arrive = arrived  # type: ignore[method-assign]
     engine.train_batch(batches("llama", 0, 4, 0, 1))
     return found

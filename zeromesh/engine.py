@@ -25,14 +25,12 @@ from zeromesh.comm.stragglers import Stragglers
 from zeromesh.fed import FedBatches
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
-from zeromesh.model.linear import Kept, keeping
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
 from zeromesh.optim.answers import answer
 from zeromesh.optim.bound import bind
 from zeromesh.optim.host import HostSteps
-from zeromesh.pipeline.weights import roots_of
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.replicas import require_equal_replicas
 from zeromesh.shard.sharded import Agreement, ShardedModel
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
     from zeromesh.config.settings import Resolved
     from zeromesh.context.applied import SpreadSequences
-    from zeromesh.pipelined import Pipelined
+    from zeromesh.pipelined import Pipelined, StageWork
     from zeromesh.training_data import Loader, Position
 
 _log = logging.getLogger("zeromesh")
@@ -106,6 +104,7 @@ class Engine:
         context_parallel: how its sequences are spread over ranks; None where they are not.
         activations: where inputs of checkpointed modules wait for the backward; None: where they are.
         pipelined: how it is cut into stages; None where it is not.
+        stage_work: computes this rank's stages; None where there is one stage.
         global_steps: updates so far, skipped ones included.
         global_samples: that all ranks have consumed in them.
         micro_steps: micro-batches so far.
@@ -133,6 +132,7 @@ class Engine:
         self.context_parallel = parts.context_parallel
         self.activations = parts.activations
         self.pipelined = parts.pipelined
+        self.stage_work = self._stage_work()
         self._fed = parts.fed
         self._loss_fn = parts.loss_fn
         self._passes: Iterator[Any] | None = None
@@ -150,6 +150,13 @@ class Engine:
         if optimizer is not None:  # without knowing the engine, which would live as long as its model
             self.sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
             self._unbind = bind(optimizer, self)
+
+    def _stage_work(self) -> StageWork | None:
+        if self.pipelined is None:
+            return None
+        from zeromesh.pipelined import StageWork
+
+        return StageWork(self.pipelined, self.sharded, self._loss, self._differentiate, self._phase)
 
     def __getattr__(self, name: str) -> Any:
         """The model's own methods and attributes; its methods may use its parameters."""
@@ -539,7 +546,7 @@ class Engine:
         data_iter = self._own_batches() if data_iter is None else data_iter
         self.train()
         if self.pipelined is not None:
-            return self._train_stages(self.pipelined, [next(data_iter) for _ in range(self._accumulation.steps)])
+            return self._train_stages([next(data_iter) for _ in range(self._accumulation.steps)])
         whole, updates = self._accumulation.counted + self._accumulation.unsynced == 0, self.global_steps
         losses = []
         for batch in [
@@ -560,11 +567,14 @@ class Engine:
             self._passes = self.training_dataloader.passes()
         return self._passes
 
-    def _train_stages(self, pipelined: Pipelined, given: Sequence[Any]) -> torch.Tensor:
+    def _train_stages(self, given: Sequence[Any]) -> torch.Tensor:
+        assert self.pipelined is not None
+        assert self.stage_work is not None
         for batch in given:
             self._fed.look(batch)
         try:
-            self._accumulation.losses = [loss.double().reshape(()) for loss in pipelined.train(self, given)]
+            losses = self.pipelined.train(self.stage_work, given)
+            self._accumulation.losses = [loss.double().reshape(()) for loss in losses]
         except BaseException:
             self.zero_grad()
             raise
@@ -573,65 +583,15 @@ class Engine:
         self.step()
         return torch.tensor(self._mean_loss, dtype=self._loss_dtype, device=self.device)
 
+    def _evaluate_stages(self, given: Sequence[Any]) -> list[torch.Tensor]:
+        assert self.pipelined is not None
+        assert self.stage_work is not None
+        return self.pipelined.evaluate(self.stage_work, given)
+
     @property
     def _loss_dtype(self) -> torch.dtype:
         found = (p.dtype for p in self.module.parameters() if p.is_floating_point())
         return torch.promote_types(next(found, torch.float32), torch.float32)
-
-    # Stages of a pipeline.
-
-    def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> torch.Tensor:
-        """The loss of a micro-batch, as stages compute it together.
-
-        Args:
-            stage: which.
-            batch: all of it.
-            kept: if its backward is in two parts.
-            trains: whether a backward comes, which there may be graphs without.
-        """
-        with self._computing_stage(stage, kept, trains=trains):
-            return self._loss(batch)
-
-    @contextmanager
-    def _computing_stage(
-        self, stage: int, kept: Kept | None, last: bool = False, trains: bool = True
-    ) -> Iterator[None]:
-        assert self.pipelined is not None
-        order = self.sharded.events.order
-        order.part = self.pipelined.units_of(stage, self.sharded)
-        order.again = self.pipelined.units_after(stage, self.sharded) if last else frozenset()
-        order.evaluates = not trains
-        try:
-            with keeping(kept):
-                yield
-        finally:
-            order.part, order.again, order.evaluates = None, frozenset(), False
-
-    def stage_backward(
-        self, stage: int, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None, last: bool,
-        kept: Kept | None,
-    ) -> None:  # fmt: skip
-        """A stage's part of the backward of a micro-batch.
-
-        Args:
-            stage: which.
-            roots: what the stage handed over; of the last one, the loss.
-            gradients: of each root; None where it is the loss.
-            last: whether it is the stage's last one before the update.
-            kept: where what the gradients of weights are made of is kept for ``stage_weights``; None: nothing is.
-        """
-        if gradients is None:
-            losses = [batches.check_loss(root) for root in roots]
-            roots, gradients = [self._accumulation.scaled(loss / self._accumulation.steps) for loss in losses], [None]
-        with self._computing_stage(stage, kept, last):
-            self._differentiate(roots, gradients, last, reduces=kept is None)
-
-    def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
-        """The backward of the weights of linear layers, which ``stage_backward`` has left."""
-        roots, events = roots_of(kept), self.sharded.events
-        with self._computing_stage(stage, None, last), self.observer.phase("backward"), events.weights(last):
-            if roots:
-                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 
     def eval_batch(
         self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
@@ -662,9 +622,7 @@ class Engine:
         try:
             with torch.no_grad():
                 given = [next(data_iter) for _ in range(count)]
-                losses = (
-                    [self._loss(b) for b in given] if self.pipelined is None else self.pipelined.evaluate(self, given)
-                )
+                losses = [self._loss(b) for b in given] if self.pipelined is None else self._evaluate_stages(given)
         finally:
             for module, mode in modes:  # some may be in evaluation mode for good
                 module.training = mode

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.config.parts import Pipeline
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import tensors_of
+from zeromesh.model.linear import Kept, keeping
 from zeromesh.pipeline.actions import Schedule
 from zeromesh.pipeline.cut import Blocks, Place, take_away
 from zeromesh.pipeline.generators import generate
@@ -27,7 +29,7 @@ from zeromesh.pipeline.partition import starts_of
 from zeromesh.pipeline.record import Recorded, Recorder, gather
 from zeromesh.pipeline.run import Interpreter, Messages, Work
 from zeromesh.pipeline.stage import Stages
-from zeromesh.pipeline.weights import postpone
+from zeromesh.pipeline.weights import postpone, roots_of
 from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger("zeromesh")
@@ -233,6 +235,72 @@ class Pipelined:
                         "depend on engine.data_rank only"
                     )
         return tuple(row[3] for row in rows)
+
+
+class StageWork:
+    """Computes the stages of this rank, one micro-batch at a time, as the interpreter of a schedule asks.
+
+    Args:
+        pipelined: the stages.
+        sharded: the model's states, whose units are fetched and reduced stage by stage.
+        loss: gives the loss of a micro-batch, entered and left between blocks by the interpreter.
+        differentiate: (roots, gradients, last, retain_graph, reduces): runs a backward.
+        phase: names what is measured.
+    """
+
+    def __init__(
+        self, pipelined: Pipelined, sharded: ShardedModel, loss: Callable[[Any], Tensor],
+        differentiate: Callable[[Sequence[Tensor], Sequence[Tensor | None], bool, bool, bool], None],
+        phase: Callable[[str], AbstractContextManager[object]],
+    ) -> None:  # fmt: skip
+        self._pipelined, self._sharded = pipelined, sharded
+        self._loss, self._differentiate, self._phase = loss, differentiate, phase
+
+    @contextmanager
+    def _computing(self, stage: int, kept: Kept | None, last: bool = False, trains: bool = True) -> Iterator[None]:
+        after = self._pipelined.units_after(stage, self._sharded) if last else frozenset()
+        part = self._pipelined.units_of(stage, self._sharded)
+        with self._sharded.events.order.of_stage(part, after, trains), keeping(kept):
+            yield
+
+    def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> Tensor:
+        """Return the loss of a micro-batch, which the stages compute together; a scalar.
+
+        Args:
+            stage: the stage to compute.
+            batch: the whole micro-batch.
+            kept: takes what the weight gradients of linear layers are made of; None: the backward is in one part.
+            trains: whether a backward follows. There may be a graph without one.
+        """
+        with self._computing(stage, kept, trains=trains):
+            return self._loss(batch)
+
+    def stage_backward(
+        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, last: bool,
+        kept: Kept | None,
+    ) -> None:  # fmt: skip
+        """Run a stage's part of the backward of a micro-batch.
+
+        Args:
+            stage: the stage.
+            roots: tensors that the stage handed over; the loss in the last stage.
+            gradients: of each root; None in the last stage.
+            last: whether it is the stage's last backward before the update.
+            kept: keeps the operands of weight gradients for ``stage_weights``; None: there are none.
+        """
+        if gradients is None:
+            accumulation = self._sharded.accumulation
+            losses = [batches.check_loss(root) for root in roots]
+            roots, gradients = [accumulation.scaled(loss / accumulation.steps) for loss in losses], [None]
+        with self._computing(stage, kept, last):
+            self._differentiate(roots, gradients, last, False, kept is None)
+
+    def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
+        """Run the backward of linear layers' weights, which ``stage_backward`` has left."""
+        roots = roots_of(kept)
+        with self._computing(stage, None, last), self._phase("backward"), self._sharded.events.weights(last):
+            if roots:
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 
 
 def _signature(batch: Any) -> tuple[Any, ...]:

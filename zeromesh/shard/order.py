@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -118,6 +119,21 @@ class Order:
         self._seen: set[int] = set()
         self._places: dict[int, int] = {}
         self._observed: dict[int, Need] = {}
+
+    @contextmanager
+    def of_stage(self, part: frozenset[int] | None, again: frozenset[int], trains: bool) -> Iterator[None]:
+        """Compute one pipeline stage in this context.
+
+        Args:
+            part: indices of the units with parameters of the stage; None: all units.
+            again: units that other stages of this rank still use before the update.
+            trains: whether a backward follows.
+        """
+        self.part, self.again, self.evaluates = part, again, not trains
+        try:
+            yield
+        finally:
+            self.part, self.again, self.evaluates = None, frozenset(), False
 
     def is_present(self, index: int) -> bool:
         """Whether a unit is of the part of the model that computes."""
