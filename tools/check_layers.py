@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "launcher",
         "engine",
+        "update",
         "report",
         "bounding",
         "export",

@@ -1,4 +1,4 @@
-"""What goes into a model and comes out of it, in whatever containers: tensors cast or moved, and the loss found."""
+"""Inputs and outputs of a model in nested containers: casting, moving, and finding the loss."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def checksum(value: Any, device: torch.device) -> torch.Tensor:
-    """Of the whole numbers in tensors, in whatever containers, one float64 that depends on their order and shapes."""
+    """Return one float64 that depends on the integers in nested tensors, their order and their shapes."""
     sums = [torch.zeros((), dtype=torch.float64, device=device)]
     for tensor in tensors_of(value):
         if not tensor.is_floating_point() and not tensor.is_complex() and tensor.layout is torch.strided:

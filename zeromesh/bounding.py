@@ -1,4 +1,4 @@
-"""What an engine's run was bounded by: its own counts, beside what the machine does at best."""
+"""Bounds of an engine's run: its own counts beside the best rates of the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMES = 3
 def find_bounds(
     observer: Observer, sharded: ShardedModel, dtype: torch.dtype, operations: float | None = None
 ) -> Bounds | None:
-    """Which resource bounded the updates so far. Measures the machine for up to about two seconds; all ranks call it.
+    """Find the resource that bounded the updates so far. Measures the machine for up to two seconds. Collective.
 
     Args:
         observer: that looked.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ from zeromesh.bounding import find_bounds
 from zeromesh.checkpoint import load, save, whole
 from zeromesh.comm.agreement import together
 from zeromesh.comm.rank import record_step
-from zeromesh.comm.stragglers import Stragglers
 from zeromesh.fed import FedBatches
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import map_tensors
@@ -30,13 +27,11 @@ from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
 from zeromesh.optim.answers import answer
 from zeromesh.optim.bound import bind
-from zeromesh.optim.host import HostSteps
-from zeromesh.precision.scaler import LossScaler
 from zeromesh.replicas import require_equal_replicas
-from zeromesh.shard.sharded import Agreement, ShardedModel
+from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shortage import Explained, explain
 from zeromesh.signatures import refuse
-from zeromesh.tensor.logits import expire
+from zeromesh.update import Update, require_same_inputs
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
@@ -47,16 +42,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zeromesh")
 
-SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3
-"""By so much of them the losses of ranks that compute the same may differ, the latter in runs in 16 bits."""
-
 BY_BATCH = (
     "call engine.train_batch(iterator) and engine.eval_batch(iterator) on all ranks, with the same micro-batches on "
     "the ranks of one pipeline, or set mesh.pipeline to 1"
 )
-
-MOST_SKIPPED = 10
-"""So many updates in a row may be skipped for gradients that are not finite, where no loss scale explains them."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,6 @@ class Engine:
         global_steps: updates so far, skipped ones included.
         global_samples: that all ranks have consumed in them.
         micro_steps: micro-batches so far.
-        skipped_steps: updates that were skipped because a gradient was not finite.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -118,9 +106,6 @@ class Engine:
         self.device = sharded.mesh.device
         self.config = parts.config
         self.optimizer = optimizer = parts.optimizer
-        scaler = sharded.accumulation.scaler
-        assert scaler is None or isinstance(scaler, LossScaler)
-        self.loss_scaler = scaler
         self.lr_scheduler = parts.scheduler
         self.observer = parts.observer
         self.training_dataloader = loader = parts.loader
@@ -128,7 +113,6 @@ class Engine:
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
-        self.skipped_steps = 0
         self.context_parallel = parts.context_parallel
         self.activations = parts.activations
         self.pipelined = parts.pipelined
@@ -137,19 +121,12 @@ class Engine:
         self._loss_fn = parts.loss_fn
         self._passes: Iterator[Any] | None = None
         self._accumulation = sharded.accumulation
-        self._updating = False
-        self._asked, self._agreed = 0, 0
-        self._stragglers = Stragglers(self.mesh)
-        self._unbind: Callable[[], None] | None = None
+        self._update = Update(sharded, parts.config, optimizer)
+        self.loss_scaler = self._update.scaler
         self._sharing = [axis for axis in ("tensor", "context") if self.mesh.sizes[axis] > 1]
         self._has_compared = False
-        self._norm: float | None = None
-        self._mean_loss: float | None = None
-        self._skipped_in_a_row = 0
-        answer(optimizer, self.loss_scale, overflow=False)
-        if optimizer is not None:  # without knowing the engine, which would live as long as its model
-            self.sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
-            self._unbind = bind(optimizer, self)
+        # An optimizer knows the engine by a weak reference, and the engine may live no longer than its model.
+        self._unbind: Callable[[], None] | None = None if optimizer is None else bind(optimizer, self)
 
     def _stage_work(self) -> StageWork | None:
         if self.pipelined is None:
@@ -209,7 +186,7 @@ class Engine:
             for axis in self._sharing:
                 found = self.mesh.group(axis).exchange(self._accumulation.inputs[-1].reshape(1)).flatten().tolist()
                 ranks = next(line for line in self.mesh.lines(axis) if self.mesh.rank in line)
-                _require_same_inputs(ranks, found)
+                require_same_inputs(ranks, found)
 
     def _computing(self) -> AbstractContextManager[object]:
         return self._phase("forward" if torch.is_grad_enabled() else "evaluation")
@@ -291,7 +268,7 @@ class Engine:
         self._accumulation.restart()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before an update."""
+        """Return whether the current micro-batch is the last one before an update."""
         return self._accumulation.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -335,7 +312,7 @@ class Engine:
             raise RuntimeError("step() needs an optimizer: name one in the configuration, or pass optimizer=")
         self.micro_steps += self._accumulation.count()
         if self._accumulation.complete:
-            self._step(self.optimizer, self.lr_scheduler)
+            self._step(self.lr_scheduler)
 
     def update(self) -> None:
         """Update the parameters now, with the gradients that there are: ``step()`` of the engine's optimizer.
@@ -350,181 +327,51 @@ class Engine:
             if not self._accumulation.syncs:
                 raise RuntimeError("optimizer.step() inside no_sync(): leave the context first")
             self.micro_steps += self._accumulation.count()
-            self._step(self.optimizer, None)
+            self._step(None)
 
     def ask(self, number: int) -> None:
         """Let all ranks hear of ``number`` at the next update: the largest that any rank asked for is ``asked`` then.
 
         A handler of a signal may call it, which one rank alone may get.
         """
-        self._asked = max(self._asked, number)
+        self._update.ask(number)
 
     @property
     def asked(self) -> int:
         """The largest number that any rank passed to ``ask`` before the last update; 0 if none did."""
-        return self._agreed
+        return self._update.asked
 
     @property
     def updating(self) -> bool:
-        """Whether the optimizer's own step runs as a part of an update."""
-        return self._updating
+        """True if the optimizer's own step runs as a part of an update."""
+        return self._update.runs
 
-    def _step(self, optimizer: Optimizer, schedule: Any) -> None:
+    def _step(self, schedule: Any) -> None:
         with self._phase("step"):
-            self._agree_and_update(optimizer, schedule)
+            self._agree_and_update(schedule)
         self.observer.after_update(self.global_steps)
         record_step(self.global_steps + 1)
 
-    def _agree_and_update(self, optimizer: Optimizer, schedule: Any) -> None:
-        agreement = self.sharded.complete(self._notes())
-        self._accumulation.restart()
-        self._agreed = int(agreement.notes[:, 4].max())
-        self._stragglers.compare(agreement.notes[:, 5].tolist())
-        self._require_same_losses(agreement)
-        interval = self.config.replica_check.interval
-        if interval is not None and (self.global_steps + 1) % interval == 0:
-            with span("compare_replicas"):
-                require_equal_replicas(self.sharded, f"before update {self.global_steps + 1}")
-        factor, rates, scale = self.gradient_factor, self.get_lr(), self.loss_scale if self.loss_scaler else None
-        self._norm = agreement.norm * factor
+    def _agree_and_update(self, schedule: Any) -> None:
+        agreement = self._update.agree(self.global_steps + 1)
+        rates, scale = self.get_lr(), self.loss_scale if self.loss_scaler else None
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.training_dataloader is not None:
             self.data_position = self.training_dataloader.position
-        skips = self._must_skip(agreement)
-        answer(optimizer, self.loss_scale, skips)
-        if not skips:
-            self._update(optimizer, factor)
+        if self._update.apply(agreement, self.global_steps):
             if schedule is not None:
                 schedule.step()
             self._print()
         with span("monitor"):
-            total, count = agreement.notes[:, 1:3].sum(0).tolist()
-            self._mean_loss = total / count if count else None  # of a user's own loss.backward() nothing is known
-            values = learning_values(self._mean_loss, rates, self._norm, scale)
+            self._update.finish(agreement)
+            values = learning_values(self._update.mean_loss, rates, self._update.norm, scale)
             self.observer.values(values, self.global_samples, self.train_batch_size())
-
-    def _update(self, optimizer: Optimizer, factor: float) -> None:
-        """Have the optimizer update the masters by the gradients times ``factor``, and send the new parameters."""
-        try:
-            with span("take_changes"):
-                self.sharded.take_changes()
-            self._check_groups()
-            factor *= self._clip(self._norm or 0.0)
-            steps = HostSteps(optimizer, factor) if self.sharded.updates_on_host else None
-            with span("clip"):
-                self.sharded.set_gradients(factor, steps)
-        except BaseException:
-            self.sharded.forget_gradients()
-            raise
-        self._updating = True
-        try:
-            with span("update"):
-                optimizer.step()
-        except BaseException:  # some masters may have changed, and other ranks may have done it all
-            self.sharded.updated()
-            raise
-        else:
-            with span("publish"):
-                self.sharded.updated(steps)
-        finally:
-            self._updating = False
-            expire()
-
-    def _check_groups(self) -> None:
-        """The optimizer updates pieces of parameters; those themselves, if somebody added them, it cannot."""
-        for number, group in enumerate(self.optimizer.param_groups if self.optimizer else []):
-            for parameter in group["params"]:
-                if (name := self.sharded.names.get(id(parameter))) is not None:
-                    raise RuntimeError(
-                        f"group {number} of the optimizer holds parameter {name} of the model, which it cannot update: "
-                        "it has pieces of parameters since initialize; give all groups to initialize, and freeze "
-                        "afterwards what shall be trained later (requires_grad_(False))"
-                    )
-
-    def _notes(self) -> list[float]:
-        """What this rank says about the losses since the last update: bad, sum, number; and about the inputs.
-
-        ``bad`` is 1 + the number of the first micro-batch whose loss is not finite; 0 if all are.
-        """
-        noted = self._accumulation
-        losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
-        finite = [isfinite(loss) for loss in losses]
-        inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
-        bad = 0.0 if all(finite) else 1.0 + finite.index(False)
-        asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
-        return [bad, sum(losses), float(len(losses)), inputs, float(asked), self._stragglers.busy()]
-
-    def _require_same_losses(self, agreement: Agreement) -> None:
-        """Ranks that split one model, or one sequence, are given one batch and compute one loss; all see whether.
-
-        Raises:
-            RuntimeError: the losses differ; ValueError: the inputs do.
-        """
-        precision = self.config.precision
-        limit = SAME_LOSS if precision.compute is None and precision.autocast is None else SAME_LOSS_16_BIT
-        losses, inputs = agreement.notes[:, 1].tolist(), agreement.notes[:, 3].tolist()
-        for ranks in (*self.mesh.lines("tensor"), *self.mesh.lines("context")):
-            try:
-                _require_same_inputs(ranks, [inputs[rank] for rank in ranks])
-            except ValueError:
-                self.sharded.forget_gradients()
-                raise
-            low, high = (pick(losses[rank] for rank in ranks) for pick in (min, max))
-            if high - low > limit * max(abs(low), abs(high)):
-                self.sharded.forget_gradients()
-                listed = ", ".join(f"{losses[rank]:.6g} on rank {rank}" for rank in ranks)
-                raise RuntimeError(
-                    f"ranks that share one batch have different losses: {listed}; give them the same samples "
-                    "(share engine.data_rank of engine.data_size), and the same random state: let seeds depend on "
-                    "engine.data_rank, and not on the rank; and let the loss read neither parameters by themselves nor "
-                    "activations of spread sequences: outside of their layers they are parts (docs/tensor.md)"
-                )
-
-    def _clip(self, norm: float) -> float:
-        """What gradients of this norm are multiplied by; the constant is torch's."""
-        limit = self.config.gradient_clipping
-        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-
-    def _must_skip(self, agreement: Agreement) -> bool:
-        """Whether the gradients cannot be used; all ranks come to the same answer."""
-        bad = agreement.notes[:, 0]
-        if not bool(bad.any()) and isfinite(agreement.norm):
-            self._skipped_in_a_row = 0
-            if self.loss_scaler is not None:
-                self.loss_scaler.update(False)
-            return False
-        self.skipped_steps += 1
-        self._skipped_in_a_row += 1
-        culprit = self.sharded.first_not_finite()
-        self.sharded.forget_gradients()
-        if bool(bad.any()):
-            rank = int(bad.nonzero()[0])
-            lost = f"the loss of micro-batch {int(bad[rank]) - 1} of update {self.global_steps} is not finite on rank "
-            culprit = f"; {lost}{rank}{culprit}"
-            if self.loss_scaler is None:  # in fp16 it is an overflow like that of a gradient
-                raise FloatingPointError(
-                    f"{culprit[2:]}; look at that batch, lower the learning rate, or clip gradients"
-                )
-        if self.loss_scaler is not None and self.loss_scaler.is_dynamic:
-            self.loss_scaler.update(True)
-            if self.mesh.rank == 0:
-                scale = self.loss_scaler.scale
-                _log.info("update %d skipped: overflow; the loss scale is now %g", self.global_steps, scale)
-            return True
-        if self.mesh.rank == 0 or culprit:
-            _log.warning("update %d skipped: the gradient's norm is %s%s", self.global_steps, self._norm, culprit)
-        if self._skipped_in_a_row >= MOST_SKIPPED:
-            raise FloatingPointError(
-                f"the gradient was not finite in {MOST_SKIPPED} updates in a row, the last is {self.global_steps}"
-                f"{culprit}; lower the learning rate, or clip gradients"
-            )
-        return True
 
     def _print(self) -> None:
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.mesh.rank == 0:
-            _log.info("update %d: lr %s, gradient norm %.4g", self.global_steps, self.get_lr(), self._norm)
+            _log.info("update %d: lr %s, gradient norm %.4g", self.global_steps, self.get_lr(), self._update.norm)
 
     # Whole batches.
 
@@ -549,15 +396,15 @@ class Engine:
             return self._train_stages([next(data_iter) for _ in range(self._accumulation.steps)])
         whole, updates = self._accumulation.counted + self._accumulation.unsynced == 0, self.global_steps
         losses = []
-        for batch in [
-            next(data_iter) for _ in range(self._accumulation.steps)
-        ]:  # all, or an update would be left half done
+        # All micro-batches first, because too few of them would leave an update half done.
+        for batch in [next(data_iter) for _ in range(self._accumulation.steps)]:
             loss = self._loss(batch)
             self.backward(loss)
             losses.append(loss.detach())
             self.step()
-        if whole and self.global_steps == updates + 1 and self._mean_loss is not None:  # the update was of just these
-            return torch.tensor(self._mean_loss, dtype=losses[0].dtype, device=losses[0].device)
+        mean = self._update.mean_loss
+        if whole and self.global_steps == updates + 1 and mean is not None:  # the update was of just these
+            return torch.tensor(mean, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
 
     def _own_batches(self) -> Iterator[Any]:
@@ -581,7 +428,7 @@ class Engine:
         self._accumulation.counted, self._accumulation.synced = self._accumulation.steps - 1, True
         self.micro_steps += self._accumulation.steps - 1
         self.step()
-        return torch.tensor(self._mean_loss, dtype=self._loss_dtype, device=self.device)
+        return torch.tensor(self._update.mean_loss, dtype=self._loss_dtype, device=self.device)
 
     def _evaluate_stages(self, given: Sequence[Any]) -> list[torch.Tensor]:
         assert self.pipelined is not None
@@ -648,12 +495,12 @@ class Engine:
 
     @property
     def monitor(self) -> Monitor:
-        """Where values are written that TensorBoard, Weights & Biases or CSV files show; yours, too."""
+        """Writer of values for TensorBoard, Weights & Biases or CSV files; it takes the user's values, too."""
         return self.observer.monitor
 
     @property
     def data_rank(self) -> int:
-        """Which share of the global batch this process feeds."""
+        """Index of the share of the global batch that this process feeds."""
         return self.mesh.data_rank
 
     @property
@@ -664,12 +511,21 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """The current loss scale; 1 where the loss is not scaled."""
-        return self.loss_scaler.scale if self.loss_scaler else 1.0
+        return self._update.loss_scale
 
     @property
     def gradient_factor(self) -> float:
-        """What the gradients' sum, as it is kept, is multiplied by to give the mean over the ranks."""
-        return self.sharded.reducer.factor / self.loss_scale
+        """Factor that makes the mean over the ranks of the gradients' sum as it is kept."""
+        return self._update.factor
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of updates that were skipped because a gradient was not finite."""
+        return self._update.skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, number: int) -> None:
+        self._update.skipped = number
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group; 0 of a group that has none, as in DeepSpeed."""
@@ -677,14 +533,14 @@ class Engine:
 
     def get_global_grad_norm(self) -> float | None:
         """Global norm of the last update's gradient before clipping; None before the first."""
-        return self._norm
+        return self._update.norm
 
     def get_mean_loss(self) -> float | None:
         """Mean loss of the last update over ranks and micro-batches; no rank asks another.
 
         None before the first update, and where the user called ``loss.backward()`` instead of ``engine.backward``.
         """
-        return self._mean_loss
+        return self._update.mean_loss
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
@@ -724,7 +580,7 @@ class Engine:
         return report.memory(self.sharded, self.optimizer, self.activations)
 
     def traffic_report(self, reset: bool = False) -> dict[str, dict[str, float]]:
-        """What this rank sent since the last reset, by collective and axis (``"all_gather/data"``).
+        """Return the traffic of this rank since the last reset, by collective and axis (``"all_gather/data"``).
 
         For each: ``bytes``, ``calls``, ``across_nodes`` (bytes of them that went to other nodes), and
         ``relative_error`` where numbers were rounded for the links between nodes.
@@ -732,7 +588,7 @@ class Engine:
         return report.traffic(self.mesh.traffic, reset)
 
     def bound_report(self, operations: float | None = None) -> dict[str, Any] | None:
-        """Which resource bounded the updates so far, and how far from its limit it ran; all ranks call it.
+        """Return the resource that bounded the updates so far, and its distance from the limit. Collective.
 
         It measures the machine, for up to about two seconds.
 
@@ -857,7 +713,7 @@ class Engine:
         return loaded
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As the model's own; all ranks call it.
+        """Return the model's state dict with whole parameters. Collective.
 
         Parameters that are sharded, split or of other stages of a pipeline are in it as whole copies: every rank has
         all of the model then. ``gathered_state_dict`` gives it to the first rank alone.
@@ -875,7 +731,7 @@ class Engine:
         return whole.add_stages(self.sharded, found, kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """As the model's own, and the masters take the values too. All ranks call it with the same values.
+        """Load a state dict into the model and the masters. Collective, with the same values on all ranks.
 
         Of a model in stages, these are all of the model's, as ``state_dict`` gives them.
         """
@@ -926,27 +782,3 @@ class Engine:
         if self._unbind is not None:
             self._unbind()
         self.sharded.close()
-
-
-def _host_steps(engine: weakref.ref[Engine]) -> HostSteps | None:
-    """How the host will update if the gradients' norm turns out to be below the limit of clipping."""
-    alive = engine()
-    if alive is None or alive.optimizer is None:
-        return None
-    return HostSteps(alive.optimizer, alive.gradient_factor)
-
-
-def _require_same_inputs(ranks: Sequence[int], checksums: Sequence[float]) -> None:
-    """Of ranks that share a batch.
-
-    Raises:
-        ValueError: they were given different ones.
-    """
-    other = next((n for n, checksum in enumerate(checksums) if checksum != checksums[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"ranks {ranks[0]} and {ranks[other]} share one batch, but their models were given different inputs "
-            f"(checksums of the whole numbers in them: {checksums[0]:.17g} and {checksums[other]:.17g}); give them the "
-            "same samples: share engine.data_rank of engine.data_size, also in a DistributedSampler "
-            "(num_replicas=engine.data_size, rank=engine.data_rank), and let seeds depend on engine.data_rank only"
-        )

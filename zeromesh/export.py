@@ -26,7 +26,7 @@ LARGEST_FILE = 4 * 10**9
 """Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit."""
 
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""What PEFT writes."""
+"""Files that PEFT writes."""
 
 State = dict[str, torch.Tensor]
 
@@ -173,7 +173,7 @@ def write_model(model: nn.Module, states: Iterable[State], folder: Path, filenam
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether it is a model of PEFT."""
+    """Return whether it is a model of PEFT."""
     return any(cls.__module__.startswith("peft.") and cls.__name__ == "PeftModel" for cls in type(model).__mro__)
 
 
@@ -199,7 +199,7 @@ def written_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _wrapper(model: nn.Module, name: str) -> nn.Module | None:
-    """What PEFT put around the module that a tensor belongs to."""
+    """Return the layer of PEFT around the module that a tensor belongs to."""
     parts = name.split(".")
     around = (model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts)))
     return next((module for module in around if _is_adapted_layer(module) or hasattr(module, "original_module")), None)
@@ -212,7 +212,7 @@ def _is_adapted_layer(module: nn.Module) -> bool:
 def _plain_states(
     sharded: ShardedModel, failures: list[Exception | None], exclude_frozen: bool = False
 ) -> Iterator[State]:
-    """What each unit adds to the plain model's state, on the ranks where it is to be shown."""
+    """Yield the part of the plain model's state that each unit adds, on the ranks that show it."""
     shown = shows(sharded.mesh)
     for everything in _unit_tensors(sharded):
         tensors = {
@@ -282,7 +282,7 @@ def plain_state(
 
 
 def _merged_name(model: nn.Module, name: str) -> str | None:
-    """What a tensor of an adapted model is called in the plain one; None for what belongs to the adapters."""
+    """Return the name that a tensor of an adapted model has in the plain one; None for tensors of the adapters."""
     inner = name.removeprefix("base_model.model.")
     for wrapper in ("original_module", "modules_to_save"):
         if f".{wrapper}." in f".{inner}":

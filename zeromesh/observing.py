@@ -27,7 +27,7 @@ ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "csv_monitor": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),
     "wandb": lambda chosen: (chosen.group, chosen.team, chosen.project),
 }
-"""By monitor, of which the name is that of its section: what its writer is opened with."""
+"""Return the arguments of each monitor's writer, by the name of its section."""
 
 
 def open_monitors(settings: Resolved, mesh: Mesh) -> Monitor:
@@ -45,7 +45,7 @@ def open_monitors(settings: Resolved, mesh: Mesh) -> Monitor:
 
 
 def make_observer(model: nn.Module, settings: Resolved, mesh: Mesh, monitor: Monitor) -> Observer:
-    """What watches the engine on this rank."""
+    """Return the observer of the engine on this rank."""
     every = (settings.steps_per_print or BREAKDOWN_EVERY) if settings.wall_clock_breakdown else 0
     trace, flops, window, plan = settings.profile, settings.flops_profiler, None, None
     if trace.enabled:

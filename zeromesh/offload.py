@@ -1,4 +1,4 @@
-"""What of a run rests off the device, and whether there is room for it: known before anything is changed."""
+"""Tiers of a run's states and their memory budget, known before anything is changed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 USUAL_STATES = 2
-"""Of an optimizer that the kernel does not know: as many as Adam has."""
+"""Number of states of an optimizer that the kernel does not know: as many as Adam has."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What is known of it before the model is laid out.
+    """Offloaded states, before the model is laid out.
 
     Attributes:
         disk: where masters and optimizer states are that rest on NVMe; None where none do.
@@ -58,7 +58,7 @@ class Offload:
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
-    """As the configuration says, for such an optimizer.
+    """Return the offload that the configuration asks for with this optimizer.
 
     Raises:
         ValueError: its states cannot rest there.
@@ -80,7 +80,7 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
 
 
 def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved) -> Disk | None:
-    """As a section of the configuration says."""
+    """Return the disk of a section of the configuration; None if it names none."""
     if chosen is None or chosen.device != "nvme":
         return None
     assert chosen.nvme_path is not None
@@ -140,7 +140,7 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
 
 
 def _is_plenty(total: int, available: int | None, limit: int | None) -> bool:
-    """Whether so many bytes leave half of the host's memory to others, and are allowed."""
+    """Return whether so many bytes leave half of the host's memory to others, and are allowed."""
     return available is not None and 2 * total <= available and (limit is None or total <= limit)
 
 

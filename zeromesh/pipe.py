@@ -1,4 +1,4 @@
-"""What users of ``deepspeed.pipe`` know: a model as a list of layers, which trains whole or cut into stages.
+"""The interface of ``deepspeed.pipe``: a model as a list of layers, which trains whole or cut into stages.
 
 Layers are built without memory. How a model is cut, and what runs its stages, is the same as for any other model.
 """
@@ -179,7 +179,7 @@ class PipelineModule(Chain):
     # What is done to the model before it trains is recorded, as its construction is.
 
     def apply(self, fn: Callable[[nn.Module], None]) -> PipelineModule:
-        """As torch's."""
+        """See ``torch.nn.Module.to``."""
         with recording():
             super().apply(fn)
         self._note_versions()
@@ -207,7 +207,7 @@ class PipelineModule(Chain):
     # The forward.
 
     def forward(self, inputs: Any) -> Any:
-        """What the last layer returns."""
+        """Return the output of the last layer."""
         self._forwards += 1
         interval, run = self.activation_checkpoint_interval, partial(self._run_seeded, self._forwards)
         if not interval:

@@ -103,7 +103,7 @@ class Pipelined:
 
     @property
     def tied(self) -> dict[str, list[int]]:
-        """By name, the ranks along the pipeline that have a parameter, where several do."""
+        """Return the ranks along the pipeline that have a parameter, by name, for those on several ranks."""
         ranks = {name: sorted({self._placement[s] for s in needing}) for name, needing in self.cut.stages.items()}
         return {name: holders for name, holders in ranks.items() if len(holders) > 1}
 
@@ -141,7 +141,7 @@ class Pipelined:
         return generate(self._chosen.schedule, self._group.size, microbatches, self._chosen.chunks)
 
     def schedule(self, microbatches: int) -> Schedule:
-        """That of a training step, with messages.
+        """Return the schedule of a training step, with its messages.
 
         Raises:
             ValueError: there is none for so many micro-batches.

@@ -42,7 +42,7 @@ COMPARED = 1 << 24
 """Elements of two tensors that are compared at a time."""
 
 FLOATING = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls the dtypes of weights that can be trained."""
+"""Names of trainable dtypes in safetensors files."""
 
 MOST_NAMED = 8
 """So many tensors of each kind are named where a checkpoint does not fit."""
@@ -107,7 +107,7 @@ class Converted:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What comes out, found without reading; empty if the parts do not fit together."""
+        """Return the shape of the result without reading; empty if the parts do not fit together."""
         try:
             return tuple(self._make(lambda part: torch.empty(part.shape, device="meta")).shape)
         except (RuntimeError, ValueError, IndexError):
@@ -133,7 +133,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What of a checkpoint did not fit.
+    """Tensors of a checkpoint that did not fit.
 
     Attributes:
         missing: parameters and persistent buffers of the model that it lacks, which keep the values that they have.
@@ -195,7 +195,7 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
 
 
 def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """What a folder's config.json says, with some values replaced, and those that it has no place for.
+    """Return a folder's config.json with some values replaced, and the values that it has no place for.
 
     Raises:
         ValueError: there is none, it needs code of the folder's own, or is of quantized weights or of adapters.
@@ -275,7 +275,7 @@ def describe_sources(model: nn.Module) -> str:
 
 
 def _hash(source: Source) -> str:
-    """Of elements from the middle of one of the tensors that the values are made of."""
+    """Return elements from the middle of one of the tensors that make up the values."""
     file = next(iter(_files_of(source)), source)
     size = math.prod(file.shape) if isinstance(file, FileTensor) else HASHED
     start = max(0, size // 2 - HASHED)
@@ -358,7 +358,7 @@ def _handle(file: Path, *state: int) -> Any:
 def _sources(
     model: nn.Module, files: Iterable[FileTensor]
 ) -> tuple[dict[str, Source], list[str], list[tuple[str, FileTensor, FileTensor]]]:
-    """Where each parameter and buffer is read from, tensors that are of no use, and pairs of which one is enough."""
+    """Return the source of each parameter and buffer, unused tensors, and pairs of which one is enough."""
     names = dict(model.state_dict())
     first = first_names(model)
     rename, known = _renaming(model, names)

@@ -1,4 +1,4 @@
-"""What the engine holds and moves, counted from its own buffers."""
+"""Reports of an engine's memory and traffic, counted from its own buffers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _optimizer_state(sharded: ShardedModel, optimizer: Optimizer | None) -> Iter
 
 
 def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
-    """What was sent, by ``collective/axis``; with ``reset`` the count starts anew.
+    """Return the traffic by ``collective/axis``; ``reset`` starts the count anew.
 
     Returns:
         For each: ``bytes`` that this rank sent, ``calls``, ``across_nodes`` (bytes of them that went to other nodes),

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Position(NamedTuple):
-    """How far a run is in its data: the pass, from 0, and the samples of its order that all ranks have taken of it."""
+    """Position of a run in its data: the pass, from 0, and the samples of its order that all ranks have taken."""
 
     number: int
     samples: int
@@ -124,7 +124,7 @@ class Loader(DataLoader[Any]):
             yield batch
 
     def state(self, position: Position) -> dict[str, Any]:
-        """What a checkpoint keeps of a position, and of what it refers to."""
+        """Return the state of a position for a checkpoint, with the data that it refers to."""
         return {**position._asdict(), "length": self.sampler.length, "seed": self._seed}
 
     @property

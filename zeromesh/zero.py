@@ -1,4 +1,4 @@
-"""What users of ``deepspeed.zero`` know: building sharded, and reading and changing whole tensors.
+"""The interface of ``deepspeed.zero``: building sharded, reading and changing whole tensors.
 
 All functions here are collective: every rank calls them, in the same order. Of a model that is cut into stages, a rank
 has the parameters of its own, and what is called for one of them concerns the ranks of that stage (``engine.mesh.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
 _OWNERS: Any = WeakIdKeyDictionary()
 _ELSEWHERE: Any = WeakIdKeyDictionary()
-"""What stands in the places of other stages' parameters, and their engine."""
+"""Stand-ins of other stages' parameters, and their engine."""
 
 
 def register(engine: Engine) -> None:
@@ -123,7 +123,7 @@ def _owner(parameter: nn.Parameter) -> Engine:
 
 
 def _is_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether it stands for a parameter of another stage."""
+    """Return whether it stands for a parameter of another stage."""
     return parameter in _ELSEWHERE
 
 
@@ -191,7 +191,7 @@ def _place_in_stage(mesh: Mesh, rank: int) -> int:
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
-    """What is another if the values are: torch does not count changes that are made through ``parameter.data``."""
+    """Return a fingerprint of the values, because torch does not count changes through ``parameter.data``."""
     return parameter._version, int(parameter.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
@@ -231,7 +231,7 @@ def clip_grad_norm_(
     parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """As ``torch.nn.utils.clip_grad_norm_``, for gradients that are spread over ranks. All ranks call it.
+    """Clip gradients that are spread over ranks; see ``torch.nn.utils.clip_grad_norm_``. Collective.
 
     To be called between the last backward of an update and its ``step``. ``gradient_clipping`` in the configuration
     clips as well.

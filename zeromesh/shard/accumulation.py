@@ -92,29 +92,29 @@ class Accumulation:
 
     @property
     def waits(self) -> bool:
-        """Whether there was a backward since the last call of ``step``."""
+        """True if there was a backward since the last call of ``step``."""
         return bool(self.unsynced or self.synced)
 
     @property
     def begun(self) -> bool:
-        """Whether an update is under way."""
+        """True if an update is under way."""
         return self.waits or self.counted > 0
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before an update."""
+        """True if the current micro-batch is the last one before an update."""
         if self.boundary is not None:
             return self.boundary
         return self.counted + self.unsynced + 1 >= self.steps
 
     @property
     def reduces(self) -> bool:
-        """Whether the backward that begins now is followed by an update."""
+        """True if the backward that begins now is followed by an update."""
         return self.syncs and self.at_boundary
 
     @property
     def complete(self) -> bool:
-        """Whether the micro-batches that were counted make an update."""
+        """True if the micro-batches that were counted make an update."""
         return self.counted >= self.steps if self.boundary is None else self.boundary
 
     def begin(self) -> None:
@@ -163,7 +163,7 @@ class Accumulation:
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scaler.scale
 
     def scaled_by_user(self, loss: torch.Tensor) -> torch.Tensor:
-        """As ``scaled``, for a loss whose ``backward()`` the user calls."""
+        """Scale a loss whose ``backward()`` the user calls; see ``scaled``."""
         scaled = self.scaled(loss)
         if self.scaler is not None:
             scaled.register_hook(partial(_record.note, LossFactors(self.scaler.scale)))

@@ -42,7 +42,7 @@ MOST_PAUSES = 31
 
 
 class HostUpdate(Protocol):
-    """How one update of an optimizer is done on the host; of parameters on the host that are pieces.
+    """Update of an optimizer's pieces on the host.
 
     Attributes:
         factor: gradients are multiplied with it.
@@ -51,7 +51,7 @@ class HostUpdate(Protocol):
     factor: float
 
     def takes(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Whether the parameter is updated so, from such a gradient."""
+        """Return whether the parameter is updated so, from such a gradient."""
 
     def step(self, given: Sequence[Given]) -> None:
         """Take one step."""
@@ -64,7 +64,7 @@ class HostUpdate(Protocol):
 
 
 def can_begin_early(flat: Flat, mesh: Mesh) -> bool:
-    """Whether the gradient of a flat buffer is whole before the end of the backward, and updated off the device."""
+    """Return whether a flat buffer is updated off the device from a gradient that is whole before the backward ends."""
     gradient = flat.gradient
     if gradient is None or flat.optimizer_tier is Tier.DEVICE:
         return False
@@ -184,7 +184,7 @@ class EarlyUpdates:
         self._queue.put(task)
 
     def _task(self, flat: Flat, gradient: Gradient, steps: HostUpdate) -> _Task | None:
-        """What is to be computed; None if the optimizer's own step does it, or makes the states first."""
+        """Return the update to compute; None if the optimizer's own step does it, or makes the states first."""
         home = gradient.home
         assert home is not None
         if not all(steps.takes(piece.parameter, home) for _, _, piece in flat.pieces):
@@ -350,7 +350,7 @@ def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
 
 
 def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
-    """Of one flat buffer; ``rows``: master and states as they were read from files, which are changed in place."""
+    """Compute the update of one flat buffer; ``rows``, if given, are its master and states, changed in place."""
     memory = task.next
     memory.sent.wait()
     if task.landed is not None:
@@ -372,7 +372,7 @@ def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
 
 
 def _holds(task: _Task, steps: HostUpdate) -> bool:
-    """Whether what was computed is what is asked for."""
+    """Return whether what was computed is what is asked for."""
     flat = task.flat
     if flat.gradient is None or flat.gradient.home is not task.home or steps.factor != task.factor:
         return False

@@ -16,7 +16,7 @@ DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(val
 MOST_DIMENSIONS = 64
 
 Form = tuple[torch.dtype, torch.Size] | None
-"""What a buffer looks like; None where there is none."""
+"""Shape and dtype of a buffer; None where there is none."""
 
 
 class ModelBuffers:
@@ -47,7 +47,7 @@ class ModelBuffers:
         ]
 
     def changed(self) -> list[bool]:
-        """What may have happened on this rank since the buffers were shared, for ``share``; its length stays.
+        """Return notes for ``share`` on changes of this rank's buffers since the last one; of constant length.
 
         For each place, whether the values in it may be others; then for each, whether its dtype or shape are others.
         """
@@ -96,7 +96,7 @@ class ModelBuffers:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module keeps one of its buffers."""
+    """Name of a buffer in a module."""
 
     module: nn.Module
     name: str
@@ -132,7 +132,7 @@ class _Seen:
         return cls(None if place.buffer is None else ref(place.buffer), versions, place.form)
 
     def same(self, other: _Seen) -> bool:
-        """Whether it surely was the same tensor with the same values, or none both times."""
+        """Return whether it surely was the same tensor with the same values, or none both times."""
         if (self.versions, self.form) != (other.versions, other.form) or None in self.versions:
             return False
         return self.form is None or self._tensor is other._tensor

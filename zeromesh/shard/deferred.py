@@ -38,7 +38,7 @@ _NUMBERS: Iterator[int] = count()
 
 
 class Source(Protocol):
-    """Where the values of a tensor rest. As text it names the place."""
+    """Source of a tensor's values. As text it names the place."""
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Elements ``[start, stop)`` of the flattened tensor, 1-D, in the dtype in which they rest."""
@@ -75,7 +75,7 @@ class _Operation:
     writes: frozenset[int]
     random: torch.Tensor | None
     source: Source | None = None
-    """Where all values of what is written come from."""
+    """Return the source of all values that are written."""
     number: int = field(default_factory=_NUMBERS.__next__)
 
 
@@ -105,7 +105,7 @@ class Tape:
             setattr(storage, _MARK, self)
 
     def source(self, tensor: torch.Tensor) -> Source | None:
-        """Where a deferred tensor's values come from, if nothing is done to them afterwards."""
+        """Return the source of a deferred tensor's values, if nothing changes them afterwards."""
         view = _View.of(tensor)
         last = next((operation for operation in reversed(self.operations) if view.storage in operation.writes), None)
         return last.source if last is not None and last.outputs == (view,) else None
@@ -235,7 +235,7 @@ _READS = frozenset({torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tol
 
 
 def is_deferred(tensor: torch.Tensor) -> bool:
-    """Whether the tensor was made under ``Recording`` and has no values yet."""
+    """Return whether the tensor was made under ``Recording`` and has no values yet."""
     with torch._C.DisableTorchFunction():
         return tensor.device.type == "meta" and getattr(tensor.untyped_storage(), _MARK, None) is not None
 
@@ -267,7 +267,7 @@ def read_from(tensor: torch.Tensor, source: Source) -> None:
 
 
 def source_of(tensor: torch.Tensor) -> Source | None:
-    """Where a tensor's values are to be read from; None if they have to be computed, or are there."""
+    """Return the source of a tensor's values; None if they have to be computed, or are there."""
     if not is_deferred(tensor):
         return None
     tape: Tape = getattr(tensor.untyped_storage(), _MARK)
@@ -275,7 +275,7 @@ def source_of(tensor: torch.Tensor) -> Source | None:
 
 
 def _read_only(value: Any) -> Any:
-    """What is written into an array of a replayed tensor would be lost, so numpy is to refuse it."""
+    """Let numpy refuse writes into an array of a replayed tensor, which would be lost."""
     if hasattr(value, "setflags"):
         value.setflags(write=False)
     return value
@@ -286,7 +286,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _is_to_defer(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a new tensor is large, or made for use with a deferred one, which torch itself takes for one on meta."""
+    """Return whether a new tensor is large, or made for use with a deferred one, which torch takes for a meta tensor."""
     kind = "cpu" if kwargs["device"] is None else torch.device(kwargs["device"]).type
     if kind != "cpu":
         return kind == "meta"
@@ -308,7 +308,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _stored(value: Any) -> Any:
-    """What the tape keeps of an argument: what may change before the replay is kept as it is now."""
+    """Return an argument for the tape; a copy where it may change before the replay."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, torch.device):

@@ -1,4 +1,4 @@
-"""What happens at each event: a forward begins or ends, a gradient of an output or of a parameter arrives.
+"""Reactions to events: a forward begins or ends, a gradient of an output or of a parameter arrives.
 
 Note on when a unit is reduced. A unit's gradient is complete when the backward of each of its calls has begun and then
 the backward of a unit outside of it begins. This depends on the structure of the program alone. Counting the gradients
@@ -165,7 +165,7 @@ class Events:
 
     @property
     def inside(self) -> bool:
-        """Whether the model, or a context that gathers its parameters, is active."""
+        """True if the model, or a context that gathers its parameters, is active."""
         return self._depth > 0 or self._gathering > 0
 
     @contextmanager
@@ -189,7 +189,7 @@ class Events:
 
     @property
     def gathering(self) -> bool:
-        """Whether a context that gathers parameters is active."""
+        """True if a context that gathers parameters is active."""
         return self._gathering > 0
 
     @staticmethod
@@ -333,7 +333,7 @@ class Events:
         return [unit for unit in ending if unit.index not in outside and not self._pending(unit)]
 
     def _ends(self, unit: Unit) -> bool:
-        """Whether this backward is the unit's last one before the update."""
+        """Return whether this backward is the unit's last one before the update."""
         return self._last and self.order.is_present(unit.index) and unit.index not in self.order.again
 
     def _reduce_finished(self, current: Unit) -> None:
@@ -345,7 +345,7 @@ class Events:
                 self._reduce(unit)
 
     def _pending(self, unit: Unit) -> bool:
-        """Whether the backward of a call of the unit is still to come, in any pass whose graph is alive."""
+        """Return whether the backward of a call of the unit is still to come, in any pass whose graph is alive."""
         return any(walk.pending(unit.index) for walk in self._walks.values())
 
     def _reduce(self, unit: Unit) -> None:
@@ -393,7 +393,7 @@ class Events:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
 
     def _accumulates(self) -> bool:
-        """Whether the current backward leaves a gradient in some parameter."""
+        """Return whether the current backward leaves a gradient in some parameter."""
         for flat in (flat for unit in self._units for flat in unit.flats if flat.gradient is not None):
             for parameter in flat.parameters:
                 with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():

@@ -13,7 +13,7 @@ from zeromesh.model.split import Held
 from zeromesh.shard.unit import Flat
 
 JOIN_TAG = 12
-"""Of whole parameters that are put together along the tensor axis."""
+"""Tag of whole parameters that are put together along the tensor axis."""
 
 
 def join(held: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:

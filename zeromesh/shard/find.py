@@ -1,4 +1,4 @@
-"""Which modules of a model become units, found from the model's own structure or named by the user."""
+"""Modules that become units: found from the model's structure, or named by the user."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
 
 
 def unit_modules(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
-    """What is fetched by itself: ``find_units``, and tiles of linear layers, also inside of those."""
+    """Return the modules that are fetched by themselves: ``find_units``, and tiles of linear layers inside them."""
     found = dict(find_units(model, targets))
     found |= {name: module for name, module in model.named_modules() if isinstance(module, Tile)}
     order = {name: number for number, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
@@ -82,12 +82,12 @@ def _candidates(module: nn.Module, name: str, total: int) -> Iterator[tuple[str,
 
 
 def _holds_most_itself(module: nn.Module) -> bool:
-    """Whether its parameters are its own rather than its children's, as an attention's are: it is not cut further."""
+    """Return whether the module's parameters are its own, as an attention's are; then it is not cut further."""
     return 2 * sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= _elements(module)
 
 
 def _too_large(block: nn.Module, total: int) -> bool:
-    """Whether a block is better cut: it is a good part of the model and mostly consists of blocks of one kind."""
+    """Return whether to cut a block: it is a large part of the model and mostly consists of blocks of one kind."""
     if _elements(block) * LARGEST_SHARE <= total:
         return False
     inside = sum(
@@ -136,7 +136,7 @@ def _shared(model: nn.Module) -> set[int]:
 
 
 def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Which unit owns each parameter: the innermost one that encloses every place where the parameter stands.
+    """Return the parameters of each unit; the innermost unit that encloses all uses of a parameter owns it.
 
     Args:
         model: the whole model.
@@ -230,7 +230,7 @@ def check_compiled(model: nn.Module, targets: Sequence[str] = ()) -> None:
 
 
 def _compiled(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile`` returned, its ``compile`` was called, or its forward was replaced so."""
+    """Return whether ``torch.compile`` made the module, its ``compile`` was called, or its forward is compiled."""
     forward = module.__dict__.get("forward")
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 

@@ -30,7 +30,7 @@ class Landing(Protocol):
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """Where gradients are kept, in which dtypes, and how many are in the works at once.
+    """Placement and dtypes of gradients, and the number that is in the works at once.
 
     Attributes:
         sharded: reduce after every micro-batch into a sharded home; else at the accumulation boundary.
@@ -130,7 +130,7 @@ class Gradient:
         return slice(start - self.own.start, stop - self.own.start)
 
     def _shared(self) -> dict[int, list[tuple[int, int, bool]]]:
-        """By the number of ranks along the tensor axis that have shares of them, ranges of ``home``.
+        """Return ranges of ``home`` that ranks along the tensor axis share, by the number of these ranks.
 
         Each is (start, stop, whether this rank is the first of those ranks).
         """
@@ -158,7 +158,7 @@ class Gradient:
 
     @property
     def in_place(self) -> bool:
-        """Whether autograd leaves the gradient as it is to be: the one parameter's, in the dtype of the slot."""
+        """True if autograd leaves the gradient as it is to be: the one parameter's, in the dtype of the slot."""
         return self.layout.whole and self.slot_dtype == self.layout.dtype
 
     def fill(self, index: int, value: torch.Tensor, factor: float) -> None:

@@ -54,7 +54,7 @@ class GradientArrival:
         self._gradient, self._index = gradient, index
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """As torch calls hooks."""
+        """Signature of torch's hooks."""
         if self._gradient.used[self._index] and len(parameter._post_accumulate_grad_hooks) > 1:
             name = self._gradient.layout.segments[self._index].name
             raise RuntimeError(

@@ -39,7 +39,7 @@ Saving = Callable[[], AbstractContextManager[None]]
 
 
 class Presence(Enum):
-    """Where a unit's parameters are, for those who use them."""
+    """State of a unit's parameters for code that uses them."""
 
     AWAY = "away"
     """Not in memory, or perhaps not for long."""

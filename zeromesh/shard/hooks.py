@@ -1,4 +1,4 @@
-"""Where the engine listens: the forward of each unit, the gradients of its outputs, the saved tensors, the gradients.
+"""Hooks of the engine: forwards of units, gradients of their outputs, saved tensors, gradients of parameters.
 
 Tensor hooks on outputs are the only hooks on the graph. Backward identity nodes and full backward hooks would break
 under in-place operations. That a gradient reaches an output of a unit means that every node created after it has run.
@@ -52,7 +52,7 @@ class Call:
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Receiver of the events."""
 
     def forward_begins(self, unit: Unit) -> None:
         """The unit's forward is about to run."""
@@ -93,7 +93,7 @@ class Hook:
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
-        """As torch calls hooks."""
+        """Signature of torch's hooks."""
         if torch.compiler.is_compiling():  # whoever compiles the module: messages between ranks stay outside
             return torch.compiler.disable(self._function)(*args)
         return self._function(*args)
@@ -107,7 +107,7 @@ def _no_hook() -> Callable[..., None]:
 
 
 def _nothing(*_: Any) -> None:
-    """What copies do where there was a hook."""
+    """Placeholder of a hook in a copy of the module."""
 
 
 def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
@@ -233,7 +233,7 @@ class SavedTensors:
 
     @property
     def entered(self) -> bool:
-        """Whether tensors are saved this way now."""
+        """True if tensors are saved this way now."""
         return self._context is not None
 
     def enter(self) -> None:
@@ -304,7 +304,7 @@ class SavedTensors:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a view of the same memory is all there is to the tensor."""
+    """Return whether a view of the same memory is all there is to the tensor."""
     return own_class(type(tensor)) in (torch.Tensor, nn.Parameter)
 
 

@@ -1,4 +1,4 @@
-"""Where every parameter of a unit lies in its flat buffers: pure arithmetic.
+"""Layout of a unit's parameters in its flat buffers: pure arithmetic.
 
 All parameters of a unit with the same dtype and the same ``requires_grad`` lie in one flat buffer, each at a
 64-byte boundary, padded so that every rank of the shard group owns an equal range. Collectives work on
@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def whole(self) -> bool:
-        """Whether it is one parameter and nothing else."""
+        """True if it is one parameter and nothing else."""
         return len(self.segments) == 1 and self.elements == self.size
 
     @cached_property
@@ -96,7 +96,7 @@ class Layout:
         return tuple((stop, start) for stop, start in zip(stops, starts, strict=True) if start > stop)
 
     def within(self, low: int, high: int) -> Iterator[tuple[Segment, HeldBox]]:
-        """What of whole parameters lies in ``[low, high)`` of the buffer; runs are relative to the segment's start."""
+        """Yield the boxes of whole parameters in ``[low, high)`` of the buffer; runs count from the segment's start."""
         for index, start, stop in self.owned(low, high):
             segment = self.segments[index]
             for box in segment.held.boxes(start - segment.start, stop - segment.start):

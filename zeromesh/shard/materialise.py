@@ -118,7 +118,7 @@ def _require_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _initialisers(model: nn.Module, path: str) -> Iterator[Callable[[], Any]]:
-    """What gives a module its first values, in the order in which its constructor would call them."""
+    """Return the functions that give a module its first values, in the order in which its constructor calls them."""
     module = model.get_submodule(path)
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(getattr(module, name, None)):

@@ -1,4 +1,4 @@
-"""What a run will have off the device, from its layout alone, to be compared with what there is before the start."""
+"""Memory budget of states off the device, from the layout alone, compared with the machine before the start."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zeromesh.shard.unit import Flat
 NEXT = "next copies of optimizer states"
 
 PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)
-"""What host memory is for."""
+"""Uses of host memory."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one rank.
+    """Memory that one rank needs off the device.
 
     Attributes:
         files: flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
@@ -50,7 +50,7 @@ class Needs:
     def of(
         cls, flats: Sequence[Flat], row: PlacementRow, mixed: bool, gradient: int, early: Sequence[Flat] = ()
     ) -> Needs:
-        """Of flat buffers that are laid out, whose gradients take so many bytes in host memory.
+        """Return the needs of flat buffers that are laid out.
 
         Args:
             flats: all.
@@ -79,7 +79,7 @@ class Needs:
         return cls(files, parameter, gradient, master, per_state, first, stored, packed, form)
 
     def rows(self, states: int) -> list[Rows]:
-        """Of what is in files, or packed, for an optimizer with so many states."""
+        """Return the rows of all blocks, for an optimizer with so many states."""
         form = replace(self.form, states=states)
         return [Rows(flat, dtype, form) for flat, dtype in (self.files | self.packed).items()]
 
@@ -111,7 +111,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Room:
-    """What there is room for.
+    """Storage that was opened within the budget.
 
     Attributes:
         swap: for masters and optimizer states in files; None: there are none.
@@ -127,7 +127,7 @@ class Room:
 
     @property
     def host_bytes(self) -> int:
-        """Of the files' buffers."""
+        """Bytes of the files' buffers in host memory."""
         return sum(files.host_bytes for files in (self.swap, self.stored) if files is not None)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ BLIND = (nn.Embedding,)
 
 
 class Need(enum.IntEnum):
-    """What follows a unit's forward; of several answers the largest counts."""
+    """Need of a unit after its forward; the largest of several answers counts."""
 
     UNKNOWN = -1
     NO_BACKWARD = 0
@@ -47,7 +47,7 @@ class Pass:
 
 
 class Walk:
-    """How far the backward of a pass has come through the steps that it is expected to take.
+    """Progress of a pass's backward through its expected steps.
 
     This rank takes itself the steps of the units that it has ``used``.
     """
@@ -59,7 +59,7 @@ class Walk:
         self._left = Counter(steps)
 
     def pending(self, index: int) -> bool:
-        """Whether the backward of a call of ``index`` is still to come."""
+        """Return whether the backward of a call of ``index`` is still to come."""
         return self._left[index] > 0
 
     def reach(self, index: int) -> Iterator[int]:
@@ -136,7 +136,7 @@ class Order:
             self.part, self.again, self.evaluates = None, frozenset(), False
 
     def is_present(self, index: int) -> bool:
-        """Whether a unit is of the part of the model that computes."""
+        """Return whether a unit is of the part of the model that computes."""
         return self.part is None or index in self.part
 
     def begin_pass(self, recorded: bool) -> None:
@@ -208,7 +208,7 @@ class Order:
         return [index for index in backward if index in self._looks and self.needs[index] is Need.BACKWARD]
 
     def expected(self, backward: bool) -> list[int]:
-        """What a forward, and its backward if one comes, will probably fetch, in order."""
+        """Return the units that a forward, and its backward if one comes, will probably fetch, in order."""
         forward = [i for i in self.last_forward if self.is_present(i)] or [*filter(self.is_present, self.canonical)]
         return [*forward, *self.fetched(list(reversed(forward)))] if backward else forward
 
@@ -218,7 +218,7 @@ class Order:
         self.forward = []
 
     def report(self) -> list[float]:
-        """By ascending unit index, this rank's first uses since the last agreement, and observed needs.
+        """Return this rank's first uses since the last agreement and observed needs, by ascending unit index.
 
         A use is its place in the pass; that of a unit which was skipped is less by ``FAR``.
         """

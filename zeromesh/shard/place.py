@@ -97,7 +97,7 @@ def _rows(sizes: Sequence[int], row: PlacementRow) -> list[PlacementRow]:
 
 
 def _whole(shape: torch.Size, mesh: Mesh) -> Held:
-    """What is held of a parameter that every rank along the tensor axis has, and uses alike."""
+    """Return the description of a parameter that all ranks along the tensor axis hold whole."""
     group = mesh.group("tensor")
     return Held(tuple(shape), rank=group.rank, ranks=group.size)
 

@@ -98,7 +98,7 @@ class Reducer:
 
     @property
     def home_bytes(self) -> dict[Tier, int]:
-        """What homes take that do not lie in full gradients."""
+        """Bytes of homes that do not lie in full gradients, by tier."""
         found = dict.fromkeys(Tier, 0)
         for gradient in self.gradients:
             if not gradient.home_in_full:
@@ -113,7 +113,7 @@ class Reducer:
 
     @property
     def full_bytes(self) -> int:
-        """What full gradients take, in slots and where autograd left them; the latter as many as may be under way."""
+        """Bytes of full gradients, in slots and where autograd left them (as many as may be under way)."""
         left = [g.layout.nbytes for g in self.gradients if g.in_place]
         return self.slots.nbytes + sum(largest(left, self._limit if self.policy.sharded else len(left)))
 
@@ -128,7 +128,7 @@ class Reducer:
         return gradient.layout.shard_size * self.policy.home_dtype(gradient.layout).itemsize
 
     def _buffer_dtype(self, gradient: Gradient) -> torch.dtype:
-        """Of the home's own memory: on the host as narrow as what comes, where nothing is ever added to it."""
+        """Return the dtype of the home's own memory; as narrow as the sum on the host, if nothing is added to it."""
         alone = self._mesh.gradients == 1 and not (self._accumulates or gradient.shared or gradient.holders)
         home = self.policy.home_dtype(gradient.layout)
         exact = torch.promote_types(gradient.slot_dtype, home) is home  # a home that is no wider rounds
@@ -141,7 +141,7 @@ class Reducer:
 
     @property
     def waits(self) -> bool:
-        """Whether some gradient is not summed over the ranks, though its backward has ended."""
+        """True if some gradient is not summed over the ranks, though its backward has ended."""
         return self._waiting or any(gradient.full is not None for gradient in self.gradients)
 
     # The way of a gradient.

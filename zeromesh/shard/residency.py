@@ -1,4 +1,4 @@
-"""Which units are in slots: fetch, evict, prefetch.
+"""Residency of units in slots: fetch, evict, prefetch.
 
 Every decision here follows from the sequence of events alone (a unit's forward begins, the gradient of its output
 arrives), which is the same on all ranks, because fetching is a collective. A rank that does not use a unit the others
@@ -62,7 +62,7 @@ class Residency:
     # Events.
 
     def plan(self, upcoming: Iterable[int]) -> None:
-        """What will be used next, in order."""
+        """Units that will be used next, in order."""
         self._plan = list(upcoming)
         self._position = 0
         self._read_ahead()
@@ -166,7 +166,7 @@ class Residency:
         self._on_change(unit, True)
 
     def _hide(self, unit: Unit) -> None:
-        """Who uses the parameters from here on must say so, as they may be evicted; unless something needs them."""
+        """Let the unit be evicted unless something needs it; later users must ask for it."""
         if unit.sharded and unit not in self._pinned():
             self._on_change(unit, False)
 
@@ -258,5 +258,5 @@ class Residency:
 
     @property
     def active(self) -> bool:
-        """Whether some unit's forward is going on."""
+        """True if some unit's forward is going on."""
         return bool(self._active)

@@ -44,12 +44,12 @@ from zeromesh.tiers.memory import Staging
 from zeromesh.tiers.traffic import DiskTraffic
 
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
-"""Of a flat buffer, where in this rank's part of it a piece lies, and the piece: a tensor of the piece's size."""
+"""Function of a flat buffer, a range of this rank's part and the piece there; returns a tensor of the piece's size."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """How many units' full parameters and full gradients exist at once; None is what the row implies."""
+    """Number of units whose full parameters and full gradients exist at once; None: the row's default."""
 
     parameter: int | None = None
     gradient: int | None = None
@@ -57,7 +57,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know after a boundary.
+    """Knowledge that all ranks share after an accumulation boundary.
 
     Attributes:
         norm: global norm of the gradients, as summed (before any division).
@@ -214,22 +214,22 @@ class ShardedModel:
         return found
 
     def is_first(self, flat: Flat) -> bool:
-        """Whether it is the first rank along the pipeline that has these; of tied ones, there are several."""
+        """Return whether it is the first rank along the pipeline that has these; of tied ones, there are several."""
         return not flat.holders or flat.holders[0] == self.mesh.group("pipeline").rank
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks along the tensor axis hold parts of some parameter."""
+        """True if ranks along the tensor axis hold parts of some parameter."""
         return any(segment.held.split is not None for flat in self.flats for segment in flat.layout.segments)
 
     @property
     def updates_on_host(self) -> bool:
-        """Whether some optimizer state rests off the device."""
+        """True if some optimizer state rests off the device."""
         return any(flat.gradient and flat.optimizer_tier is not Tier.DEVICE for flat in self.flats)
 
     @property
     def pieces(self) -> dict[int, Piece | None]:
-        """By ``id`` of each trainable parameter: the piece of it that this rank updates, None if it holds nothing."""
+        """Return this rank's piece of each trainable parameter, by its ``id``; None if the rank holds nothing of it."""
         found: dict[int, Piece | None] = {}
         for flat in self.flats:
             if flat.gradient is not None:
@@ -259,13 +259,13 @@ class ShardedModel:
         return Agreement(float(squares.sum().sqrt()), all_notes)
 
     def _flags(self) -> list[float]:
-        """What the ranks that hold the same part of the model tell each other; the largest value counts."""
+        """Exchange notes between ranks that hold the same part of the model; the largest value counts."""
         used = [float(flag) for gradient in self.reducer.gradients for flag in gradient.used]
         changed = [float(flag) for flag in self.buffers.changed()]
         return [*used, *changed, *self._order.report()]
 
     def first_not_finite(self) -> str:
-        """Which parameter has a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
+        """Name a parameter with a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
         for flat in self.flats:
             gradient = flat.gradient
             if gradient is None or gradient.home is None or bool(gradient.home.isfinite().all()):
@@ -295,7 +295,7 @@ class ShardedModel:
                 piece.parameter.grad = home[local].view_as(piece.parameter) if here else None
 
     def _late(self, flat: Flat, steps: HostUpdate | None) -> Iterator[tuple[int, slice, Piece]]:
-        """What of it, on the host, is updated from the home of its gradient, or would be if it had one."""
+        """Yield the pieces on the host that are updated from the home of their gradient."""
         home = None if flat.gradient is None else flat.gradient.home
         if steps is not None and home is not None and flat.optimizer_tier is not Tier.DEVICE:
             yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, home))
@@ -402,7 +402,7 @@ class ShardedModel:
         return [self.units[index] for index in (self.root.index, *self._order.canonical)]
 
     def _rests_unchanged(self, flat: Flat) -> bool:
-        """Whether it is on the disk, and no gradient says that it should be brought from there."""
+        """Return whether it is on the disk, and no gradient says that it should be brought from there."""
         return self.swap is not None and flat in self.swap and not (flat.gradient and any(flat.gradient.used))
 
     def rest(self) -> None:
@@ -419,7 +419,7 @@ class ShardedModel:
         unit.begin_fetch(self.mesh, None)
 
     def forget_gradients(self) -> None:
-        """As ``zero_grad``: drop the gradients of the micro-batches so far."""
+        """Drop the gradients of the micro-batches so far, as ``zero_grad``."""
         self.ahead.begin()
         self.reducer.reset()
         for flat in self.flats:
@@ -482,7 +482,7 @@ class ShardedModel:
     # Accounting.
 
     def memory(self) -> Iterator[tuple[str, str, int]]:
-        """What is allocated on this rank at the most: (state, tier, bytes)."""
+        """Yield the largest allocations of this rank: (state, tier, bytes)."""
         for flat in self.flats:
             rest, tier = (flat.home, flat.parameter_tier) if self.sharded else (flat.full, Tier.DEVICE)
             if tier is not Tier.NVME:
@@ -509,12 +509,12 @@ class ShardedModel:
 
     @property
     def folder(self) -> Path | None:
-        """Where files are; None where there are none."""
+        """Folder of the files; None where there are none."""
         found = (files.folder for files in (self.swap, self.stored) if files is not None)
         return next((folder for folder in found if folder is not None), None)
 
     def disk_traffic(self) -> DiskTraffic | None:
-        """What went to and from files so far; None where there are none."""
+        """Return the traffic of files so far; None where there are none."""
         all_traffic = (files.traffic() for files in (self.swap, self.stored) if files is not None)
         found = [traffic for traffic in all_traffic if traffic is not None]
         return None if not found else DiskTraffic(*map(sum, zip(*map(astuple, found), strict=True)))
@@ -539,6 +539,6 @@ class ShardedModel:
         self._settle()
 
     def _settle(self) -> None:
-        """What rests on the host is not read by a copy any more, and what rests on the device has arrived there."""
+        """Wait for all copies to and from the homes of parameters."""
         for flat in self.flats:
             flat.settle()

@@ -70,21 +70,21 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """Size of the file in bytes."""
         return self._store.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Of the buffers."""
+        """Size of the buffers in bytes."""
         return self._pool.nbytes
 
     @property
     def folder(self) -> Path:
-        """Where the file is."""
+        """Folder of the file."""
         return self._store.path.parent
 
     def traffic(self) -> DiskTraffic:
-        """What went to and from the disk so far."""
+        """Return the traffic of the disk so far."""
         return self._store.traffic()
 
     def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
@@ -216,7 +216,7 @@ class Stored:
 
 
 def buffer_bytes(flats: Sequence[Flat], disk: Disk) -> list[int]:
-    """Of each buffer in host memory: the largest homes fit at once, whichever they are."""
+    """Return the size of each buffer in host memory, so that the largest homes fit at once."""
     return largest((aligned(flat.layout.shard_size * flat.layout.dtype.itemsize) for flat in flats), disk.buffers)
 
 

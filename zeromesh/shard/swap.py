@@ -31,7 +31,7 @@ from zeromesh.tiers.swap_file import aligned
 from zeromesh.tiers.traffic import DiskTraffic
 
 Names = Callable[[nn.Parameter], Sequence[str]]
-"""Of a parameter of the optimizer: which of its states rest with the master, in order."""
+"""Function from a parameter of the optimizer to the names of its states that rest with the master, in order."""
 
 
 class Swap:
@@ -86,11 +86,11 @@ class Swap:
 
     @property
     def host_bytes(self) -> int:
-        """Of buffers, and of what is unpacked."""
+        """Bytes of buffers and of a joined master in host memory."""
         return self._place.host_bytes + self._unpacked
 
     def traffic(self) -> DiskTraffic | None:
-        """What went to and from the disk so far; None where there is none."""
+        """Return the traffic of the disk so far; None where there is none."""
         return self._place.traffic()
 
     def serve(self, optimizer: Optimizer, names: Names) -> None:
@@ -168,7 +168,7 @@ class Swap:
                 next(blocks, None)  # which waits for the last writes
 
     def provisional(self, flats: Sequence[Flat]) -> Generator[tuple[Flat, list[torch.Tensor]]]:
-        """As ``stream``, each with its rows: the master and the states, to be changed in place, which nobody sees.
+        """Yield each flat buffer with its rows (master and states), to be changed in place unseen; see ``stream``.
 
         What is written counts from ``commit`` on.
         """
@@ -262,10 +262,10 @@ def _bind_state(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) 
 
 
 def buffer_bytes(rows: Sequence[Rows], disk: Disk) -> list[int]:
-    """Of each buffer in host memory, for what comes from a disk: the largest ones fit at once, whichever they are."""
+    """Return the size of each buffer in host memory, so that the largest blocks fit at once."""
     return largest((aligned(of.nbytes) for of in rows), disk.buffers)
 
 
 def unpacked_bytes(rows: Collection[Rows]) -> int:
-    """Of what is made of one flat buffer at a time to look at it."""
+    """Return the bytes of the largest joined master."""
     return max((of.unpacked_bytes for of in rows), default=0)

@@ -36,7 +36,7 @@ from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import allocate, zeros_on
 
 VALUES_TAG = 11
-"""Of the pipeline axis, for the values of parameters that several stages have."""
+"""Tag on the pipeline axis of the values of parameters that several stages have."""
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -61,7 +61,7 @@ class Store(Protocol):
 
 
 class State(enum.Enum):
-    """Where a unit's parameters are."""
+    """State of a unit's parameters."""
 
     HOME = "home"
     """At rest; the unit's storage is empty (sharded) or holds values from before the update (replicated)."""
@@ -123,17 +123,17 @@ class Flat:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether the master and the optimizer states are in memory only while they are loaded."""
+        """True if the master and the optimizer states are in memory only while they are loaded."""
         return self.store is not None and self.store.keeps_states(self)
 
     @property
     def splits(self) -> bool:
-        """Whether one half of the master is the parameter."""
+        """True if one half of the master is the parameter."""
         return self.store is not None and self.store.splits(self)
 
     @property
     def home(self) -> torch.Tensor:
-        """Where the parameters rest; once no copy to or from it is under way, as ``settle`` says."""
+        """This rank's parameters at rest, after any copy to or from them; see ``settle``."""
         self.settle()
         return self._home
 
@@ -188,17 +188,17 @@ class Flat:
 
     @property
     def gathers(self) -> bool:
-        """Whether an update changes parts of ``full`` on other ranks."""
+        """True if an update changes parts of ``full`` on other ranks."""
         return self.layout.trainable and self.own.stop - self.own.start < self.layout.size
 
     @property
     def rounds(self) -> bool:
-        """Whether what is gathered may be rounded: it is not read back, as its true value lies in the master."""
+        """True if what is gathered may be rounded: it is not read back, as its true value lies in the master."""
         return self.layout.trainable and not _shares(self.master, self.full)
 
     @property
     def apart(self) -> bool:
-        """Whether the master is another tensor than ``home`` because of where they rest."""
+        """True if the master is another tensor than ``home`` because of where they rest."""
         on_disk = self.parameter_tier is Tier.NVME
         elsewhere = on_disk or self.optimizer_tier is not self.parameter_tier
         return self.layout.trainable and elsewhere
@@ -242,7 +242,7 @@ class Flat:
             self.pieces = tuple(self._make_pieces())
 
     def master_dtype(self, mixed: bool) -> torch.dtype:
-        """Of the master; ``mixed`` as for ``fill``."""
+        """Return the dtype of the master; ``mixed`` as for ``fill``."""
         return (
             torch.float32 if mixed and self.layout.trainable and self.layout.dtype in SIXTEEN_BIT else self.layout.dtype
         )
@@ -352,7 +352,7 @@ def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, holder
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in the same memory."""
+    """Return whether two tensors lie in the same memory."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
@@ -430,12 +430,12 @@ class Unit:
         return int(torch._C._storage_Use_Count(self.storage._cdata))
 
     def member_at(self, offset: int) -> int:
-        """Which of the members lies at this byte of the storage."""
+        """Return the index of the member at this byte of the storage."""
         return max(0, bisect_right(self._starts, offset) - 1)
 
     @property
     def is_viewed(self) -> bool:
-        """Whether there are views of the parameters beside the unit's own."""
+        """True if there are views of the parameters beside the unit's own."""
         return self._count_references() > self._references
 
     @property

@@ -1,1 +1,1 @@
-"""Where bytes rest: on the device, in host memory, in files."""
+"""Tiers of memory: the device, host memory, files."""

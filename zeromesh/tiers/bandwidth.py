@@ -1,4 +1,4 @@
-"""What a disk can do."""
+"""Measured bandwidth of a disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeromesh.tiers.nvme import MIB, FileStore
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Of a folder's disk.
+    """Bandwidth of a folder's disk.
 
     Attributes:
         read, write: bytes per second, one direction at a time, in order.

@@ -19,10 +19,10 @@ def host_memory(nbytes: int) -> torch.Tensor:
 
 
 class Transfer(Protocol):
-    """What may be under way with a buffer."""
+    """Transfer that may be under way with a buffer."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
 
     def settle(self) -> None:
         """Wait until it has ended; raises what went wrong, unless somebody was told."""

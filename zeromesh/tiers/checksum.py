@@ -1,4 +1,4 @@
-"""What tells whether bytes came back from the disk as they went there."""
+"""Checksums of bytes that go to and come from the disk."""
 
 from __future__ import annotations
 

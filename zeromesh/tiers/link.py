@@ -24,7 +24,7 @@ import torch
 
 
 class CopyStreams:
-    """What copies run on.
+    """Streams that copies run on.
 
     Attributes:
         to_host: the stream of one direction.
@@ -93,7 +93,7 @@ class Link:
 
     @property
     def apart(self) -> bool:
-        """Whether the device's memory is not the host's, so that copies take their time."""
+        """True if the device's memory is not the host's, so that copies take their time."""
         return self._streams is not None
 
     def count(self, nbytes: int) -> None:

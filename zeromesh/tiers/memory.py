@@ -31,19 +31,19 @@ def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 
 
 def empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As ``torch.empty`` of shape ``(elements,)``, in memory from ``allocate``."""
+    """Return an uninitialized tensor of shape ``(elements,)`` in memory from ``allocate``."""
     return torch.empty(0, dtype=dtype, device=device).set_(
         allocate(elements * dtype.itemsize, device), 0, (elements,), (1,)
     )
 
 
 def device_of(tier: Tier, device: torch.device) -> torch.device:
-    """Where the tensors of a tier lie in a process that computes on ``device``."""
+    """Return the device of a tier's tensors in a process that computes on ``device``."""
     return device if tier is Tier.DEVICE else torch.device("cpu")
 
 
 def empty_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
-    """As ``empty``, on a tier of a process that computes on ``device``.
+    """Return an uninitialized tensor on a tier of a process that computes on ``device``; see ``empty``.
 
     With ``pin``, memory of the host is page-locked where the device is a GPU, so that copies run while it computes. Not
     by torch's own allocator for this, which takes up to twice as much, as it rounds up to powers of two.
@@ -58,7 +58,7 @@ def empty_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device
 
 
 def zeros_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
-    """As ``empty_on``, filled with zeros."""
+    """Return a tensor of zeros on a tier; see ``empty_on``."""
     return empty_on(tier, elements, dtype, device, pin).zero_()
 
 
@@ -115,7 +115,7 @@ def absent(like: torch.Tensor) -> torch.Tensor:
 
 
 def is_absent(value: torch.Tensor) -> bool:
-    """Whether it is from ``absent``."""
+    """Return whether it is from ``absent``."""
     return hasattr(value, _ABSENT)
 
 

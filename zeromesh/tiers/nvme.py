@@ -48,7 +48,7 @@ class PendingRequest:
         self._ended = threading.Condition()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return not self._left
 
     def wait(self) -> None:
@@ -63,7 +63,7 @@ class PendingRequest:
             raise self._error
 
     def settle(self) -> None:
-        """As ``wait``; but an error that somebody was told is not raised again."""
+        """Wait; do not raise an error again that was raised before."""
         began = time.monotonic()
         with self._ended:
             while self._left:
@@ -96,7 +96,7 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class _Place:
-    """Where in the file a version of a region lies.
+    """Place of a version of a region in the file.
 
     Attributes:
         offset, nbytes: multiples of ``ALIGNMENT``.
@@ -111,7 +111,7 @@ class _Place:
 
     @property
     def written(self) -> bool:
-        """Whether all of it was."""
+        """True if all of it was."""
         return bool(self.checksums) and None not in self.checksums
 
 
@@ -211,7 +211,7 @@ class FileStore:
 
     @property
     def direct(self) -> bool:
-        """Whether its requests pass by the page cache."""
+        """True if its requests pass by the page cache."""
         return self._file.direct
 
     def allocate(self, nbytes: int) -> Region:
@@ -257,7 +257,7 @@ class FileStore:
         return self._begin(place, buffer, writes=True)
 
     def holds(self, region: Region, buffer: Buffer) -> bool:
-        """Whether what is in the front of a buffer was last committed or written to a region, by its checksums.
+        """Return whether what is in the front of a buffer was last committed or written to a region, by its checksums.
 
         Waits for what is done with the region. Neither may be under way with the buffer.
         """
@@ -298,7 +298,7 @@ class FileStore:
         self._provisional.clear()
 
     def traffic(self) -> DiskTraffic:
-        """What it has moved so far."""
+        """Return the traffic so far."""
         return self._meter.traffic()
 
     def close(self) -> None:
@@ -341,7 +341,7 @@ class FileStore:
         return pending
 
     def _blocks(self, place: _Place) -> Iterator[slice]:
-        """What each request for a place moves of a buffer."""
+        """Yield the part of a buffer that each request for a place moves."""
         for begin in range(0, place.nbytes, self._block_size):
             yield slice(begin, min(begin + self._block_size, place.nbytes))
 
@@ -391,7 +391,7 @@ class _Request:
 
 
 def _work(requests: SimpleQueue[_Request | None], file: SwapFile, meter: Meter) -> None:
-    """What a thread does until it is given None."""
+    """Run requests until None arrives."""
     while (request := requests.get()) is not None:
         error: BaseException | None = None
         try:

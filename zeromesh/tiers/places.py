@@ -19,7 +19,7 @@ from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Place(Protocol):
-    """Where blocks rest.
+    """Storage of blocks.
 
     Attributes:
         nbytes: of all blocks.
@@ -47,7 +47,7 @@ class Place(Protocol):
         """Forget what was written provisionally."""
 
     def traffic(self) -> DiskTraffic | None:
-        """What went to and from the disk so far; None where there is none."""
+        """Return the traffic of the disk so far; None where there is none."""
 
     def close(self) -> None:
         """Delete the file."""
@@ -68,29 +68,29 @@ class Memory:
         self.folder: Path | None = None
 
     def take(self, key: Hashable, read: bool) -> torch.Tensor:
-        """As ``Place.take``."""
+        """See ``Place.take``."""
         return self._blocks[key]
 
     def give(self, key: Hashable, write: bool) -> None:
-        """As ``Place.give``."""
+        """See ``Place.give``."""
 
     def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
-        """As ``Place.stream``."""
+        """See ``Place.stream``."""
         assert not provisional
         yield from (self._blocks[key] for key in keys)
 
     def commit(self) -> None:
-        """As ``Place.commit``."""
+        """See ``Place.commit``."""
 
     def drop(self) -> None:
-        """As ``Place.drop``."""
+        """See ``Place.drop``."""
 
     def traffic(self) -> DiskTraffic | None:
-        """As ``Place.traffic``."""
+        """See ``Place.traffic``."""
         return None
 
     def close(self) -> None:
-        """As ``Place.close``."""
+        """See ``Place.close``."""
 
 
 class File:
@@ -127,7 +127,7 @@ class File:
         self.folder: Path | None = store.path.parent
 
     def take(self, key: Hashable, read: bool) -> torch.Tensor:
-        """As ``Place.take``."""
+        """See ``Place.take``."""
         region = self._regions[key]
         buffer = self._pool.take(region.padded)
         assert buffer is not None, "a block is asked for while others stream"
@@ -141,7 +141,7 @@ class File:
         return buffer.memory
 
     def give(self, key: Hashable, write: bool) -> None:
-        """As ``Place.give``."""
+        """See ``Place.give``."""
         buffer = self._lent.pop(key)
         try:
             if write:
@@ -150,23 +150,23 @@ class File:
             self._pool.give(buffer)
 
     def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
-        """As ``Place.stream``: the next ones are read, and with ``write`` the last ones are written, meanwhile."""
+        """Stream blocks; meanwhile the next are read, and with ``write`` the last are written. See ``Place.stream``."""
         regions = [self._regions[key] for key in keys]
         with closing(stream(self._store, regions, self._pool, write, provisional)) as buffers:
             yield from (buffer.memory for buffer in buffers)
 
     def commit(self) -> None:
-        """As ``Place.commit``."""
+        """See ``Place.commit``."""
         self._store.commit()
 
     def drop(self) -> None:
-        """As ``Place.drop``."""
+        """See ``Place.drop``."""
         self._store.drop()
 
     def traffic(self) -> DiskTraffic | None:
-        """As ``Place.traffic``."""
+        """See ``Place.traffic``."""
         return self._store.traffic()
 
     def close(self) -> None:
-        """As ``Place.close``."""
+        """See ``Place.close``."""
         self._store.close()

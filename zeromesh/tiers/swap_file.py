@@ -73,7 +73,7 @@ class SwapFile:
 
     @property
     def direct(self) -> bool:
-        """Whether reads and writes pass by the page cache."""
+        """True if reads and writes pass by the page cache."""
         return self._descriptor != self._plain
 
     def _open_direct(self) -> None:

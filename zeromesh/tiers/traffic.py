@@ -1,4 +1,4 @@
-"""What goes to and from a disk, and for how long that was at work."""
+"""Traffic of a disk, and the time that it was at work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DiskTraffic:
-    """What a store has moved so far.
+    """Traffic of a store so far.
 
     Attributes:
         bytes_read, bytes_written: in whole blocks.
@@ -63,7 +63,7 @@ class Meter:
 
     @contextmanager
     def count(self, nbytes: int, writes: bool) -> Iterator[None]:
-        """Of one request, which is with the disk in this context; its bytes count if it ends well."""
+        """Measure a request, which is with the disk in this context; its bytes count if it ends well."""
         both = (self._written if writes else self._read, self._any)
         with self._lock:
             now = time.perf_counter()
@@ -80,7 +80,7 @@ class Meter:
                     busy.end(now, moved)
 
     def traffic(self) -> DiskTraffic:
-        """What there was so far, with the requests under way."""
+        """Return the traffic so far, with the requests under way."""
         with self._lock:
             now = time.perf_counter()
             seconds = (busy.seconds(now) for busy in (self._read, self._written, self._any))

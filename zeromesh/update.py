@@ -1,0 +1,257 @@
+"""Updates of a model: agreement of all ranks, skipping, clipping, the optimizer's step, publication.
+
+An update begins at an accumulation boundary. All ranks exchange one row of notes with the gradients' norm, and come to
+the same decision from it: to update, to skip, or to raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from zeromesh.comm.stragglers import Stragglers
+from zeromesh.observe.spans import span
+from zeromesh.optim.answers import answer
+from zeromesh.optim.host import HostSteps
+from zeromesh.precision.scaler import LossScaler
+from zeromesh.replicas import require_equal_replicas
+from zeromesh.shard.sharded import Agreement, ShardedModel
+from zeromesh.tensor.logits import expire
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Resolved
+
+_log = logging.getLogger("zeromesh")
+
+SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3
+"""Relative tolerance between losses of ranks that share a batch: fp32, 16-bit."""
+
+MOST_SKIPPED = 10
+"""Updates in a row that may be skipped for gradients that are not finite, where no loss scale explains them."""
+
+
+class Update:
+    """The update of one model by one optimizer.
+
+    Args:
+        sharded: the model's states and gradients.
+        config: the resolved settings.
+        optimizer: updates this rank's pieces; None where there is none, and no update.
+
+    Attributes:
+        scaler: scales losses; None where they are not scaled.
+        norm: global norm of the last update's gradient before clipping; None before the first.
+        mean_loss: mean loss of the last update over ranks and micro-batches; None where no rank knows one.
+        asked: largest number that any rank passed to ``ask`` before the last update.
+        skipped: number of updates that were skipped because a gradient was not finite.
+        runs: whether the optimizer's own step runs as a part of an update.
+    """
+
+    def __init__(self, sharded: ShardedModel, config: Resolved, optimizer: Optimizer | None) -> None:
+        scaler = sharded.accumulation.scaler
+        assert scaler is None or isinstance(scaler, LossScaler)
+        self.scaler = scaler
+        self.norm: float | None = None
+        self.mean_loss: float | None = None
+        self.asked, self.skipped = 0, 0
+        self.runs = False
+        self._sharded, self._config, self._optimizer = sharded, config, optimizer
+        self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
+        self._asked, self._skipped_in_a_row = 0, 0
+        self._stragglers = Stragglers(self._mesh)
+        answer(optimizer, self.loss_scale, overflow=False)
+        if optimizer is not None:  # by a weak reference: the hook lives as long as the model, the engine may not
+            sharded.ahead.steps = partial(_host_steps, weakref.ref(self))
+
+    @property
+    def loss_scale(self) -> float:
+        """Current loss scale; 1 where the loss is not scaled."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    @property
+    def factor(self) -> float:
+        """Factor that makes the mean over the ranks of the gradients' sum as it is kept."""
+        return self._sharded.reducer.factor / self.loss_scale
+
+    def ask(self, number: int) -> None:
+        """Let all ranks hear of ``number`` at the next update; the largest counts. A signal handler may call it."""
+        self._asked = max(self._asked, number)
+
+    def agree(self, number: int) -> Agreement:
+        """Complete the gradients of update ``number`` and exchange notes. Collective.
+
+        Raises:
+            RuntimeError: ranks that share a batch have different losses.
+            ValueError: ranks that share a batch were given different inputs.
+            ReplicaMismatch: copies of states differ, where ``replica_check.interval`` compares them.
+        """
+        agreement = self._sharded.complete(self._notes())
+        self._accumulation.restart()
+        self.asked = int(agreement.notes[:, 4].max())
+        self._stragglers.compare(agreement.notes[:, 5].tolist())
+        self._require_same_losses(agreement)
+        interval = self._config.replica_check.interval
+        if interval is not None and number % interval == 0:
+            with span("compare_replicas"):
+                require_equal_replicas(self._sharded, f"before update {number}")
+        self.norm = agreement.norm * self.factor
+        return agreement
+
+    def apply(self, agreement: Agreement, number: int) -> bool:
+        """Update the parameters; return False if the update is skipped instead, on all ranks.
+
+        Raises:
+            FloatingPointError: a loss is not finite, or too many updates were skipped in a row.
+        """
+        optimizer, factor = self._optimizer, self.factor  # before the loss scale changes
+        assert optimizer is not None
+        skips = self._must_skip(agreement, number)
+        answer(optimizer, self.loss_scale, skips)
+        if not skips:
+            self._update(optimizer, factor)
+        return not skips
+
+    def finish(self, agreement: Agreement) -> None:
+        """Note the mean loss. Nothing is known of losses whose backward the user called."""
+        total, count = agreement.notes[:, 1:3].sum(0).tolist()
+        self.mean_loss = total / count if count else None
+
+    def _update(self, optimizer: Optimizer, factor: float) -> None:
+        """Let the optimizer update the masters by the gradients times ``factor``, and send the new parameters."""
+        try:
+            with span("take_changes"):
+                self._sharded.take_changes()
+            self._check_groups()
+            factor *= self._clip(self.norm or 0.0)
+            steps = HostSteps(optimizer, factor) if self._sharded.updates_on_host else None
+            with span("clip"):
+                self._sharded.set_gradients(factor, steps)
+        except BaseException:
+            self._sharded.forget_gradients()
+            raise
+        self.runs = True
+        try:
+            with span("update"):
+                optimizer.step()
+        except BaseException:  # some masters may have changed, and other ranks may have done it all
+            self._sharded.updated()
+            raise
+        else:
+            with span("publish"):
+                self._sharded.updated(steps)
+        finally:
+            self.runs = False
+            expire()
+
+    def _check_groups(self) -> None:
+        """Raise RuntimeError if a group holds a parameter of the model instead of pieces of it."""
+        for number, group in enumerate(self._optimizer.param_groups if self._optimizer else []):
+            for parameter in group["params"]:
+                if (name := self._sharded.names.get(id(parameter))) is not None:
+                    raise RuntimeError(
+                        f"group {number} of the optimizer holds parameter {name} of the model, which it cannot update: "
+                        "it has pieces of parameters since initialize; give all groups to initialize, and freeze "
+                        "afterwards what shall be trained later (requires_grad_(False))"
+                    )
+
+    def _notes(self) -> list[float]:
+        """Return this rank's notes: bad loss, sum and number of losses, checksum of inputs, number asked, busy time.
+
+        The first is 1 + the index of the first micro-batch whose loss is not finite; 0 if all are finite.
+        """
+        noted = self._accumulation
+        losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
+        finite = [isfinite(loss) for loss in losses]
+        inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
+        bad = 0.0 if all(finite) else 1.0 + finite.index(False)
+        asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
+        return [bad, sum(losses), float(len(losses)), inputs, float(asked), self._stragglers.busy()]
+
+    def _require_same_losses(self, agreement: Agreement) -> None:
+        """Compare losses and inputs of ranks that split one model or one sequence, and so share a batch."""
+        precision = self._config.precision
+        limit = SAME_LOSS if precision.compute is None and precision.autocast is None else SAME_LOSS_16_BIT
+        losses, inputs = agreement.notes[:, 1].tolist(), agreement.notes[:, 3].tolist()
+        for ranks in (*self._mesh.lines("tensor"), *self._mesh.lines("context")):
+            try:
+                require_same_inputs(ranks, [inputs[rank] for rank in ranks])
+            except ValueError:
+                self._sharded.forget_gradients()
+                raise
+            low, high = (pick(losses[rank] for rank in ranks) for pick in (min, max))
+            if high - low > limit * max(abs(low), abs(high)):
+                self._sharded.forget_gradients()
+                listed = ", ".join(f"{losses[rank]:.6g} on rank {rank}" for rank in ranks)
+                raise RuntimeError(
+                    f"ranks that share one batch have different losses: {listed}; give them the same samples "
+                    "(share engine.data_rank of engine.data_size), and the same random state: let seeds depend on "
+                    "engine.data_rank, and not on the rank; and let the loss read neither parameters by themselves nor "
+                    "activations of spread sequences: outside of their layers they are parts (docs/tensor.md)"
+                )
+
+    def _clip(self, norm: float) -> float:
+        """Return the factor that clips gradients of this norm; the constant is torch's."""
+        limit = self._config.gradient_clipping
+        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+    def _must_skip(self, agreement: Agreement, number: int) -> bool:
+        """Return whether the gradients cannot be used; the answer is the same on all ranks."""
+        bad = agreement.notes[:, 0]
+        if not bool(bad.any()) and isfinite(agreement.norm):
+            self._skipped_in_a_row = 0
+            if self.scaler is not None:
+                self.scaler.update(False)
+            return False
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        culprit = self._sharded.first_not_finite()
+        self._sharded.forget_gradients()
+        if bool(bad.any()):
+            rank = int(bad.nonzero()[0])
+            lost = f"the loss of micro-batch {int(bad[rank]) - 1} of update {number} is not finite on rank "
+            culprit = f"; {lost}{rank}{culprit}"
+            if self.scaler is None:  # in fp16 it is an overflow like that of a gradient
+                raise FloatingPointError(
+                    f"{culprit[2:]}; look at that batch, lower the learning rate, or clip gradients"
+                )
+        if self.scaler is not None and self.scaler.is_dynamic:
+            self.scaler.update(True)
+            if self._mesh.rank == 0:
+                scale = self.scaler.scale
+                _log.info("update %d skipped: overflow; the loss scale is now %g", number, scale)
+            return True
+        if self._mesh.rank == 0 or culprit:
+            _log.warning("update %d skipped: the gradient's norm is %s%s", number, self.norm, culprit)
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise FloatingPointError(
+                f"the gradient was not finite in {MOST_SKIPPED} updates in a row, the last is {number}"
+                f"{culprit}; lower the learning rate, or clip gradients"
+            )
+        return True
+
+
+def _host_steps(update: weakref.ref[Update]) -> HostSteps | None:
+    """Return the host's steps of the coming update, as they will be if the gradients are not clipped."""
+    alive = update()
+    if alive is None or alive._optimizer is None:
+        return None
+    return HostSteps(alive._optimizer, alive.factor)
+
+
+def require_same_inputs(ranks: Sequence[int], checksums: Sequence[float]) -> None:
+    """Raise ValueError if ranks that share a batch were given different inputs."""
+    other = next((n for n, checksum in enumerate(checksums) if checksum != checksums[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"ranks {ranks[0]} and {ranks[other]} share one batch, but their models were given different inputs "
+            f"(checksums of the whole numbers in them: {checksums[0]:.17g} and {checksums[other]:.17g}); give them the "
+            "same samples: share engine.data_rank of engine.data_size, also in a DistributedSampler "
+            "(num_replicas=engine.data_size, rank=engine.data_rank), and let seeds depend on engine.data_rank only"
+        )
