@@ -286,7 +286,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _is_to_defer(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a new tensor is large, or made for use with a deferred one, which torch takes for a meta tensor."""
+    """Return whether a new tensor is large, or made for use with a deferred one (a meta tensor to torch)."""
     kind = "cpu" if kwargs["device"] is None else torch.device(kwargs["device"]).type
     if kind != "cpu":
         return kind == "meta"
