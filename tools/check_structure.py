@@ -55,7 +55,7 @@ ABOVE: dict[str, dict[str, int]] = {
 FRAGMENTS = ("What", "Of", "Whether", "As", "How", "By", "To", "If", "That", "Where", "Who", "Which", "All that")
 """First words of docstrings that are no sentences."""
 
-MOST_FRAGMENTS = 0.24
+MOST_FRAGMENTS = 0.03
 """Share of docstrings that may open so."""
 
 MOST_FOREIGN_WRITES = 200

@@ -1,1 +1,1 @@
-"""What happens to activations between the forward and the backward."""
+"""Activations between the forward and the backward: recomputation, and storage on the host."""

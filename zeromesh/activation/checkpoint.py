@@ -56,7 +56,7 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 
 
 def _without_cache(forward: Callable[..., Any], store: ActivationStore | None, /, *args: Any, **kwargs: Any) -> Any:
-    """As ``checkpoint``; what is computed twice must not be added to a cache of keys and values twice."""
+    """Checkpoint a call; tensors that are computed twice must not be added to a cache of keys and values twice."""
     if torch.is_grad_enabled():
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
@@ -69,5 +69,5 @@ def _without_cache(forward: Callable[..., Any], store: ActivationStore | None, /
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether it is one of transformers', in which each block leaves its keys and values."""
+    """Return whether it is one of transformers', in which each block leaves its keys and values."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")

@@ -1,4 +1,4 @@
-"""Where the inputs of checkpointed blocks wait for their backward: in host memory, in parts over ranks, or both.
+"""Storage of checkpointed blocks' inputs until their backward: host memory, parts over ranks, or both.
 
 Sources: Rajbhandari et al., "ZeRO", 2020, section 6.1 (activations that tensor-parallel ranks replicate are
 partitioned, and may be offloaded); Ren et al., "ZeRO-Offload", 2021.
@@ -23,7 +23,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.model.containers import map_tensors, tensors_of
 
 _TAG = 4
-"""Of the messages of partitioned inputs; they are waited for at once."""
+"""Tag of the messages of partitioned inputs; they are waited for at once."""
 
 _inside: ContextVar[bool] = ContextVar("a checkpointed block computes", default=False)
 
@@ -95,7 +95,7 @@ class ActivationStore:
     def keep(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], list[Tensor]]:
-        """What to checkpoint in place of ``forward(*args, **kwargs)``: a function, and the tensors to call it with.
+        """Return the function to checkpoint in place of ``forward(*args, **kwargs)``, and its tensors.
 
         Inside of another block that is kept here it is the forward itself: only the outermost block keeps inputs.
         """
@@ -113,11 +113,11 @@ class ActivationStore:
 
     @staticmethod
     def active() -> bool:
-        """Whether a block's inputs are kept now: gradients are computed, and no block around it keeps its own."""
+        """Return whether a block's inputs are kept now: with gradients, and outside of blocks that keep theirs."""
         return torch.is_grad_enabled() and not _inside.get() and not torch.compiler.is_compiling()
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Whether it waits elsewhere. Parameters do not; they are there anyway, or fetched by their unit."""
+        """Return whether it waits elsewhere. Parameters do not; they are there anyway, or fetched by their unit."""
         return (
             type(tensor) is Tensor
             and tensor.nbytes >= max(1, self.least)
@@ -181,7 +181,7 @@ class ActivationStore:
 
 
 def _nowhere() -> None:
-    """What a store is in a copy of its model."""
+    """Placeholder of a store in a copy of its model."""
 
 
 class _Kept:
@@ -319,7 +319,7 @@ class _Inputs:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie in one piece of memory, in any order of dims: a copy can have the same strides."""
+    """Return whether a tensor's elements are contiguous in some order of dims, so that a copy can keep the strides."""
     expected = 1
     dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     for step, size in dims:

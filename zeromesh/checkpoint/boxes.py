@@ -43,7 +43,7 @@ class _Stored(NamedTuple):
         return cls(file, entry["bytes"][0], shape, dtype, entry["start"], entry["stop"], offsets, sizes)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """What it holds of elements ``[start, stop)`` of the flattened tensor, in pieces that lie together.
+        """Yield the contiguous pieces of elements ``[start, stop)`` of the flattened tensor that the box holds.
 
         Each piece is (where it begins in the flattened tensor, where in the stored data, elements).
         """
@@ -155,7 +155,7 @@ class Reader:
 
 
 def _parts(shard: dict[str, Any], names: Collection[str] | None) -> Iterator[tuple[int, int | None, str, list[str]]]:
-    """What of a file has a hash: (first byte, last byte + 1, hash, the keys that lie there)."""
+    """Hashed range of a file: (first byte, last byte + 1, hash, the keys that lie there)."""
     boxes = shard["boxes"]
     keys = [box["key"] for box in boxes]
     if "sha256" in shard:
@@ -169,7 +169,7 @@ def _parts(shard: dict[str, Any], names: Collection[str] | None) -> Iterator[tup
 
 
 def _hash(file: FileIO, begin: int, end: int | None) -> str:
-    """Of the bytes ``[begin, end)``; None is the end of the file."""
+    """Return the hash of the bytes ``[begin, end)``; None is the end of the file."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER))
     file.seek(begin)
     left = end - begin if end is not None else sys.maxsize

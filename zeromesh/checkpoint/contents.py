@@ -1,4 +1,4 @@
-"""What of a run is saved, under which names, and where in its memory it lies.
+"""Contents of a checkpoint: names of a run's tensors, and their places in memory.
 
 Names: ``parameter/NAME`` are the values that the optimizer updates (fp32 masters of 16-bit parameters), ``buffer/NAME``
 buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the generators of a rank as bytes.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RunState(Protocol):
-    """What of an engine is saved."""
+    """State of an engine that is saved."""
 
     sharded: ShardedModel
     mesh: Mesh
@@ -82,7 +82,7 @@ def _parameter_boxes(sharded: ShardedModel, flat: Flat) -> Iterator[Box]:
 
 
 def _boxes(name: str, held: Held, start: int, stop: int, data: torch.Tensor) -> Iterator[Box]:
-    """What this rank writes of elements ``[start, stop)``, which are ``data``, of those that it holds of a tensor."""
+    """Yield the boxes that this rank writes of elements ``[start, stop)``, which are ``data``, of a tensor."""
     for box in held.boxes(start, stop):
         if not box.owned:
             continue
@@ -93,7 +93,7 @@ def _boxes(name: str, held: Held, start: int, stop: int, data: torch.Tensor) -> 
 
 
 def updates_whole(flat: Flat) -> bool:
-    """Whether this rank updates whole parameters."""
+    """Return whether this rank updates whole parameters."""
     return flat.own.stop - flat.own.start == flat.layout.size
 
 
@@ -117,7 +117,7 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
 
 
 def pieces(sharded: ShardedModel) -> Iterator[tuple[Flat, Piece]]:
-    """What this rank updates."""
+    """Return the pieces that this rank updates."""
     return ((flat, piece) for flat in sharded.flats for _, _, piece in flat.pieces)
 
 
@@ -133,7 +133,7 @@ def own_buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def parameters(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
-    """By name, of those that are here: the dtype that the model computes in, and whether it is trained."""
+    """Return the compute dtype of each parameter here, and whether it is trained, by name."""
     return {
         segment.name: {"dtype": str(flat.layout.dtype).removeprefix("torch."), "trainable": flat.layout.trainable}
         for flat in sharded.flats

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model, and what differs if it is not."""
+"""Comparison of a checkpoint with a model, and the differences."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict:
 
 
 def shapes(sharded: ShardedModel) -> Shapes:
-    """Of the model's parameters and buffers, those of all stages; all ranks call it."""
+    """Return the parameters and buffers of all stages. Collective."""
     found = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
     found |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
     return {name: tuple(shape) for name, shape in of_all_stages(sharded.mesh, found).items()}
 
 
 def _fields(engine: RunState, reader: Reader) -> str:
-    """Which fields of the model's own configuration differ, as a line; empty if that is not known."""
+    """Return a line with the differing fields of the model's own configuration; empty if none are known."""
     saved = reader.manifest.get("model", {})
     differ = [
         f"{key} (saved {saved[key]!r}, wanted {value!r})"

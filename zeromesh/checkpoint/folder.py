@@ -36,7 +36,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def _is_readable(folder: Path) -> bool:
-    """Whether it is a checkpoint with a manifest as it was written."""
+    """Return whether it is a checkpoint with a manifest as it was written."""
     try:
         return bool(read_manifest(folder))
     except (OSError, ValueError):
@@ -44,7 +44,7 @@ def _is_readable(folder: Path) -> bool:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether all its files are there, too, and none is cut off; no hash is compared, which would take long."""
+    """Return whether all its files are there, too, and none is cut off; no hash is compared, which would take long."""
     try:
         require_files(folder, read_manifest(folder))
     except (OSError, ValueError, LookupError, TypeError):  # manifests of format 1 have no hash, and may hold anything
@@ -154,7 +154,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_swept(path: Path, series: str) -> bool:
-    """Whether it is a draft, an old or a half deleted checkpoint of a series, perhaps empty, and holds nothing else."""
+    """Return whether a folder is a draft or an old or half deleted checkpoint, and holds nothing else."""
     tag = path.name.removesuffix(GONE).removesuffix(DRAFT).removesuffix(OLD)
     in_series = tag.rstrip("0123456789") == series != tag
     if not (in_series and path.is_dir() and (is_left(path) or not (path / MANIFEST).is_file())):
@@ -205,7 +205,7 @@ def locate(folder: Path, tag: str) -> Path:
 
 
 def is_left(path: Path) -> bool:
-    """Whether it is what a save that was cut off, or is under way, has left beside the checkpoints: it is none."""
+    """Return whether a folder is left by a save that was interrupted or is under way, and is no checkpoint."""
     tag = path.name.removesuffix(OLD)
     return path.name.endswith(DRAFT) or (tag != path.name and locate(path.parent, tag) != path)
 

@@ -13,7 +13,7 @@ import torch
 from zeromesh.checkpoint.shards import CODES, dtype_name
 
 FORMAT = 2
-"""Of the manifests that are written; those of format 1 are read, too."""
+"""Format of manifests that are written; format 1 is read, too."""
 
 MANIFEST = "manifest.json"
 
@@ -22,7 +22,7 @@ MOST_SHOWN = 6
 
 
 def signed(content: dict[str, Any]) -> dict[str, Any]:
-    """What is written of a manifest: its format and a hash of itself, too."""
+    """Return the JSON of a manifest, with its format and a hash of itself."""
     content = {"format": FORMAT, **content}
     return {**content, "sha256": _digest(content)}
 

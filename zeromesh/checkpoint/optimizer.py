@@ -29,7 +29,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _restored(present: Any, saved: Any) -> Any:
-    """What an option becomes; a tensor stays the same object, since schedulers and captured graphs hold it."""
+    """Return the new value of an option; a tensor stays the same object, since schedulers and graphs hold it."""
     if isinstance(present, torch.Tensor) and isinstance(saved, int | float):
         present.detach().fill_(saved)
         return present
@@ -81,7 +81,7 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether all states of the optimizer that are no single numbers have the shape of their parameter."""
+    """Return whether all states of the optimizer that are no single numbers have the shape of their parameter."""
     known = type(optimizer).__module__.split(".")[0] == "zeromesh" or type(optimizer).__module__.startswith(
         "torch.optim"
     )

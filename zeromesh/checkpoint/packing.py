@@ -19,7 +19,7 @@ import torch
 
 
 class _Kind(NamedTuple):
-    """How values of one type are written, and read; ``to`` gives what ``pack`` takes."""
+    """Conversion of values of one type to and from JSON; ``to`` gives the argument of ``pack``."""
 
     mark: str
     type: type | tuple[type, ...]

@@ -112,7 +112,7 @@ def _lock(held: ExitStack, folder: Path) -> None:
 
 
 def _joined(draft: Path, ranks: int) -> dict[str, Any]:
-    """What the ranks wrote about their shards, in one; their own files go away."""
+    """Merge the ranks' descriptions of their shards; their own files are deleted."""
     shards: list[Any] = []
     joined: dict[str, dict[str, Any]] = {"scalars": {}, "parameters": {}, "tied": {}}
     for path in sorted(draft.glob("rank_*.json")):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of a run's schedule: the state of another one means nothing to it."""
+"""Comparison of a checkpoint's schedule with a run's: the state of another one means nothing to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def scheduler_name(scheduler: Any) -> str | None:
-    """What kind of scheduler it is, with those that it is made of; None if there is none."""
+    """Return the class of a scheduler, with those that it is made of; None if there is none."""
     if scheduler is None:
         return None
     name = scheduler.name if isinstance(scheduler, RateSchedule) else type(scheduler).__name__

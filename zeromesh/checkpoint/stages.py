@@ -1,4 +1,4 @@
-"""What the stages of a model have, brought together; where there is one stage, nothing is sent."""
+"""Gathering of a model's stages; with one stage nothing is sent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from zeromesh.comm.mesh import Mesh
 State = dict[str, torch.Tensor]
 
 STATE_TAG = 12
-"""Of the pipeline axis, for tensors that are shown or saved whole."""
+"""Tag on the pipeline axis of tensors that are shown or saved whole."""
 
 PART = 1 << 28
 """Bytes of one message: some backends count those in 32 bits."""
 
 
 def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of each name, of all stages; the first that has a name counts. All ranks call it."""
+    """Merge JSON values by name over all stages; the first stage that has a name counts. Collective."""
     if mesh.sizes["pipeline"] == 1:
         return dict(own)
     found: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def on_all_ranks(mesh: Mesh, own: State) -> State:
 
 
 def shows(mesh: Mesh) -> bool:
-    """Whether this rank takes part in ``on_first_rank``: it is the first rank, or sends it what its stage has."""
+    """Return whether this rank takes part in ``on_first_rank``: it is the first rank, or sends its stage there."""
     return 0 in _line(mesh)
 
 

@@ -24,7 +24,7 @@ def gathered_state_dict(sharded: ShardedModel) -> State:
 
 
 def _parts(sharded: ShardedModel) -> Iterator[State]:
-    """What this rank's stage has, where it is to be shown."""
+    """Return the tensors of this rank's stage, on the ranks that show them."""
     shown = shows(sharded.mesh)
     for unit in sharded.units:
         with sharded.gathered([unit]):
@@ -46,7 +46,7 @@ def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -
 
 
 def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> Any:
-    """As the model's own ``load_state_dict``, of a state of all stages. All ranks call it, and all raise.
+    """Load a state of all stages, as the model's own ``load_state_dict``. Collective; all ranks raise.
 
     Raises:
         RuntimeError: with ``strict``, names are missing or unknown; or a tensor does not fit.

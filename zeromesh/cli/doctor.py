@@ -43,7 +43,7 @@ FORMAT = 1
 """Number of the JSON document's form. It grows when a key goes or changes its meaning."""
 
 START_SECONDS = 10.0
-"""How long ranks wait for each other, unless ZEROMESH_START_TIMEOUT says otherwise."""
+"""Seconds that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set."""
 
 SLOW = 4.0
 """A link that is so many times slower than the median of its kind is a problem."""
@@ -112,7 +112,7 @@ def _backends(environment: Environment | None) -> list[dict[str, Any]]:
 
 
 def _together(environment: Environment, own: dict[str, Any] | None, found: list[Problem]) -> dict[str, Any]:
-    """What only all ranks together can say: the machines of all nodes, and the links."""
+    """Return the facts that need all ranks: the machines of all nodes, and the links."""
     waits = None if "ZEROMESH_START_TIMEOUT" in os.environ else timedelta(seconds=START_SECONDS)
     try:
         environment = init_distributed(environment=environment, start_timeout=waits)

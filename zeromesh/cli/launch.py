@@ -22,7 +22,7 @@ DEFAULT_RESTARTS = 3
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs.
+    """Program that every rank runs.
 
     Attributes:
         name: a script, a module, or with ``is_command`` any program.
@@ -60,7 +60,7 @@ class Program:
 
 @dataclass(frozen=True)
 class LaunchLayout:
-    """How many ranks run where; see ``zeromesh launch --help``.
+    """Number and place of ranks; see ``zeromesh launch --help``.
 
     Attributes:
         ranks: on each node; None for one per accelerator.
@@ -93,13 +93,13 @@ class LaunchLayout:
 
     @property
     def may_change(self) -> bool:
-        """Whether nodes may come and go."""
+        """True if nodes may come and go."""
         least, most = self.node_counts
         return least < most
 
     @property
     def restarts_made(self) -> int:
-        """How often all ranks may be started again."""
+        """Number of times that all ranks may be restarted."""
         made = (DEFAULT_RESTARTS if self.may_change else 0) if self.restarts is None else self.restarts
         if self.may_change and made < 1:
             raise ValueError(
@@ -164,7 +164,7 @@ def launch(program: Program, layout: LaunchLayout) -> None:
 
 
 def ranks_per_node(layout: LaunchLayout) -> int:
-    """As given, else one for each accelerator."""
+    """Return the number of ranks as given, else one for each accelerator."""
     ranks = default_ranks() if layout.ranks is None else layout.ranks
     if ranks < 1:
         raise ValueError(f"--nproc is {ranks}, but must be at least 1")
@@ -172,7 +172,7 @@ def ranks_per_node(layout: LaunchLayout) -> int:
 
 
 def announcement(layout: LaunchLayout, ranks: int, variables: dict[str, str]) -> str:
-    """What is about to be started, where the user did not say so himself."""
+    """Return a line that describes the start, where the user did not say it himself."""
     parts = [f"{ranks} rank{'s' if ranks > 1 else ''}"]
     if layout.ranks is None:
         parts.append("one for each accelerator" if ranks > 1 else "--nproc sets how many")
@@ -202,7 +202,7 @@ def write_slurm(program: Program, layout: LaunchLayout, options: SlurmOptions, o
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What a job asks Slurm for.
+    """Resources that a job asks Slurm for.
 
     Attributes:
         gpus: on each node; 0 for ranks on CPUs.

@@ -19,7 +19,7 @@ from zeromesh.train.screen import write
 
 @dataclass(frozen=True)
 class ScheduleFiles:
-    """What is written besides; None is not."""
+    """Files to write besides; None is not written."""
 
     svg: Path | None = None
     png: Path | None = None

@@ -376,7 +376,7 @@ class Group:
         return [self._later.run(cross, tag)], [far.get(node, mine) for node in range(count)]
 
     def _of_node(self, shards: Sequence[torch.Tensor], near: dict[int, list[torch.Tensor]], node: int) -> list[Any]:
-        """What this node's ranks have for the rank at this one's place of another node, in their order."""
+        """Return the parts of this node's ranks for the partner on another node, in their order."""
         places = self.places
         mine = shards[places.nodes[node][places.place]]
         return [near[p][node] if p in near else mine for p in range(len(places.nodes[places.node]))]
@@ -556,7 +556,7 @@ def _accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> 
 
 
 def _add_in_chunks(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool, size: int) -> None:
-    """As ``_accumulate``, so many elements at a time, of which a sum and a converted part are in scratch memory."""
+    """Accumulate chunk by chunk, so that a sum and a converted part fit into scratch memory."""
     scratch = torch.empty(2, min(size, out.numel()), dtype=out.dtype, device=out.device)
     for target, first, *rest in zip(out.split(size), *(part.split(size) for part in parts), strict=True):
         whole, converted = scratch[:, : target.numel()]

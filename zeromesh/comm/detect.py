@@ -1,4 +1,4 @@
-"""Who this process is among the others, as its launcher's variables say."""
+"""Environment of a process, from its launcher's variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeromesh.comm import launchers
 from zeromesh.comm.launchers import DEFAULT_PORT, LOOPBACK, MASTER, MPI, SLURM, TORCHRUN, Launcher, names_of
 
 VARIABLES = TORCHRUN.needed
-"""What torchrun sets for each process."""
+"""Variables that torchrun sets for each process."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +107,17 @@ class Environment:
 
     @property
     def one_node(self) -> bool:
-        """Whether all ranks are on this node."""
+        """True if all ranks are on this node."""
         return self.local_world_size == self.world_size
 
 
 def is_launched(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has started this process as one of its ranks."""
+    """Return whether a launcher has started this process as one of its ranks."""
     return launchers.find(env) is not None
 
 
 def may_restart(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher starts the ranks again when one fails, or nodes come and go, perhaps on another world.
+    """Return whether the launcher restarts the ranks after failures or changes of nodes.
 
     ``zeromesh launch`` and torchrun tell it in TORCHELASTIC_MAX_RESTARTS; nodes that go cost a restart, too.
     """

@@ -1,4 +1,4 @@
-"""Who this process is among the others, and the start of the process group."""
+"""Environment of a process, and the start of the process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a run: ranks that cannot start, and which rank failed first, and why."""
+"""Failures of a run: ranks that cannot start, and the rank that failed first with its reason."""
 
 from __future__ import annotations
 

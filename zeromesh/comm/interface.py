@@ -1,4 +1,4 @@
-"""Which network interface leads to the master."""
+"""Network interface that leads to the master."""
 
 from __future__ import annotations
 

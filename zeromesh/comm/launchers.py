@@ -1,4 +1,4 @@
-"""What launchers tell the processes that they start: a table of variable names, and how their values are read."""
+"""Table of the variables that launchers set, and functions that read them."""
 
 from __future__ import annotations
 
@@ -147,13 +147,13 @@ def find(env: Mapping[str, str]) -> Launcher | None:
 
 
 def _is_whole(env: Mapping[str, str]) -> bool:
-    """Whether torchrun's variables say everything."""
+    """Return whether torchrun's variables say everything."""
     short = env.get("MASTER_ADDR") in LOOPBACK
     return all(name in env for name in (("RANK", "WORLD_SIZE", "MASTER_PORT") if short else TORCHRUN.needed))
 
 
 def in_step(env: Mapping[str, str]) -> bool:
-    """Whether this is one of several tasks that ``srun`` started.
+    """Return whether this is one of several tasks that ``srun`` started.
 
     The shell of ``salloc`` and the script of ``sbatch`` have Slurm's variables too, and so has a shell that
     ``srun --pty`` started as the only task; what they start is a single process. ``sbatch`` says that its script is

@@ -1,4 +1,4 @@
-"""What a process waits for as it ends, so that it does not end by SIGABRT instead."""
+"""Waits at the end of a process, which would end by SIGABRT otherwise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def await_gloo() -> None:
 
 
 def _busy() -> bool:
-    """Whether such a thread runs or wants to; one that waits for a message may go on doing so."""
+    """Return whether such a thread runs or wants to; one that waits for a message may go on doing so."""
     for task in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = task.read_text().partition("(")[2].rpartition(")")

@@ -1,4 +1,4 @@
-"""How fast the ranks' links are: along each axis of a mesh, and between pairs of ranks."""
+"""Speed of the ranks' links: along each axis of a mesh, and between pairs of ranks."""
 
 from __future__ import annotations
 

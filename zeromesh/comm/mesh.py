@@ -32,7 +32,7 @@ AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
 
 @dataclass(frozen=True)
 class Links:
-    """What is known of the links between ranks, and how the slow ones are used.
+    """Links between ranks, and the use of slow ones.
 
     Attributes:
         node: this rank's; None if all ranks are on one node.
@@ -201,12 +201,12 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the global batch this rank feeds."""
+        """Index of the share of the global batch that this rank feeds."""
         return self.replicate.rank * self.sizes["data"] + self.group("data").rank
 
     @property
     def gradients(self) -> int:
-        """How many ranks' gradients are averaged: those of different samples, or parts of a sequence."""
+        """Number of ranks whose gradients are averaged: those with other samples, or parts of a sequence."""
         return self.data_size * self.sizes["context"]
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other once, right after their group has started: their versions and their hosts."""
+"""Facts that ranks exchange right after their group has started: versions and hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSIONS = ("zeromesh", "torch", "python")
 
 @dataclass(frozen=True)
 class Peer:
-    """What a rank says of itself.
+    """Facts of one rank.
 
     Attributes:
         versions: of ``VERSIONS``.
@@ -47,7 +47,7 @@ class Peer:
 
 
 def gather(device: torch.device) -> list[Peer]:
-    """What every rank of the whole group says, by rank; ``device`` is one that the group serves."""
+    """Return the facts of every rank; ``device`` is one that the group serves. Collective."""
     own = Peer.own()
     text = b"".join(field.encode()[:_WIDTH].ljust(_WIDTH, b"\0") for field in (*own.versions, own.host))
     row = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)

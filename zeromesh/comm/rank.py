@@ -1,4 +1,4 @@
-"""What each rank runs that ZeroMesh starts: a script, a module, a program or a function. No other file is imported.
+"""Program of each rank: runs a script, a module, a program or a function. Imports no other file of the package.
 
 It is run as a file: ``python rank.py script FILE ...``, ``python rank.py module NAME ...``,
 ``python rank.py program NAME ...`` or ``python rank.py function FOLDER``. An exception that nobody catches is written

@@ -1,4 +1,4 @@
-"""How the ranks find each other: the store of rank 0, and what they tell each other there before the group starts."""
+"""Rendezvous of ranks: the store of rank 0, and messages there before the group starts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import LOOPBACK
 
 START_SECONDS = 300.0
-"""How long ranks wait for each other at the start, unless ZEROMESH_START_TIMEOUT says otherwise."""
+"""Seconds that ranks wait for each other at the start, unless ZEROMESH_START_TIMEOUT is set."""
 
 FAREWELL_SECONDS = 10.0
-"""How long a rank that cannot go on tries to tell the others why."""
+"""Seconds that a rank that cannot go on tries to tell the others why."""
 
 _TCPStore, _PrefixStore = dist.TCPStore, dist.PrefixStore  # type: ignore[attr-defined]
 
@@ -35,7 +35,7 @@ keys."""
 
 
 def start_limit(given: timedelta | None = None) -> timedelta:
-    """How long to wait for the other ranks: as given, else ZEROMESH_START_TIMEOUT in seconds, else five minutes.
+    """Return the limit of the wait for other ranks: as given, else ZEROMESH_START_TIMEOUT, else five minutes.
 
     Raises:
         ValueError: if it is not a number above 0.
@@ -127,7 +127,7 @@ def _tell(environment: Environment, prefix: str, problem: Exception) -> None:
 
 
 def _serves(environment: Environment) -> bool:
-    """Whether this process holds the store; torchrun's agent may do so instead."""
+    """Return whether this process holds the store; torchrun's agent may do so instead."""
     return environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -226,7 +226,7 @@ def reach(address: str, port: int, end: float) -> tuple[int, str]:
 
 
 def holder_of(port: int) -> str:
-    """Which process of this machine listens on a TCP port: " (process 12, python train.py)", or "" if unknown."""
+    """Name the process that listens on a TCP port: " (process 12, python train.py)", or "" if unknown."""
     inodes = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         rows = table.read_text().splitlines()[1:] if table.is_file() else []
@@ -240,7 +240,7 @@ def holder_of(port: int) -> str:
 
 
 def _open_files(process: Path) -> set[str]:
-    """What its descriptors stand for, as far as this user may see them; some may be closed meanwhile."""
+    """Return the targets of a process's descriptors, as far as this user may see them."""
     found = set()
     with contextlib.suppress(OSError):
         for entry in (process / "fd").iterdir():

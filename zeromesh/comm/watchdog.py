@@ -235,7 +235,7 @@ class Watchdog:
 
     @property
     def beat(self) -> int:
-        """How often this rank has given a sign of life."""
+        """Number of this rank's signs of life."""
         return self._beat
 
     def _end(self, why: str, tell: bool) -> None:

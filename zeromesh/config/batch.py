@@ -13,7 +13,7 @@ MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 
 LISTED = 20
-"""How many numbers of ranks that work an error lists."""
+"""Most numbers of ranks that an error lists."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def section_of(part: Schema, definitions: dict[str, Schema]) -> Schema | None:
 
 
 def _rule(part: Schema, definitions: dict[str, Schema]) -> str:
-    """What may stand there, in words: "a whole number >= 1 or null"."""
+    """Return the allowed values of a key in words: "a whole number >= 1 or null"."""
     if "anyOf" in part:
         return " or ".join(dict.fromkeys(_rule(option, definitions) for option in part["anyOf"]))
     if "$ref" in part:

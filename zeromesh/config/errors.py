@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: one error that lists every problem."""
+"""Errors of a configuration: one error lists every problem."""
 
 from __future__ import annotations
 

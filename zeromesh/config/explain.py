@@ -61,7 +61,7 @@ def without_effect(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def look_up(document: Mapping[str, Any], path: str) -> tuple[bool, Any]:
-    """Whether ``path`` is in the document, and the value there."""
+    """Return whether ``path`` is in the document, and the value there."""
     value: Any = document
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -149,7 +149,7 @@ def _unknown(path: str, entries: dict[str, Entry]) -> str:
 
 
 def _remedy(value: Any, detail: ErrorDetails, entry: Entry) -> str:
-    """What to write instead, as exactly as can be told."""
+    """Return the remedy, as exactly as it is known."""
     return next(_remedies(value, detail["type"], entry))
 
 

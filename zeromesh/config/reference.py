@@ -100,7 +100,7 @@ def _origin(path: str) -> str:
 
 
 def _note(path: str) -> str:
-    """What is special about a key, or about the sections that it is in."""
+    """Return notes on a key, or on the sections that it is in."""
     parts = path.split(".")
     above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     notes = [f"*no effect*: {WITHOUT_EFFECT[step]}" for step in above if step in WITHOUT_EFFECT][:1]

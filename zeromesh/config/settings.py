@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zeromesh")
 
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-"""What DeepSpeed calls the device of a state."""
+"""DeepSpeed's names of tiers."""
 
 BLOCK = 4096
 """Bytes of which requests of direct I/O are multiples, on all file systems."""
@@ -236,7 +236,7 @@ class Settings(Section):
 
     @property
     def model_sizes(self) -> dict[str, int]:
-        """By axis along which ranks share a model: what its keys, ours and DeepSpeed's, say together.
+        """Return the size of each axis that shares a model, from our keys and DeepSpeed's together.
 
         Raises:
             ConfigError: they say different sizes.
@@ -253,13 +253,13 @@ class Settings(Section):
 
     @property
     def says_batch(self) -> bool:
-        """Whether any of the three sizes of batches is given."""
+        """True if any of the three sizes of batches is given."""
         sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         return any(size is not None for size in sizes)
 
     @property
     def across_nodes(self) -> tuple[str | None, str | None]:
-        """How parameters and gradients are written on links between nodes; see ``communication``.
+        """Formats of parameters and gradients on links between nodes; see ``communication``.
 
         DeepSpeed's ``zero_quantized_weights`` and ``zero_quantized_gradients`` (Wang et al., "ZeRO++", 2023) stand for
         8 bits.
@@ -292,7 +292,7 @@ class Settings(Section):
 
     @property
     def row(self) -> PlacementRow:
-        """Which states are sharded, and where they rest. Hybrid sharding is a matter of the mesh."""
+        """Placement of each state. Hybrid sharding is a matter of the mesh."""
         zero = self.zero_optimization
         return replace(
             ROWS[zero.stage],
@@ -382,7 +382,7 @@ class Resolved(Settings):
 
     @property
     def gradient_predivide(self) -> float | None:
-        """What gradients are divided by before they are reduced; None to choose. The rest of the mean comes after."""
+        """Divisor of gradients before they are reduced; None to choose. The update does the rest of the mean."""
         return float(self.data_size) if self.prescale_gradients else self.gradient_predivide_factor
 
 

@@ -1,4 +1,4 @@
-"""What is special about keys: the tables that the rules on them are read from.
+"""Tables of special keys, which the rules read.
 
 Each is keyed by dotted path; a path of a section speaks for all keys in it.
 """

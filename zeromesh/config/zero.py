@@ -174,26 +174,26 @@ class ZeroOptimization(Section):
 
     @property
     def row_options(self) -> OffloadOptimizer:
-        """How what is offloaded of the optimizer rests and is updated; the defaults where nothing is."""
+        """Options of the offloaded optimizer states; the defaults where nothing is offloaded."""
         section = self.offload_optimizer
         return OffloadOptimizer() if section is None or section.device == "none" else section
 
     @property
     def pins(self) -> bool:
-        """Whether host memory is page-locked."""
+        """True if host memory is page-locked."""
         sections = [section for section in (self.offload_optimizer, self.offload_param) if section is not None]
         return all(section.pin_memory for section in sections) and self.cpu_offload_use_pin_memory is not False
 
     @property
     def optimizer_device(self) -> Device:
-        """Where the optimizer's state rests, by the present keys or the older ones."""
+        """Tier of the optimizer's state, by the present keys or the older ones."""
         if self.offload_optimizer is not None:
             return self.offload_optimizer.device
         return "cpu" if self.cpu_offload else "none"
 
     @property
     def parameter_device(self) -> Device:
-        """Where the parameters rest, by the present keys or the older ones."""
+        """Tier of the parameters, by the present keys or the older ones."""
         if self.offload_param is not None:
             return self.offload_param.device
         return "cpu" if self.cpu_offload_param else "none"

@@ -1,4 +1,4 @@
-"""What every kind of model needs to run with its sequences spread over ranks."""
+"""Common parts of models whose sequences are spread over ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
 
 
 def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
-    """Of the forward of a class of modules."""
+    """Return the signature of the forward of a class of modules."""
     return inspect.signature(kind.forward).parameters
 
 

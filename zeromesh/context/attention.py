@@ -213,7 +213,7 @@ class _Ring(torch.autograd.Function):
 
 
 def needed(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
-    """Which of a rank's queries see which of the keys of rank ``source``, and whether only those not after themselves.
+    """Return the ranges of a rank's queries and of rank ``source``'s keys that see each other, and their mask.
 
     Both have ``length`` tokens, an early and a late chunk. In each case it is half of all pairs.
     """
@@ -258,7 +258,7 @@ def _unpack(buffer: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> t
 
 
 def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's attention does it under autocast."""
+    """Cast inputs as torch's attention does under autocast."""
     device = q.device.type
     if not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
         return q, k, v

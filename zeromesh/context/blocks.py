@@ -44,7 +44,7 @@ class AttentionBlock:
 
 
 class Kernel(Protocol):
-    """How a block is computed."""
+    """Implementation of a block."""
 
     def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """The result, and the log-sum-exp of each query's scores, (batch, heads, sequence), in at least fp32."""
@@ -52,7 +52,7 @@ class Kernel(Protocol):
     def gradients(
         self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the block gives to the gradients of q, k and v.
+        """Return the block's contributions to the gradients of q, k and v.
 
         Args:
             block: as in the forward.

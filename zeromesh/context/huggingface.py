@@ -128,7 +128,7 @@ def _require_modules(model: Any) -> None:
 
 
 class _Parts:
-    """What a model calls in place of its own: its forward, its attention and the making of its mask."""
+    """Replacements of a model's forward, attention and mask functions."""
 
     def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any) -> None:
         self._kind, self._applied, self._sdpa, self._sdpa_mask = type(model), applied, attention, mask
@@ -159,7 +159,7 @@ class _Parts:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extras: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """As transformers calls it."""
+        """Attention function in the signature of transformers."""
         if not self._applied.active:
             found: tuple[Tensor, None] = self._sdpa(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
@@ -180,7 +180,7 @@ class _Parts:
         return f"{paths[0] if paths else 'a module'} ({type(module).__name__})"
 
     def mask(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers calls it: no mask, as attention is causal. It would take jumps of positions for documents."""
+        """Return no mask, in the signature of transformers: attention is causal; position jumps are no documents."""
         if not self._applied.active:
             return self._sdpa_mask(*args, **kwargs)
         name = self._kind.__name__

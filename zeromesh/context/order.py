@@ -1,4 +1,4 @@
-"""Which part of a sequence each rank holds.
+"""Part of a sequence that each rank holds.
 
 The sequence is cut into twice as many chunks as there are ranks, and rank i of c holds chunks i and 2c-1-i (zigzag).
 Under a causal mask a chunk sees those before it, so a rank with one early and one late chunk has as much to compute as

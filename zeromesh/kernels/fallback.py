@@ -1,4 +1,4 @@
-"""What the kernels do, by torch and numpy, for where there is no native library: several passes over memory."""
+"""Kernels by torch and numpy, where there is no native library: several passes over memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _mix(sums: Numbers, words: Numbers) -> Numbers:
 
 
 def checksums(data: Bytes) -> Numbers:
-    """Of each MiB of bytes, as ``zeromesh_checksum`` in native.c computes it, all whole ones at once."""
+    """Return the checksum of each MiB, as ``zeromesh_checksum`` in native.c computes it."""
     whole = len(data) // _BLOCK * _BLOCK
     blocks = (data[:whole].reshape(-1, _BLOCK), data[None, whole:])
     found = [np.empty(0, np.uint64)]

@@ -113,7 +113,7 @@ def _load() -> Library:
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    """What the functions take; see native.c."""
+    """Declare the functions' arguments; see native.c."""
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     handle.zeromesh_instructions.argtypes = [number]
     handle.zeromesh_instructions.restype = ctypes.c_char_p
@@ -125,7 +125,7 @@ def _declare(handle: ctypes.CDLL) -> None:
 
 
 def threads_of(threads: int | None) -> int:
-    """How many threads work: as many as torch uses, if none are told.
+    """Return the number of threads to use: as given, else as many as torch uses.
 
     Raises:
         ValueError: there would be none.

@@ -16,7 +16,7 @@ _SUMMED = 65536
 _CHECKED = 1 << 20
 
 _ADD = UpdateStep("sgd", {"lr": -1.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}, 1)
-"""To add is a step of 1 along the gradient."""
+"""Settings of SGD with which a step adds the gradient."""
 
 
 def sum_of_squares(tensor: torch.Tensor, threads: int | None = None, instructions: str | None = None) -> float:
@@ -69,7 +69,7 @@ def checksum(tensor: torch.Tensor, threads: int | None = None) -> int:
 
 
 def _checksums(data: fallback.Bytes, threads: int) -> fallback.Numbers:
-    """Of each block of the bytes."""
+    """Return the checksum of each block of the bytes."""
     native = library()
     if native is None:
         return fallback.checksums(data)

@@ -143,7 +143,7 @@ def _update_by_torch(piece: UpdatePiece, factor: float) -> None:
 
 
 def _row(step: UpdateStep, factor: float) -> RuleRow:
-    """What the kernel computes with."""
+    """Return the numbers that the kernel computes with."""
     rule = RULES[step.rule]
     values = {"decay": 1.0, "scale": -factor if step.group.get("maximize") else factor}
     return RuleRow(rule=rule.code, **values | rule.row(step.group, step.number))

@@ -43,7 +43,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Which ranks there are, and what holds them together.
+    """Ranks to start, and their rendezvous.
 
     Attributes:
         ranks: on this node.
@@ -69,7 +69,7 @@ class LaunchPlan:
 
     @property
     def one_node(self) -> bool:
-        """Whether the ranks of this node are all."""
+        """True if the ranks of this node are all."""
         return not self.master
 
 
@@ -155,7 +155,7 @@ def _agent(
 
 
 def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
-    """Where the nodes meet. Torch waits for ever on a program that is no store, and does not heed Ctrl-C meanwhile."""
+    """Rendezvous of the nodes. Torch would wait for ever on a program that is no store, and ignore Ctrl-C meanwhile."""
     if not plan.secret:
         raise ValueError("several nodes need a secret that they share")
     # A node that is gone is missed after six seconds, and after five more the others go on without it.

@@ -79,7 +79,7 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What a rank needs to make the call."""
+    """Return the pickled call for a rank."""
     name = getattr(function, "__qualname__", repr(function))
     try:
         call = pickle.dumps((function, args))
@@ -102,7 +102,7 @@ def _result(folder: Path, rank: int) -> Any:
 
 
 def _main_data() -> dict[str, Any]:
-    """How a rank imports the script that runs, in the form of multiprocessing."""
+    """Return multiprocessing's description of the script that runs, with which a rank imports it."""
     from multiprocessing import spawn
 
     data = spawn.get_preparation_data("zeromesh")
@@ -121,7 +121,7 @@ def python_rank(kind: str, target: str, arguments: Sequence[str] = ()) -> list[s
 
 
 def default_ranks() -> int:
-    """As many ranks as this machine has accelerators; one if it has none."""
+    """Return the number of accelerators of this machine; 1 if it has none."""
     import torch
 
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1

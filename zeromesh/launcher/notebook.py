@@ -1,4 +1,4 @@
-"""What a function of a notebook needs in another process: source, modules and values, found from its names.
+"""Definitions that a notebook's function needs in another process: source, modules and values.
 
 A process cannot import what was typed into a notebook, and a copy made by ``fork`` hangs in its first parallel
 operation once the notebook has computed anything with several threads, and cannot use CUDA once the notebook has. So
@@ -23,13 +23,13 @@ LAMBDA = "<lambda>"
 
 
 def is_interactive() -> bool:
-    """Whether ``__main__`` was typed in, or came through a pipe, so that there is no file that could be imported."""
+    """Return whether ``__main__`` is interactive or came through a pipe, so that no file can be imported."""
     main = sys.modules[MAIN]
     return getattr(main, "__spec__", None) is None and not os.path.isfile(getattr(main, "__file__", None) or "")
 
 
 def definitions_of(call: Any) -> list[tuple[str, str, Any]]:
-    """What ``__main__`` of another process must be given so that a call works there; see ``rank.define``.
+    """Return the definitions for ``__main__`` of another process; see ``rank.define``.
 
     Args:
         call: what can be pickled, such as a function and its arguments.

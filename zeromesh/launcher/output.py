@@ -1,4 +1,4 @@
-"""What ranks write reaches the terminal as whole lines that say whose they are.
+"""Relay of ranks' output: whole lines that name their rank.
 
 Rank 0 writes to the terminal itself, so that its lines of progress stay alive. What the others write comes through
 named pipes, line by line, as ``[RANK] line``.
@@ -22,7 +22,7 @@ LONGEST = 1 << 16
 """Bytes of a line without an end that are shown as a line."""
 
 LAST_READS = 16
-"""How often a pipe is read as it is closed. What a rank wrote fits; a process that it left behind may never stop."""
+"""Number of reads of a pipe as it is closed. A process that a rank left behind may never stop writing."""
 
 
 class Relay:
@@ -128,7 +128,7 @@ def _pieces(lines: Sequence[bytes]) -> Iterator[bytes]:
 
 
 class OutputStreams(DefaultLogsSpecs):
-    """Where the ranks of a node write, in the form that torchrun's library asks for it.
+    """Destinations of the ranks' output, in the form of torchrun's library.
 
     Args:
         folder: for torchrun's files.

@@ -1,4 +1,4 @@
-"""How the launchers of the nodes meet: on loopback where there is one node, else over a store whose content is signed.
+"""Rendezvous of launchers: on loopback for one node, else over a store whose content is signed.
 
 torch's elastic rendezvous keeps its state pickled in a store that takes connections from everybody. One node needs no
 such state. Several nodes sign it with a secret that they share, and nothing is unpickled whose signature is wrong.
@@ -70,7 +70,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks use the store of this process."""
+        """True if ranks use the store of this process."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:

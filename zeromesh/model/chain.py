@@ -21,7 +21,7 @@ class Function(nn.Module):
         self.function = function
 
     def forward(self, inputs: Any) -> Any:
-        """What the function returns."""
+        """Return the result of the function."""
         return self.function(inputs)
 
 
@@ -41,12 +41,12 @@ class Shared(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """What is shared."""
+        """The shared layer."""
         module: nn.Module = vars(self)["_all"][self.key]
         return module
 
     def forward(self, inputs: Any) -> Any:
-        """What the function, or the module, makes of them."""
+        """Return the result of the function, or of the module."""
         return self.module(inputs) if self.function is None else self.function(self.module, inputs)
 
 
@@ -79,7 +79,7 @@ class Chain(nn.Module):
         return layer.module if isinstance(layer, Shared) else layer
 
     def users(self) -> Mapping[int, frozenset[int]]:
-        """By ``id`` of a module inside, the numbers of the layers that compute with it; none for what is outside."""
+        """Return the numbers of the layers that compute with each module inside, by its ``id``."""
         found: dict[int, set[int]] = defaultdict(set)
         for number, name in enumerate(self.layers):
             for module in (self.get_submodule(name), *self.computes_with(number).modules()):
@@ -93,11 +93,11 @@ class Chain(nn.Module):
                 yield first, min(first + size, stop)
 
     def forward(self, inputs: Any) -> Any:
-        """What the last layer returns."""
+        """Return the output of the last layer."""
         return self.run(0, len(self.layers), inputs)
 
     def run(self, first: int, stop: int, inputs: Any) -> Any:
-        """What some layers make of the inputs."""
+        """Return the output of some layers."""
         for name in self.layers[first:stop]:
             inputs = self._modules[name](inputs)  # type: ignore[misc]
         return inputs

@@ -1,4 +1,4 @@
-"""Which functions of torch write to a tensor that they are given."""
+"""Functions of torch that write to a given tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What configurations of models say about sizes."""
+"""Sizes in the configurations of models."""
 
 from __future__ import annotations
 

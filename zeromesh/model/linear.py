@@ -28,7 +28,7 @@ class Columns:
 
 @dataclass
 class Ticket:
-    """What a layer leaves for the node of its weight's gradient: its input, and the gradient of its output.
+    """Operands of a layer's weight gradient: its input, and the gradient of its output.
 
     Attributes:
         operands: these.
@@ -45,7 +45,7 @@ Kept = list[tuple[Tensor, Ticket]]
 
 class _Now:
     kept: Kept | None = None
-    """Of the whole process: a backward may run, and call layers again, in threads of autograd's own."""
+    """Mode of the whole process, because autograd's own threads may run a backward and call layers again."""
 
 
 @contextmanager
@@ -59,12 +59,12 @@ def keeping(kept: Kept | None) -> Iterator[None]:
 
 
 def is_keeping() -> bool:
-    """Whether weights' gradients are left for later."""
+    """Return whether weights' gradients are left for later."""
     return _Now.kept is not None
 
 
 def multiply(x: Tensor, columns: Columns) -> Tensor:
-    """What a layer gives, as plain torch computes it; ``keeping`` says when its weight's gradient is computed."""
+    """Return a layer's output, as plain torch computes it; ``keeping`` says when its weight gradient is computed."""
     weight, bias = columns.weight, columns.bias
     if _Now.kept is None or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad and x.ndim > 1):
         return torch.nn.functional.linear(x, weight.t() if columns.transposed else weight, bias)
@@ -77,7 +77,7 @@ def multiply(x: Tensor, columns: Columns) -> Tensor:
 
 
 def _cast(value: Tensor) -> Tensor:
-    """As autocast does it, where it is on."""
+    """Cast a tensor as autocast does, where it is on."""
     device = value.device.type
     if not torch.is_autocast_enabled(device) or value.dtype is torch.float64:
         return value
@@ -97,7 +97,7 @@ class WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Of weight and bias, if the product has left what they are made of."""
+        """Return the gradients of weight and bias, if the product has left its operands."""
         ticket, transposed, then = ctx.settings
         if ticket.operands is None:  # the product gave the gradients itself
             return None, None, None, None, None
@@ -111,20 +111,20 @@ class WeightGradient(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """What a layer gives, whose backward leaves the weight's gradient to the node of ``WeightGradient``."""
+    """Linear layer whose backward leaves the weight gradient to the node of ``WeightGradient``."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, token: Tensor | None, weight: Tensor, bias: Tensor | None, ticket: Ticket, transposed: bool
     ) -> Tensor:
-        """Of ``x``; without a ``token`` the ticket's node must be run by somebody."""
+        """Return the gradient of ``x``; without a ``token`` somebody must run the ticket's node."""
         ctx.save_for_backward(x, weight)
         ctx.settings = ticket, transposed
         return multiply(x, Columns(weight, bias, transposed))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Of ``x``; also of the weight and the bias where they cannot be left for later."""
+        """Return the gradient of ``x``, and of weight and bias where they cannot be postponed."""
         (x, weight), (ticket, transposed) = ctx.saved_tensors, ctx.settings
         of_x = gradient @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
         token = gradient.new_empty(0) if ctx.needs_input_grad[1] else None

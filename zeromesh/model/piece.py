@@ -1,4 +1,4 @@
-"""What an optimizer sees of a parameter: the piece of it that this rank updates."""
+"""Piece of a parameter that this rank updates, as an optimizer sees it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.held.whole
 
     @property
     def whole(self) -> bool:
-        """Whether this rank holds all of the parameter."""
+        """True if this rank holds all of the parameter."""
         return self.held.split is None and self.start == 0 and self.stop == torch.Size(self.shape).numel()
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Piece:
         return self.held.cut(whole).reshape(-1)[self.start : self.stop]
 
     def owned(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What is to be counted here of this piece's ``values``, which other ranks may hold, too."""
+        """Return the part of this piece's ``values`` that counts here; other ranks may hold copies."""
         flat = values.reshape(-1)
         for box in self.held.boxes(self.start, self.stop):
             if box.owned:
@@ -52,7 +52,7 @@ class Piece:
 
 
 class PieceExchange(Protocol):
-    """What an optimizer that needs more than its own elements may ask of the other ranks.
+    """Exchange between ranks for optimizers that need more than their own elements.
 
     Every rank must make the same calls in the same order.
     """

@@ -1,4 +1,4 @@
-"""Where each state of a unit rests: the one table that all that ZeRO names are rows of.
+"""Placement of each state of a unit: the table whose rows are ZeRO's stages.
 
 A unit has three states: its parameters, their gradients, and the optimizer's state (fp32 master,
 moments). Each has a placement over the data-parallel ranks and a tier of memory. What has to be
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 
 class Placement(enum.Enum):
-    """How a state lies over the ranks of the shard group."""
+    """Distribution of a state over the ranks of the shard group."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"

@@ -1,4 +1,4 @@
-"""Which dtype is used where: one frozen policy, read by every part."""
+"""Dtypes of a run: one frozen policy, read by every part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss is scaled in fp16 (Micikevicius et al., "Mixed Precision Training", 2018).
+    """Scaling of the loss in fp16 (Micikevicius et al., "Mixed Precision Training", 2018).
 
     ``static`` is a fixed scale, or None for a dynamic one that starts at ``2 ** initial_power``, doubles after
     ``window`` good steps and halves on an overflow, once ``hysteresis`` overflows have been used up.

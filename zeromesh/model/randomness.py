@@ -10,12 +10,12 @@ import torch
 
 
 def _generators(device: torch.device) -> list[Any]:
-    """What gives and takes the state of a default generator: of the CPU's, and of the device's own."""
+    """Getters and setters of the states of default generators: the CPU's, and the device's own."""
     return [torch.random] if device.type == "cpu" else [torch.random, torch.get_device_module(device)]
 
 
 def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """As it is now, for ``drawing_from``."""
+    """Return the present state, for ``drawing_from``."""
     return tuple(generator.get_rng_state() for generator in _generators(device))
 
 

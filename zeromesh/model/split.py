@@ -1,4 +1,4 @@
-"""How a parameter is cut along one dim over the ranks of the tensor axis: declared once, all else follows from it.
+"""Split of a parameter along one dim over the ranks of the tensor axis.
 
 Pure arithmetic. A rank has one or more intervals of the whole dim, one after the other: two of a fused gate-up weight,
 three of a fused qkv weight, one of most others. Ranks with the same intervals hold copies.
@@ -72,7 +72,7 @@ class Split:
 
     @property
     def ranks(self) -> int:
-        """Of the tensor axis."""
+        """Split along the tensor axis."""
         return len(self.intervals)
 
     def holders(self, start: int, stop: int) -> list[int]:
@@ -80,11 +80,11 @@ class Split:
         return [rank for rank, part in enumerate(self.intervals) if (start, stop) in part]
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """That of a rank's part of a parameter."""
+        """Return the shape of a rank's part of a parameter."""
         return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
 
     def boxes(self, rank: int) -> list[tuple[int, int, int]]:
-        """Where a rank's entries of the dim lie: (in its own part, in the whole, how many)."""
+        """Yield a rank's entries of the dim: (start in its own part, start in the whole, count)."""
         found, place = [], 0
         for start, stop in self.intervals[rank]:
             if start < stop:
@@ -106,7 +106,7 @@ READ = 1 << 22
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of one parameter along the tensor axis: all of it, or its part.
+    """Part of one parameter that this rank holds along the tensor axis.
 
     Attributes:
         whole: shape of the whole parameter.
@@ -126,11 +126,11 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is here."""
+        """Shape of the part on this rank."""
         return self.whole if self.split is None else self.split.shape(self.whole)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """What is here of a whole tensor of the parameter's shape."""
+        """Return this rank's part of a whole tensor of the parameter's shape."""
         return whole if self.split is None else self.split.take(whole, self.rank)
 
     def place(self, part: Tensor, whole: Tensor) -> None:
@@ -219,7 +219,7 @@ class HeldBox:
 
 
 def _indivisible(section: int, blocks: int, block: int, ranks: int) -> str:
-    """What is wrong, and which numbers of ranks and blocks would do."""
+    """Return the problem, and the numbers of ranks and blocks that would do."""
     sizes = [size for size in range(1, 2 * max(blocks, ranks) + 1) if blocks % size == 0 or size % blocks == 0]
     below = max((size for size in sizes if size < ranks), default=1)
     above = min((size for size in sizes if size > ranks), default=blocks)

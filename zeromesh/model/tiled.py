@@ -33,14 +33,14 @@ class Tile(nn.Linear):
         super().__init__(inputs, outputs, bias, device, dtype)
 
     def reset_parameters(self) -> None:
-        """As torch draws the whole layer's."""
+        """Draw the values as torch draws the whole layer's."""
         bound = 1 / math.sqrt(self._fan_in)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
 
 class TiledLinear(nn.Module):
-    """As ``nn.Linear``, its weight in ``out_splits`` x ``in_splits`` tiles that are never in memory all at once.
+    """Linear layer whose weight is in ``out_splits`` x ``in_splits`` tiles, never in memory all at once.
 
     Shapes are those of ``nn.Linear``: ``(..., in_features)`` to ``(..., out_features)``. Outputs of the tiles of a row
     are added from left to right; their inputs' gradients by autograd.

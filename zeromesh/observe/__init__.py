@@ -1,1 +1,1 @@
-"""What a run shows of itself: values, progress, pictures, time, operations, and the machine it runs on."""
+"""Observation of a run: values, progress, pictures, time, operations, and the machine."""

@@ -1,4 +1,4 @@
-"""Which resource a run waited for, and how far from its limit that ran.
+"""Resource that bounds a run, and its distance from the limit.
 
 Every second of an update is put down to one resource: waits and copies by the kind of their span, the rest of forward,
 backward and step to the device that computes. What was moved or computed meanwhile, and what the machine was measured
@@ -28,10 +28,10 @@ WAITS: dict[str, str] = {
     "sum_shares": NETWORK,
     "agree": NETWORK,
 }
-"""By kind of span, the resource that it waits for or works with; the network is also the other ranks."""
+"""Resource that each kind of span waits for or works with; the network includes the other ranks."""
 
 PHASES: dict[str, str] = {DATA: INPUT, OTHER: PROGRAM, "checkpoint": PROGRAM, "observe": PROGRAM}
-"""Of time outside of spans; every other phase's own is the device's."""
+"""Resource of time outside of spans; every other phase's own time is the device's."""
 
 ADVICE: dict[str, str] = {
     COMPUTE: "the tiers cost little; a faster or a further device, fewer recomputed activations, or 16 bits help",
@@ -49,7 +49,7 @@ ADVICE: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Amount:
-    """What a resource did in an update.
+    """Work of a resource in an update.
 
     Attributes:
         amount: bytes, or operations.
@@ -64,7 +64,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Use:
-    """Of a resource, per update.
+    """Use of a resource per update.
 
     Attributes:
         resource: which.

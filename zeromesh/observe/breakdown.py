@@ -1,4 +1,4 @@
-"""Where the time of an update goes, from the spans of several."""
+"""Breakdown of an update's time, from the spans of several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeromesh.observe.spans import Clock, Span, Spans
 
 BEFORE_FORWARD = ("forward", "evaluation")
 DATA, OTHER = "data", "other"
-"""What lies between phases: waiting for a batch where a forward follows, else the user's own code."""
+"""Time between phases: waiting for a batch where a forward follows, else the user's own code."""
 
 MOST_PHASES = 1000
 """So many phases are kept at most where no update comes, as in a long evaluation."""

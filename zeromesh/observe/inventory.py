@@ -1,4 +1,4 @@
-"""What a machine has: versions, devices, processor, memory and disk, with short measurements of the last two."""
+"""Inventory of a machine: versions, devices, processor, memory and disk, with short measurements."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def inventory(folder: Path) -> dict[str, Any]:
 
 
 def problems(found: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What of an inventory stands in the way of training, each as ``{problem, remedy}``."""
+    """Return the obstacles to training in an inventory, each as ``{problem, remedy}``."""
     return [{"problem": problem, "remedy": remedy} for wrong, problem, remedy in _checks(found) if wrong]
 
 

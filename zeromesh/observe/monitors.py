@@ -21,7 +21,7 @@ _log = logging.getLogger("zeromesh")
 
 
 class MetricWriter(Protocol):
-    """Where values go."""
+    """Destination of values."""
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
         """Write values by their names.
@@ -40,10 +40,10 @@ class MetricWriter(Protocol):
 
 
 OWN = "own_steps"
-"""Where values are that have steps of their own, if they cannot be on one axis with samples."""
+"""Axis of values with steps of their own, if they cannot share one with samples."""
 
 OURS = ("Train_Samples_", "Validation_Samples_")
-"""How the names of the files begin whose steps are samples."""
+"""Beginnings of the names of files whose steps are samples."""
 
 
 class CsvFiles:
@@ -161,7 +161,7 @@ MONITORS: dict[str, tuple[Callable[..., MetricWriter], str]] = {
     "csv_monitor": (CsvFiles, ""),
     "wandb": (WandbRun, "wandb"),
 }
-"""By name: what opens a writer, and the package that it needs."""
+"""Function that opens each writer, and the package that it needs, by name."""
 
 
 def open_monitor(name: str, *arguments: Any) -> MetricWriter:
@@ -181,7 +181,7 @@ def open_monitor(name: str, *arguments: Any) -> MetricWriter:
 
 
 class Monitor:
-    """What a run's values are written with.
+    """Writers of a run's values.
 
     Attributes:
         samples: that all ranks have consumed; the place on the x axis where none is given.
@@ -196,7 +196,7 @@ class Monitor:
 
     @property
     def enabled(self) -> bool:
-        """Whether what this rank writes goes anywhere."""
+        """True if what this rank writes goes anywhere."""
         return bool(self._writers)
 
     def write(self, values: Mapping[str, float | torch.Tensor], step: int | None = None) -> None:
@@ -258,6 +258,6 @@ def _require_number(name: Any, value: Any) -> None:
 def learning_values(
     loss: float | None, rates: Sequence[float], norm: float | None, loss_scale: float | None
 ) -> dict[str, float]:
-    """What is known of an update, under DeepSpeed's names where it has them."""
+    """Return the values of an update, under DeepSpeed's names where it has them."""
     known = {"train_loss": loss, "lr": rates[0] if rates else None, "loss_scale": loss_scale, "grad_norm": norm}
     return {f"Train/Samples/{name}": value for name, value in known.items() if value is not None}

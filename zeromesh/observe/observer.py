@@ -1,4 +1,4 @@
-"""What watches an engine: monitors, the breakdown of its time, a trace, the count of its operations."""
+"""Observer of an engine: monitors, time breakdown, trace, count of operations."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ class Observer:
 
     @property
     def updates(self) -> int:
-        """That were taken since the engine was made."""
+        """Updates since the engine was made."""
         return self._updates
 
     def breakdown(self) -> Breakdown | None:
-        """Of all updates but the first; None where nobody looked, or there were none. Waits for the device."""
+        """Return the breakdown of all updates but the first; None without one. Waits for the device."""
         if self._timer is not None and self._updates > self._timed_from:
             self._take(self._timer)
         return self._whole

@@ -47,7 +47,7 @@ FORMULAS: dict[Any, Formula] = {
     _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
     _aten._grouped_mm: _grouped_product,
 }
-"""By operator: its operations, from its arguments."""
+"""Operations of each operator, from its arguments."""
 
 
 class Operations(TorchDispatchMode):
@@ -110,7 +110,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As torch calls it, for every operator."""
+        """Count an operator's operations; torch calls it for every operator."""
         kwargs = kwargs or {}
         formula = FORMULAS.get(func._overloadpacket)
         result = func(*args, **kwargs)

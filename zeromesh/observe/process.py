@@ -1,4 +1,4 @@
-"""What the process uses of its device's memory, as measured: by the allocator, or resident memory on a CPU."""
+"""Measured memory of the process: the device's allocator, or resident memory on a CPU."""
 
 from __future__ import annotations
 

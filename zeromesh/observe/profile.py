@@ -30,7 +30,7 @@ FORMULAS = """\
 
 @dataclass(frozen=True)
 class FlopsPlan:
-    """What is counted, and what of it is reported.
+    """Plan of counting and reporting.
 
     Attributes:
         after: updates before the one that is counted.

@@ -1,4 +1,4 @@
-"""How far a training run is: one live line on a terminal that can rewrite it, plain lines elsewhere."""
+"""Progress of training: one live line on a terminal that can rewrite it, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Figures:
-    """What is shown of one step.
+    """Figures of one step.
 
     Attributes:
         step: steps taken.

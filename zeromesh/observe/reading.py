@@ -1,4 +1,4 @@
-"""How far reading is: a bar on a terminal that can rewrite it, plain lines elsewhere."""
+"""Progress of reading: a bar on a terminal that can rewrite it, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Spans:
 
 
 _watching: Spans | None = None
-"""Who watches the phase that is going on."""
+"""Watcher of the current phase."""
 
 
 def span(kind: str, of: object = "") -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ MOST_SHOWN = 25
 
 @dataclass(frozen=True)
 class Window:
-    """Which updates are recorded, and where to.
+    """Updates to record, and the folder.
 
     Attributes:
         start: the first one, counted from 1 in this process.
@@ -58,7 +58,7 @@ class Trace:
         self._running = False
 
     def after(self, update: int) -> bool:
-        """To be called after each update, and with 0 before the first. Returns whether there may be more to record."""
+        """Advance after each update, and with 0 before the first. Return whether there may be more to record."""
         if self._running and update >= self._window.start + self._window.steps - 1:
             self._stop()
         elif not self._running and update == self._window.start - 1:

@@ -1,1 +1,1 @@
-"""What changes the parameters: optimizers over pieces of them, parameter groups, learning-rate schedules."""
+"""Optimizers over pieces of parameters, parameter groups, learning-rate schedules."""

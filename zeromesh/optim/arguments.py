@@ -9,7 +9,7 @@ from zeromesh.config.errors import nearest, show
 
 
 def without_auto(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What is really given: ``"auto"`` means that it is not."""
+    """Return the arguments that are given; ``"auto"`` means that one is not."""
     return {key: value for key, value in params.items() if not (isinstance(value, str) and value == "auto")}
 
 

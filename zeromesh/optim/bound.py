@@ -15,7 +15,7 @@ class Updates(Protocol):
 
     @property
     def updating(self) -> bool:
-        """Whether the engine runs the optimizer's step itself."""
+        """True if the engine runs the optimizer's step itself."""
 
     def update(self) -> None:
         """Update the parameters now."""

@@ -1,4 +1,4 @@
-"""Which parameters get weight decay, and which are matrices for Muon."""
+"""Parameters with weight decay, and matrices for Muon."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def states_of(
     optimizer: Optimizer, place: str = "the optimizer's state is to rest on NVMe",
     remedy: str = "offload_optimizer.device = cpu",
 ) -> Callable[[Parameter], Sequence[str]]:  # fmt: skip
-    """Of a parameter of the optimizer: the names of the states that the kernel updates with it, in its order.
+    """Return a function from a parameter to the names of its states that the kernel updates, in order.
 
     Args:
         optimizer: whose.
@@ -47,7 +47,7 @@ def states_of(
 
 
 def count_states(optimizer: Optimizer | None) -> int:
-    """How many states like the parameter the kernel updates at the most with one. Raises as ``states_of``."""
+    """Return the largest number of states of the parameter's shape that the kernel updates. Raises as ``states_of``."""
     if optimizer is None:
         return 0
     names = states_of(optimizer)
@@ -72,7 +72,7 @@ class HostSteps:
         self._groups = {id(parameter): group for group, parameters in taken for parameter in parameters}
 
     def takes(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
-        """Whether the kernel does for this parameter what the optimizer would."""
+        """Return whether the kernel does for this parameter what the optimizer would."""
         group = self._groups.get(id(parameter))
         on_host = parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.float64)
         return group is not None and on_host and rule_of(type(self._optimizer), group) is not None
@@ -135,9 +135,9 @@ HYPERPARAMETERS = (
     *("lr", "betas", "eps", "weight_decay", "maximize"),
     *("momentum", "dampening", "nesterov", "lr_decay"),
 )
-"""Of groups, that rules compute with."""
+"""Options of groups that rules compute with."""
 
 
 def _number(value: Any) -> Any:
-    """Of its own: a learning rate that is a tensor may be changed in place."""
+    """Return a number of its own, because a learning rate that is a tensor may be changed in place."""
     return float(value) if isinstance(value, torch.Tensor) else value

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Curve:
-    """How one parameter group's hyperparameters move.
+    """Curve of one parameter group's hyperparameters.
 
     Attributes:
         lr: learning rate by position (-1 before the first step of the schedule) and the group's own learning rate.
@@ -71,7 +71,7 @@ class RateSchedule:
         return list(self._last_lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must start from."""
+        """Return the state that a resumed run starts from."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -421,4 +421,4 @@ SCHEDULES: dict[str, Callable[..., Curve]] = {
     "LRRangeTest": _lr_range_test,
     "WSD": _wsd,
 }
-"""By name, what makes a group's curve from the schedule's parameters."""
+"""Function that makes a group's curve from the schedule's parameters, by name."""

@@ -1,4 +1,4 @@
-"""Whether values that a configuration gives to an optimizer or a schedule are of the types that these declare."""
+"""Types of the values that a configuration gives to an optimizer or a schedule, against declared ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OTHER_NAMES: dict[str, str] = {
     "l2": "weight_decay",
     "wd": "weight_decay",
 }
-"""What other libraries call a parameter."""
+"""Names of parameters in other libraries."""
 
 
 PER_GROUP = ("base_momentum", "max_momentum")
-"""Of these torch's CyclicLR takes a list, a value for each group, although it declares a number."""
+"""Parameters that torch's CyclicLR takes as a list, one value per group, although it declares a number."""
 
 
 def unknown_parameter(section: str, key: str, owner: str, known: Iterable[str]) -> ValueError:

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline do, as data: actions, and schedules, which say for each rank the order of its actions.
+"""Actions of pipeline ranks, and schedules: the order of each rank's actions, as data.
 
 A schedule's text has one line per rank; what follows a ``#`` is a comment::
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What is done; the value is what it is called in texts."""
+    """Kind of an action; the value is its name in texts."""
 
     FORWARD = "F"
     INPUT = "I"
@@ -31,11 +31,11 @@ class Kind(StrEnum):
     BACKWARD = "B"
     """Both gradients at once."""
     SEND_ACTIVATION = "SA"
-    """To the next stage."""
+    """Message to the next stage."""
     RECEIVE_ACTIVATION = "RA"
     """From the stage before."""
     SEND_GRADIENT = "SG"
-    """To the stage before."""
+    """Message to the stage before."""
     RECEIVE_GRADIENT = "RG"
     """From the next stage."""
     RECOMPUTE = "RECOMPUTE"
@@ -81,7 +81,7 @@ MESSAGES = {
     Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
     Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
 }
-"""What is sent -> how it is received, and by which stage, counted from the sender's."""
+"""Kind of a send -> kind of its receive, and the receiver's stage relative to the sender's."""
 
 
 RECEIVES = frozenset(kind for kind, _ in MESSAGES.values())
@@ -127,7 +127,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, in which order.
+    """Order of the actions of all ranks.
 
     Attributes:
         microbatches: their number.
@@ -151,17 +151,17 @@ class Schedule:
 
     @cached_property
     def splits(self) -> bool:
-        """Whether some backwards are in two parts."""
+        """True if some backwards are in two parts."""
         return any(kind is Kind.INPUT for kind, _, _ in self.present)
 
     @cached_property
     def has_messages(self) -> bool:
-        """Whether sends and receives are among the actions, and not left to be understood."""
+        """True if sends and receives are among the actions, and not left to be understood."""
         return any(kind in MESSAGES for kind, _, _ in self.present)
 
     @cached_property
     def ties(self) -> dict[int | None, dict[int, Action]]:
-        """Of each tie, the ranks that have it, and the action with which each meets the others: its last one."""
+        """Return the ranks of each tie, and the last action of each, at which it meets the others."""
         found: dict[int | None, dict[int, Action]] = {}
         for rank, actions in enumerate(self.ranks):
             for action in actions:

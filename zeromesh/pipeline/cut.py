@@ -1,4 +1,4 @@
-"""Which blocks a model consists of, which stage needs which parameter, and taking away the others."""
+"""Blocks of a model, the parameters that each stage needs, and removal of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeromesh.pipeline.trace import ModelTrace, trace
 LISTS = (nn.ModuleList, nn.Sequential)
 
 Place = tuple[nn.Module, str]
-"""Of a parameter: the module, and its name there."""
+"""Place of a parameter: the module, and its name there."""
 
 REMEDY = "name others in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
 
@@ -209,7 +209,7 @@ def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> li
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
-    """What may be blocks of a model: the children of its outermost lists of modules, in order of registration.
+    """Return the candidates for blocks: children of the outermost lists of modules, in order of registration.
 
     Args:
         model: its parameters may be on any device, meta included.
@@ -250,7 +250,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
 
 
 def _positions(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
-    """By module, the block that it belongs to, if all is used in the order of registration."""
+    """Return the block of each module, if all is used in the order of registration."""
     position: dict[str, int] = {}
     latest = 0
     for name, _ in model.named_modules(remove_duplicate=False):
@@ -262,7 +262,7 @@ def _positions(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
 
 
 def _by_registration(model: nn.Module, position: Mapping[str, int]) -> dict[str, set[int]]:
-    """By parameter, the blocks that need it, if all is used in the order of registration."""
+    """Return the blocks that need each parameter, if all is used in the order of registration."""
     found: dict[str, set[int]] = {}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""What stands in the places of parameters that other stages have: zeros that take no memory.
+"""Stand-ins of parameters that other stages have: zeros that take no memory.
 
 What comes before a stage's blocks, which it computes for the shapes only, is computed with them. Nothing that counts
 may be, or a parameter that is on the wrong stage would go unnoticed. What is written to them there is dropped, as the
@@ -51,7 +51,7 @@ class Elsewhere(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As torch calls it, for every function that is given such a tensor."""
+        """Handle a function of torch that is given such a tensor."""
         kwargs = kwargs or {}
         target = written(args, kwargs) if writes(func, kwargs) else None
         drops = isinstance(target, Elsewhere)
@@ -76,7 +76,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_of_shapes(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a function reads no values."""
+    """Return whether a function reads no values."""
     if name in _SHAPES or name == "to":
         return not isinstance(args[0], Elsewhere)
     return name.startswith("new_") or name.endswith("_like")
@@ -93,5 +93,5 @@ def counting() -> Iterator[None]:
 
 
 def counts() -> None:
-    """What is computed from now on counts."""
+    """Count computations from now on."""
     _counts.set(True)

@@ -1,4 +1,4 @@
-"""What must be done before what, and whether ranks that follow a schedule get to its end."""
+"""Dependencies of actions, and a check that ranks that follow a schedule get to its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def input_gradient(schedule: Schedule, stage: int, microbatch: int) -> Action:
 
 
 def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """What must be done before an action. Of what is optional, only what the schedule has."""
+    """Return the actions that must precede an action; optional ones only if the schedule has them."""
     kind, stage, microbatch = action
     if microbatch is None or kind is Kind.TIE:
         yield from _of_the_end(schedule, kind, stage)
@@ -53,7 +53,7 @@ def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
 
 
 def _from_neighbour(schedule: Schedule, action: Action, receive: Kind, made: Action) -> Action:
-    """What brings another stage's result: a message, unless there are none or the stage is on the same rank."""
+    """Return the action that brings another stage's result: a message, or the computation on the same rank."""
     apart = schedule.placement[made.stage] != schedule.placement[action.stage]
     return action._replace(kind=receive) if apart and schedule.has_messages else made
 
@@ -72,7 +72,7 @@ def _of_the_end(schedule: Schedule, kind: Kind, stage: int) -> Iterator[Action]:
 
 
 def _meets(schedule: Schedule, action: Action, rendezvous: bool) -> Iterator[Action]:
-    """What other ranks must stand at for an action to be done."""
+    """Return the positions that other ranks must have reached for an action."""
     if action.kind is Kind.TIE:
         meeting = schedule.ties[action.microbatch].values()
         yield from meeting if action in meeting else ()
@@ -150,7 +150,7 @@ def _stuck(schedule: Schedule, position: Sequence[int], waits: dict[int, Action]
 
 
 def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[tuple[int, float]]]:
-    """Of each rank, the stage of each of its actions, and how much that stage holds after it.
+    """Return the stage of each action of each rank, and how much that stage holds after it.
 
     Args:
         schedule: any.

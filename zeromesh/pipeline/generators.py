@@ -27,12 +27,12 @@ from zeromesh.pipeline.simulate import Costs, simulate
 
 SEARCH = "search"
 PATIENCE = (0.0, 0.5, 1.0)
-"""What the search tries."""
+"""Candidates of the search."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule is for.
+    """Purpose of a schedule.
 
     Attributes:
         ranks: of the pipeline.
@@ -166,7 +166,7 @@ NAMES = (*ROWS, SEARCH)
 
 
 def shape_of(name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None) -> Shape:
-    """What a row is asked for, checked.
+    """Checked arguments of a row.
 
     Args:
         name: of the row.

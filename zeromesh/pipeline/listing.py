@@ -15,7 +15,7 @@ FORWARD, INPUT, WEIGHT, BACKWARD = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.B
 
 @dataclass(frozen=True)
 class ListRule:
-    """What is taken first.
+    """Order of preference.
 
     Attributes:
         priority: kinds, the first one first; with the full backward in place of the two gradients it is not split.
@@ -99,7 +99,7 @@ class ListScheduler:
         return Schedule(self._microbatches, self._placement, tuple(map(tuple, orders)))
 
     def _choices(self, rank: int, taken: int, clock: float) -> Iterator[tuple[int, int, Kind, int]]:
-        """What a rank can begin, with its place in the order of preference."""
+        """Return the actions that a rank can begin, with their rank in the order of preference."""
         if self._rule.sequence:
             weights = sum(self._done.get((WEIGHT, stage), 0) for stage in self._own[rank])
             following = self._rule.sequence[rank][taken - weights : taken - weights + 1]

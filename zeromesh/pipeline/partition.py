@@ -1,4 +1,4 @@
-"""Which blocks make up which stage."""
+"""Blocks of each stage."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _shade(timeline: Timeline, step: TimedAction) -> float:
 
 
 def _number(value: float) -> str:
-    """As few digits as a picture needs."""
+    """Return a number with as few digits as a picture needs."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -228,7 +228,7 @@ def panels_png(path: Path, drawn: Sequence[Panel], title: str = "") -> bool:
 
 
 def _kinds(steps: Iterable[TimedAction]) -> list[Kind]:
-    """Of computations, in the order of the legend."""
+    """Return the kinds of computations, in the order of the legend."""
     present = {step.action.kind for step in steps}
     return [kind for kind in COLOURS if kind in present]
 
@@ -278,7 +278,7 @@ def png(path: Path, timeline: Timeline, title: str = "") -> bool:
 def trace(
     processes: Mapping[str, Iterable[TimedAction]], waits: Mapping[str, Iterable[TimedAction]] | None = None
 ) -> dict[str, Any]:
-    """What json can write for Perfetto: a process of each name, such as "predicted" and "measured", a thread per rank.
+    """Return a trace for Perfetto: a process per name, such as "predicted" and "measured", a thread per rank.
 
     Args:
         processes: name -> what was done and when, in seconds.

@@ -1,4 +1,4 @@
-"""What ranks did when, as they ran a schedule, beside what the simulator says of it."""
+"""Record of a schedule's run, beside the simulator's prediction."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Recorder:
         self._marks.append((begin, self._arrived, self._clock.mark()))
 
     def arrived(self) -> None:
-        """What the action waited for is there."""
+        """Note that the action no longer waits."""
         self._arrived = self._clock.mark()
 
     def holds(self, count: int) -> None:
@@ -58,7 +58,7 @@ class Recorder:
         self.held = max(self.held, count)
 
     def times(self) -> list[list[float]]:
-        """Of each action, when its turn came, when it was no longer waiting, and when it ended: by the host's clock."""
+        """Return when each action's turn came, when it stopped waiting, and when it ended, by the host's clock."""
         if self._marks:
             self._clock.settle(self._marks[-1][-1])
         return [[self._moment + self._clock.seconds(self._origin, mark) for mark in marks] for marks in self._marks]
@@ -156,7 +156,7 @@ class Recorded:
 
 
 def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Schedule) -> Recorded:
-    """What all ranks of a pipeline have recorded; all call it.
+    """Gather the records of all ranks of a pipeline. Collective.
 
     Ranks of one node have one clock. Those of other nodes are put beside them by moments at which all have met.
 

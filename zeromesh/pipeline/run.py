@@ -21,11 +21,11 @@ from zeromesh.pipeline.stage import Handed, Header, Stages, TensorForm
 from zeromesh.pipeline.validate import require_run
 
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
-"""Of the pipeline axis; between two ranks messages of one tag arrive in the order in which they are sent."""
+"""Tag on the pipeline axis; messages of one tag between two ranks arrive in the order of sending."""
 
 
 class Work(Protocol):
-    """What is done with one stage's part of a micro-batch."""
+    """Computation of one stage's part of a micro-batch."""
 
     def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> Tensor:
         """The model's loss; a scalar. With ``kept``, its backward is to be in two parts.
@@ -72,7 +72,7 @@ class Messages:
         self._most = 2 * len(placement) + 2
 
     def is_here(self, stage: int) -> bool:
-        """Whether a stage is this rank's."""
+        """Return whether a stage is this rank's."""
         return self._placement[stage] == self._group.rank
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> list[Pending]:
@@ -102,7 +102,7 @@ class Messages:
         self.send([length, text], to, HEADER_TAG, "header")
 
     def receive_header(self, of: int) -> Header:
-        """What ``send_header`` of a stage sends to this rank."""
+        """Receive the header that ``send_header`` of a stage sends to this rank."""
         (length,), pending = self.receive([TensorForm((1,), torch.int64, False)], of, HEADER_TAG, "header")
         _wait(pending)
         (text,), pending = self.receive([TensorForm((int(length),), torch.uint8, False)], of, HEADER_TAG, "header")
@@ -232,7 +232,7 @@ class _Running:
             del self._flights[stage, microbatch]
 
     def _compute(self, flight: _Flight, stage: int, microbatch: int, trains: bool, again: bool = False) -> Any:
-        """What a stage makes of what it received; of the last one the loss."""
+        """Return the outputs of a stage for the received inputs; the last one gives the loss."""
         flight.kept = [] if self._splits else None
         known = self._all._headers.get(self._key(stage + 1, microbatch))
         result = self._all._stages.run(
@@ -253,7 +253,7 @@ class _Running:
             self._compute(flight, stage, microbatch, trains=True, again=True)
 
     def _take(self, flight: _Flight, stage: int, microbatch: int) -> Handed:
-        """What the stage before handed over."""
+        """Return the outputs of the stage before."""
         if not flight.inputs:
             flight.inputs = self._arrived(Kind.RECEIVE_ACTIVATION, stage, microbatch)
         header = self._all._headers[self._key(stage, microbatch)]

@@ -21,16 +21,16 @@ Inputs = dict[str, Any]
 SAMPLES = 2
 """Batch norms want several."""
 LENGTH = 16
-"""Of a text, in tokens. Some models go through it in a loop of Python."""
+"""Length of a text in tokens. Some models go through it in a loop of Python."""
 LONGEST = 1024
-"""Of a text, where a model takes longer ones: a few of them hardly say how long those are that it will be given."""
+"""Longest text for models that take longer ones: few of them will be given their longest."""
 IMAGE = 64
 """Width and height of images, where the configuration tells none."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What a model is called with.
+    """Arguments of a model.
 
     Attributes:
         batch: tensors, in whatever containers.
@@ -62,7 +62,7 @@ def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[ModelInput]:
 
 
 def longest_of(model: nn.Module) -> int:
-    """How long a text a model takes, in tokens, as far as that is to be believed; 0 where it does not tell."""
+    """Return the length of a text that a model takes, in tokens, as far as known; 0 if unknown."""
     return min(positions(getattr(model, "config", None)) or 0, LONGEST)
 
 
@@ -142,5 +142,5 @@ _INPUTS: dict[str, Callable[[Any, tuple[int, int]], Tensor]] = {
     "input_values": _waves,
     "decoder_input_ids": _tokens,
 }
-"""By name of an argument: what it is given."""
+"""Value of each argument, by name."""
 _OPTIONS: Inputs = {"return_loss": True, "use_cache": False}

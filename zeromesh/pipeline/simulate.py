@@ -16,7 +16,7 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions take, in any unit of time, bytes, and bytes per unit of time.
+    """Costs of actions in any unit of time, bytes, and bytes per unit of time.
 
     Attributes:
         forward: time of a micro-batch's forward.
@@ -43,7 +43,7 @@ class Costs:
     other: Mapping[Kind, float] = field(default_factory=dict)
 
     def time(self, kind: Kind, stage: int) -> float:
-        """How long an action of this kind takes the stage's rank."""
+        """Return the time that an action of this kind takes the stage's rank."""
         if kind is Kind.FORWARD or (kind is Kind.RECOMPUTE and self.recompute is None):
             return of_stage(self.forward, stage)
         if kind is Kind.BACKWARD and self.backward is None:
@@ -57,7 +57,7 @@ class Costs:
         return self.other.get(kind, 0.0) if given is None else of_stage(given, stage)
 
     def message(self, first: int, second: int) -> float:
-        """How long a message between neighbouring stages takes."""
+        """Return the time of a message between neighbouring stages."""
         return self.latency + of_stage(self.size, min(first, second)) / self.bandwidth
 
     def activations(self, stages: int) -> list[float]:
@@ -82,7 +82,7 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation finds.
+    """Result of a simulation.
 
     Attributes:
         schedule: that was followed.
@@ -99,12 +99,12 @@ class Timeline:
 
     @property
     def computed(self) -> list[list[TimedAction]]:
-        """Of each rank, the computations that take time."""
+        """Computations of each rank that take time."""
         return [[step for step in row if step.action.kind in COMPUTE and step.end > step.start] for row in self.ranks]
 
     @cached_property
     def bubbles(self) -> list[float]:
-        """Of each rank, the time it is idle between its first and its last computation, in parts of its busy time."""
+        """Idle time of each rank between its first and its last computation, in parts of its busy time."""
         found = []
         for computed in self.computed:
             busy = sum(step.end - step.start for step in computed)

@@ -28,7 +28,7 @@ from zeromesh.pipeline.twice import Parameters
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What a tensor looks like that one stage hands to the next."""
+    """Shape and dtype of a tensor that one stage hands to the next."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Header:
-    """What a stage must know to take what the one before hands to it.
+    """Description with which a stage takes the outputs of the one before.
 
     Attributes:
         forms: of the tensors that are sent.
@@ -60,18 +60,18 @@ class Header:
     returned: Mapping[str, Any]
 
     def fits(self, other: Header, grad: bool) -> bool:
-        """Whether what another one is of can be taken as what this one is of; ``grad``: with gradients."""
+        """Return whether what another one is of can be taken as what this one is of; ``grad``: with gradients."""
         mine, theirs = ([(f.shape, f.dtype, f.differentiable and grad) for f in h.forms] for h in (self, other))
         return mine == theirs and self.places == other.places
 
     def to_json(self) -> str:
-        """As ``from_json`` reads it."""
+        """Return the JSON that ``from_json`` reads."""
         forms = [[*form.shape, str(form.dtype).removeprefix("torch."), form.differentiable] for form in self.forms]
         return json.dumps([forms, self.places, self.returned])
 
     @classmethod
     def from_json(cls, text: str) -> Header:
-        """What ``to_json`` wrote."""
+        """Return the object that ``to_json`` wrote."""
         forms, places, returned = json.loads(text)
         made = [TensorForm(tuple(form[:-2]), getattr(torch, form[-2]), form[-1]) for form in forms]
         return cls(tuple(made), tuple(places), returned)
@@ -79,7 +79,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Handed:
-    """What a stage hands to the next: tensors, and what is to be known of them."""
+    """Outputs of a stage: tensors, and their description."""
 
     tensors: tuple[Tensor, ...]
     header: Header
@@ -231,7 +231,7 @@ class _Gate(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """As ``isinstance`` sees it."""
+        """Class of the value, for ``isinstance``."""
         return type(self.__dict__["_gated"][0])
 
     def __getattr__(self, name: str) -> Any:
@@ -242,7 +242,7 @@ class _Gate(nn.Module):
         return run.called(block, index, args, kwargs)
 
     def arrive_at_gate(self, inputs: Any) -> Any:
-        """What the block is about to be called with; for who does something around the calls of several blocks."""
+        """Return the coming arguments of the block, for code around the calls of several blocks."""
         _, index, run = self.__dict__["_gated"]
         return run.arrived(index, inputs)
 
@@ -322,7 +322,7 @@ class _Run:
         return map_tensors((args, kwargs), lambda _: next(following))
 
     def _as_received(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What all blocks are given alike, as a decoder's are what the encoder gave, was received once."""
+        """Return the arguments that all blocks share, received once, as a decoder's encoder outputs."""
         if not self._replaced:
             return args, kwargs
 
@@ -359,7 +359,7 @@ class _Run:
         return Handed(tuple(sent), header)
 
     def check_gradients(self) -> None:
-        """What changes whether there are gradients, and was entered before the stage's blocks, puts back that of then.
+        """Restore the gradient mode that a context had entered before the stage's blocks.
 
         Raises:
             RuntimeError: what was computed since then has no graph.
@@ -372,7 +372,7 @@ class _Run:
             )
 
     def _depends(self, tensor: Tensor) -> bool:
-        """Whether the next stage cannot make it of the inputs itself."""
+        """Return whether the next stage cannot make it of the inputs itself."""
         if tensor.requires_grad or any(tensor is other for other in self._made):
             return True
         return self.sends_all and tensor.is_floating_point()
@@ -383,14 +383,14 @@ def _version(tensor: Tensor) -> int:
 
 
 def _is_passed_on(tensor: Tensor, given: Sequence[tuple[Tensor, int]]) -> bool:
-    """Whether a block returned what it was given, with its version before, in a way that ``_imitate`` does, too."""
+    """Return whether a block returned a given tensor unchanged, in a way that ``_imitate`` can repeat."""
     form = tensor.shape, tensor.dtype
     alike = {id(other): (other, version) for other, version in given if (other.shape, other.dtype) == form}
     return len(alike) == 1 and any(other is tensor and _version(tensor) == version for other, version in alike.values())
 
 
 def _outline(value: Any) -> Any:
-    """What a value is like, in JSON: of a tensor its shape and dtype, of an object of a class its fields."""
+    """Return a JSON description of a value: of a tensor its shape and dtype, of an object its fields."""
     kind = type(value)
     if isinstance(value, Tensor):
         return {"tensor": [*value.shape, str(value.dtype).removeprefix("torch.")]}

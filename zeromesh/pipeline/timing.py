@@ -1,4 +1,4 @@
-"""What the blocks of a model take, measured: each runs alone, as a stage, with parameters whose values mean nothing."""
+"""Measured times of a model's blocks: each runs alone, as a stage, with meaningless values."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class _Timing:
         return min(times)
 
     def _forward(self, number: int, received: Handed | None) -> tuple[Any, float]:
-        """What the stage gives, and when its block was called; that of the first, when the model was."""
+        """Return the stage's outputs, and when its block was called; the first one's, when the model was."""
         begun = [self._now()] if number == 0 else []
 
         def enter(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where in a model's forward each parameter is used, found by running that forward on tensors without memory."""
+"""Uses of parameters in a model's forward, found by running it on tensors without memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """What a forward did.
+    """Trace of a forward.
 
     It is in sections: the first before the first call of a block, and one from each call of a block to the next.
 
@@ -180,7 +180,7 @@ class _Tracing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As torch calls it, for every operator."""
+        """Note an operator; torch calls it for every operator."""
         kwargs = kwargs or {}
         operator = func._overloadpacket
         self.operators += 1

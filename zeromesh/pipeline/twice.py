@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element: a dtype whose sums depend neither on the order nor on rounding."""
+"""Integer dtype by bytes of an element; its sums depend neither on order nor on rounding."""
 
 
 class Parameters:

@@ -1,4 +1,4 @@
-"""Whether a schedule can be run, before it is."""
+"""Validation of a schedule before it is run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zeromesh.pipeline.execution import execute, held, received_by
 from zeromesh.pipeline.simulate import Costs
 
 REPEATED = (Kind.FETCH,)
-"""What may be done more than once."""
+"""Kinds of actions that may occur more than once."""
 
 
 def validate(

@@ -32,5 +32,5 @@ def _forward(module: Any, transposed: bool, plain: Callable[[Tensor], Tensor], x
 
 
 def roots_of(kept: Kept) -> list[Tensor]:
-    """What autograd is to start from to compute the weight gradients that are due."""
+    """Return the roots from which autograd computes the weight gradients that are due."""
     return [token for token, ticket in kept if ticket.operands is not None]

@@ -1,1 +1,1 @@
-"""What keeps low precision sound: the fp16 loss scale."""
+"""Loss scaling for fp16."""

@@ -24,12 +24,12 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What the loss is to be multiplied with, and the gradient to be divided by."""
+        """Factor of the loss; gradients are divided by it."""
         return self._scale
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether it follows the overflows."""
+        """True if it follows the overflows."""
         return self._policy.static is None
 
     def update(self, overflow: bool) -> None:
@@ -67,7 +67,7 @@ class LossScaler:
         self._good_steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must start from."""
+        """Return the state that a resumed run starts from."""
         return {"scale": self._scale, "hysteresis": self._hysteresis, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -35,13 +35,13 @@ from zeromesh.tensor.spread import activation, replaced, sequence_dim, spread
 from zeromesh.tensor.streams import RandomStreams, drops
 
 FIRST_TAG = 16
-"""Of the tensor axis; lower ones are for whole parameters and for gradients."""
+"""First tag on the tensor axis; lower ones are for whole parameters and for gradients."""
 
 BIAS_TAG = 15
-"""Of what is added to the scores of attention."""
+"""Tag of tensors that are added to the scores of attention."""
 
 BIASES = ("alibi", "position_bias")
-"""What arguments of attention are called that are added to its scores, and have something for each head."""
+"""Names of arguments of attention that are added to its scores, and differ per head."""
 
 OF_SCORES = re.compile("mask|bias|alibi|relative_pos")
 """In what arguments of attention are called that may have something for each head."""
@@ -49,7 +49,7 @@ OF_SCORES = re.compile("mask|bias|alibi|relative_pos")
 
 @dataclass(frozen=True)
 class SplitPlace:
-    """Where modules are split.
+    """Place of split modules.
 
     Attributes:
         group: the ranks along the tensor axis.
@@ -64,7 +64,7 @@ class SplitPlace:
     using: Using
 
     def spreads(self, name: str) -> bool:
-        """Whether a module reads, or gives, a part of the sequence."""
+        """Return whether a module reads, or gives, a part of the sequence."""
         return any(stack.spreads(name) for stack in self.stacks)
 
 
@@ -132,7 +132,7 @@ def _require_whole(parts: dict[str, tuple[int, ...]], module: nn.Module, prefix:
 
 
 class Entrance:
-    """Where an activation enters the layers of one module that are split by columns.
+    """Entrance of an activation into the layers of one module that are split by columns.
 
     Args:
         place: where.
@@ -192,7 +192,7 @@ class Entrance:
 
 
 def _version(x: Tensor) -> int:
-    """How often it was written to; torch does not count that of what is computed in ``torch.inference_mode``."""
+    """Return the version of a tensor; torch does not count those of ``torch.inference_mode``."""
     return -1 if x.is_inference() else x._version
 
 
@@ -205,7 +205,7 @@ def _arguments(module: nn.Module) -> list[str]:
 def _cut_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str], queries: int, group: Group
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a mask or a bias that has something for each head, what is for this rank's.
+    """Return this rank's heads of a mask or a bias that differs per head.
 
     Such are (samples, heads, queries, keys), and ALiBi's slopes times distances, (samples x heads, 1, keys) or without
     samples (Press et al., "Train Short, Test Long", 2022).
@@ -229,7 +229,7 @@ def _cut_arguments(
 
 
 class _Eager:
-    """As ``partial``; torch's compiler leaves it alone, as it cannot see through what ranks tell each other.
+    """Return ``partial`` of a function, which torch's compiler leaves alone: it cannot see through messages.
 
     In a copy of a model, it has the copies of the modules among its arguments.
     """
@@ -385,7 +385,7 @@ def _open(entrance: Entrance, module: nn.Module, args: tuple[Any, ...], kwargs: 
 
 
 def _rotary_width(attention: nn.Module, model: nn.Module) -> int:
-    """Of the part of a latent key that is for rotary embeddings (DeepSeek-AI, "DeepSeek-V2", 2024)."""
+    """Sum the gradient of a latent key's rotary part (DeepSeek-AI, "DeepSeek-V2", 2024)."""
     for who in (attention, getattr(attention, "config", None), getattr(model, "config", None)):
         width = getattr(who, "qk_rope_head_dim", None)
         if isinstance(width, int):
@@ -440,7 +440,7 @@ def _divide(member: Member, group: Group) -> None:
 
 
 def _copy_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], group: Group, tag: int) -> Any:
-    """What experts read, and the weights of their results: each rank has a share of the gradients."""
+    """Sum the gradients of the experts' inputs and result weights, of which each rank has a share."""
 
     def copy(number: int, value: Any) -> Any:
         shared = isinstance(value, Tensor) and value.requires_grad

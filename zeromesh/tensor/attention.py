@@ -41,7 +41,7 @@ class SplitAttention:
         key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
         average_attn_weights: bool = True, is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """As ``nn.MultiheadAttention.forward``; weights of attention, if they are asked for, are of all heads.
+        """Compute ``nn.MultiheadAttention.forward``; attention weights, if asked for, are of all heads.
 
         Raises:
             ValueError: nested tensors; ``is_causal`` without ``attn_mask``; parts of a sequence in which keys are not
@@ -88,7 +88,7 @@ class SplitAttention:
         return output, None if weights is None else self._told(weights, average_attn_weights, query.ndim == 2)
 
     def _dim(self, query: Tensor) -> int | None:
-        """Which one is spread over the ranks outside."""
+        """Return the input that is spread over the ranks outside."""
         return (1 if query.ndim > 2 else 0) if self._spread else None
 
     def _project(
@@ -126,7 +126,7 @@ class SplitAttention:
     def _mask(
         self, module: nn.MultiheadAttention, q: Tensor, keys: int, mask: Tensor | None, padding: Tensor | None
     ) -> Tensor | None:
-        """What is added to the scores: can be expanded to ``(samples, this rank's heads, queries, keys)``."""
+        """Return the addend of the scores, expandable to ``(samples, this rank's heads, queries, keys)``."""
         samples = q.shape[0]
         found = None
         if mask is not None:
@@ -146,7 +146,7 @@ class SplitAttention:
         return torch.nn.functional.pad(found, (0, more)) if found is not None and more else found
 
     def _common(self, mask: Tensor) -> Tensor:
-        """What all heads are given: its gradient is the sum of theirs."""
+        """Return an input of all heads, whose gradient is the sum of theirs."""
         return move(mask, "copy", self._group, self._tag + 8) if mask.requires_grad else mask
 
     def _own(self, mask: Tensor) -> Tensor:

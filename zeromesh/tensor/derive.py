@@ -30,7 +30,7 @@ _PAIRS = (
     (re.compile(r"(^|\.)intermediate$"), "output.dense"),
     (re.compile(r"(^|\.)w_in$"), "w_out"),
 )
-"""Where the layer split by rows is in a module beside: modules with the columns, and its name from their parent."""
+"""Return the modules with the columns, and their parent's name, beside a layer that is split by rows."""
 
 _INTERLEAVED = re.compile(r"^(Bloom|GPTNeoX|Falcon|Persimmon|Fuyu|GPTNeoXJapanese)")
 """Classes of attention in whose fused weight the parts of a head, or of a group of heads, lie together."""
@@ -145,7 +145,7 @@ def _patterns(plan: Mapping[str, PlanRule], names: Iterable[str]) -> dict[str, P
 
 
 def published(model: nn.Module) -> dict[str, PlanRule]:
-    """By name, what the plan of a model of transformers has for its modules.
+    """Return the entries of the plan of a model of transformers, by module name.
 
     Some plans say of the fused weights of experts that they are cut as one, which their forward then misreads.
     """
@@ -193,7 +193,7 @@ def _completed(
 
 
 def _is_activation(module: nn.Module) -> bool:
-    """Whether it has parameters that are used on each entry alike."""
+    """Return whether it has parameters that are used on each entry alike."""
     sizes = [parameter.numel() for parameter in module.parameters()]
     return bool(sizes) and set(sizes) == {1} and "activation" in type(module).__module__
 
@@ -293,7 +293,7 @@ def _regions(
 
 
 def _is_elementwise(module: nn.Module) -> bool:
-    """Whether it surely looks at each entry by itself: dropout, or an activation."""
+    """Return whether it surely looks at each entry by itself: dropout, or an activation."""
     kind = type(module)
     apart = kind.__name__ in ("Softmax", "LogSoftmax", "Softmin", "GLU", "Softmax2d", "MultiheadAttention")
     return kind.__module__.endswith(("modules.dropout", "activation", "activations")) and not apart
@@ -413,7 +413,7 @@ def _outputs(layer: nn.Module) -> int:
 
 
 def _in_block(name: str) -> bool:
-    """Whether it is in one of several alike."""
+    """Return whether it is in one of several alike."""
     return any(part.isdigit() for part in name.split("."))
 
 
@@ -430,12 +430,12 @@ def _around(name: str, modules: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _reads_weights(module: nn.Module) -> bool:
-    """Whether it is a module of torch, such as its attention, that reads the weights of layers without calling them."""
+    """Return whether a module of torch, such as its attention, reads the weights of layers without calling them."""
     return type(module).__module__.startswith("torch.") and not isinstance(module, CONTAINERS)
 
 
 def _is_large(module: nn.Module) -> bool:
-    """Whether it is a linear layer that is worth a gather of what it gives: none that tells a few classes apart."""
+    """Return whether a linear layer is large enough to gather its outputs: no head of a few classes."""
     return kind_of(module) == "linear" and 4 * _outputs(module) >= _inputs(module)
 
 
@@ -464,7 +464,7 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
 
 
 def _has_plain_rows(table: nn.Embedding) -> bool:
-    """Whether a rank's rows, and their gradients, depend on nothing else."""
+    """Return whether a rank's rows, and their gradients, depend on nothing else."""
     return table.max_norm is None and not table.scale_grad_by_freq and kind_of(table) == "embedding"
 
 
@@ -485,7 +485,7 @@ def heads_over_vocabulary(model: nn.Module) -> list[str]:
 
 
 def _ask(model: nn.Module, question: str) -> nn.Module | None:
-    """What a model of transformers says; None of others, or where it does not know."""
+    """Return the plan of a model of transformers; None of others, or where it has none."""
     try:
         answer = getattr(model, question)()
     except (AttributeError, NotImplementedError, TypeError):

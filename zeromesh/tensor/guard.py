@@ -23,7 +23,7 @@ ENDS = ("_MoveBackward", "ProductBackward", "_BeginBackward", "WeightGradientBac
 """Nodes of operators, of split layers, and of activations that enter them."""
 
 SUM, JOIN = ("nothing", "sum"), ("keep", "gather")
-"""What operators do with the gradient, and forward, whose results are whole on all ranks."""
+"""Operators whose results, forward and backward, are whole on all ranks."""
 
 REDUCING = ("Mean", "Var", "Std", "LinalgVectorNorm")
 """Nodes whose results are of all entries of a dim."""

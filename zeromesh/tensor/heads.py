@@ -1,4 +1,4 @@
-"""What modules that compute attention call their numbers of heads, found by name, and changed where heads are split."""
+"""Names of the numbers of heads in attention modules, found and changed where heads are split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPERT_WIDTH = "ffn_hidden_size"
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads of queries and of keys (and values) an attention has, and their width."""
+    """Numbers of query and key heads of an attention, and their width."""
 
     queries: int
     keys: int

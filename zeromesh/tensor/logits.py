@@ -111,7 +111,7 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How a loss is computed of some logits.
+    """Recipe of a loss on some logits.
 
     Attributes:
         head: what they come from.
@@ -205,7 +205,7 @@ class Logits(Tensor):
 
     @property
     def lazy(self) -> bool:
-        """Whether the values are still not needed."""
+        """True if the values are still not needed."""
         untouched = self._value is None and _ours(_node(self))
         return untouched and (self._parent is None or self._parent.lazy)
 
@@ -332,7 +332,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 def _cast(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None:
-    """To a dtype that holds all that the logits' own does."""
+    """Remember a cast to a dtype that holds all of the logits' own."""
     if "memory_format" in kwargs:
         return None
     probe = torch.empty(0, dtype=logits.dtype, device=logits.device)
@@ -347,7 +347,7 @@ def _cast(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None
 
 
 def _regroup(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None:
-    """What keeps the order of elements, and the vocabulary together."""
+    """Remember a change of shape that keeps the order of elements and the vocabulary together."""
     recipe = logits._recipe
     args, kwargs = tree_map_only(Tensor, _stand_in, (args, kwargs))
     like = func(recipe.like, *args, **kwargs)
@@ -404,14 +404,14 @@ INDEXES = (int, slice, list, type(None), type(...), Tensor)
 
 
 def _dims(item: Any) -> int:
-    """How many dims an item of an index takes."""
+    """Return the number of dims that an item of an index takes."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _multiply(logits: Logits, func: Any, factor: Any, **kwargs: Any) -> Logits | None:
-    """By a number."""
+    """Remember a product with a number."""
     if kwargs or isinstance(factor, bool) or not isinstance(factor, int | float) or not factor or not isfinite(factor):
         return None
     recipe, inverse = logits._recipe, func in DIVIDE

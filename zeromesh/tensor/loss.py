@@ -27,7 +27,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which entries of the vocabulary the rows of this rank's head are.
+    """Entries of the vocabulary in the rows of this rank's head.
 
     Attributes:
         start: the first.
@@ -42,7 +42,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class _Terms:
-    """What the loss of a token is made of."""
+    """Terms of a token's loss."""
 
     vocabulary: Vocabulary
     ignore_index: int
@@ -190,7 +190,7 @@ class _Chunk:
         self.losses = losses.where(self._counted, 0.0)
 
     def gradient_of_logits(self, upstream: Tensor) -> Tensor:
-        """That of what the product gave, in the dtype of the operands, padding included; takes the logits' memory.
+        """Return the gradient of the product's result, padding included, in the memory of the logits.
 
         Args:
             upstream: of the losses; shape (tokens,), or a scalar.

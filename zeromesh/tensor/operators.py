@@ -1,4 +1,4 @@
-"""What ranks along the tensor axis do where an activation enters a part that is split over them, and where it leaves.
+"""Messages along the tensor axis where an activation enters or leaves a split part.
 
 Each operator and the one of its gradient are rows of one table (Shoeybi et al., "Megatron-LM", 2019; Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models", 2022):
@@ -118,7 +118,7 @@ def _scatter(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
 
 
 def _part(x: Tensor, group: Group, dim: int) -> tuple[int, int]:
-    """Where this rank's part of a dim begins, and its length."""
+    """Return the start and the length of this rank's part of a dim."""
     length, rest = divmod(x.shape[dim], group.size)
     if rest:
         raise ValueError(

@@ -35,7 +35,7 @@ class PlanRule:
     block: int = 0
 
     def plain(self) -> Any:
-        """As it is written in JSON."""
+        """Return the plan as JSON."""
         more: dict[str, Any] = {"sections": list(self.sections)} if self.sections else {}
         more |= {"block": self.block} if self.block else {}
         return {"style": self.style, **more} if more else self.style
@@ -79,7 +79,7 @@ def as_json(plan: Plan) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a name fits a glob pattern, in which ``*`` stands for anything without a dot, and ``**`` for anything."""
+    """Return whether a name fits a glob pattern; ``*`` stands for anything without a dot, ``**`` for anything."""
     return _compiled(pattern).fullmatch(name) is not None
 
 
@@ -121,7 +121,7 @@ class Member:
 
 @dataclass
 class SplitPlan:
-    """What a plan means for a model.
+    """Plan of a model, resolved for this rank.
 
     Attributes:
         members: what is split, in the order of the model.
@@ -136,7 +136,7 @@ class SplitPlan:
     heads: dict[str, Heads] = field(default_factory=dict)
 
     def held_of(self, module: nn.Module, name: str) -> Held:
-        """What this rank holds of a module's parameter."""
+        """Return this rank's part of a module's parameter."""
         parameter = module.get_parameter(name)
         return self.of_parameter[id(parameter)]
 
@@ -147,7 +147,7 @@ def describe_plan(resolved: SplitPlan) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is a linear layer whose weight has shape (inputs, outputs), as GPT-2's Conv1D."""
+    """Return whether it is a linear layer whose weight has shape (inputs, outputs), as GPT-2's Conv1D."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -245,7 +245,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
 
 
 def _counted_often(resolved: SplitPlan, given: Sequence[str]) -> Iterator[str]:
-    """What a user gives a sum of gradients that all ranks have whole."""
+    """Value that a user gives for a sum of gradients that all ranks have whole."""
     inside = {m.container for m in resolved.members if m.style.cut and m.style.after in (None, "leave")}
     for member in resolved.members:
         if member.name not in given or member.rule.style != "replicated_with_grad_allreduce":
@@ -288,7 +288,7 @@ def _members(
 
 
 def _held(member: Member, rank: int, ranks: int, heads: Heads | None) -> dict[str, Held]:
-    """By name in the module: what this rank holds of the member's parameters."""
+    """Return this rank's parts of the member's parameters, by name in the module."""
     style, module = member.style, member.module
     own = dict(module.named_parameters(recurse=False))
     if member.parameter is not None:
@@ -323,7 +323,7 @@ def _require_plain_rows(module: Any, style: Style) -> None:
 
 
 def _held_of_attention(module: Any, rank: int, ranks: int) -> dict[str, Held]:
-    """Of ``nn.MultiheadAttention``; what is added to the sum of all heads stays whole."""
+    """Return the parts of ``nn.MultiheadAttention``; addends of the sum of all heads stay whole."""
     width = module.embed_dim
     held = {}
     for name, parameter in module.named_parameters():
@@ -337,7 +337,7 @@ def _held_of_attention(module: Any, rank: int, ranks: int) -> dict[str, Held]:
 
 
 def _dim(style: Style, shape: Sequence[int], member: Member) -> int | None:
-    """Which dim of a parameter the style cuts; None if the parameter stays whole."""
+    """Return the dim of a parameter that the style cuts; None if it stays whole."""
     if member.kind in ("embedding", "bag"):
         return 0 if style.cut == "rows" else 1
     if len(shape) == 1:

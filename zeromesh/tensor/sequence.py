@@ -42,7 +42,7 @@ class Stack:
         return Stack(self.name, tuple(block for block in self.blocks if block in blocks), tuple(whole))
 
     def spreads(self, name: str) -> bool:
-        """Whether a module inside works on parts of the sequence, or reads one."""
+        """Return whether a module inside works on parts of the sequence, or reads one."""
         return any(_is_in(name, block) for block in self.blocks) and not any(
             _is_in(name, other) for other in self.whole
         )
@@ -104,7 +104,7 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
 
 
 def _is_local(parameter: nn.Parameter, resolved: SplitPlan) -> bool:
-    """Whether each rank uses it for its own heads only, or it is added after the sum."""
+    """Return whether each rank uses it for its own heads only, or it is added after the sum."""
     held = resolved.of_parameter.get(id(parameter))
     added = any(parameter is getattr(m.module, "bias", None) and m.style.cut == "inputs" for m in resolved.members)
     return added or (held is not None and (held.split is not None or held.partial))

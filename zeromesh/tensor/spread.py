@@ -1,4 +1,4 @@
-"""Where the sequence is spread over the ranks, and whole again: hooks of the blocks that ``sequence.py`` finds.
+"""Hooks where the sequence becomes spread over the ranks, and whole again; see ``sequence.py``.
 
 The list of blocks itself is never called, and the code between blocks is the model's. So each block checks that it is
 given what the one before it returned, and what is given to its split parts and returned by it is looked at in the
@@ -60,7 +60,7 @@ def spread(
 
 
 def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What a block or an attention is given to work on: the first tensor of the arguments.
+    """Return the input of a block or an attention: the first tensor of the arguments.
 
     Raises:
         ValueError: there is none, or it is no sequence.
@@ -163,7 +163,7 @@ def _change_input(
 
 
 def _change_output(module: nn.Module, args: Any, output: Any, name: str, group: Group, tag: int) -> Any:
-    """Of several outputs, the first is the activation."""
+    """Return the activation, the first of several outputs."""
     if isinstance(output, Tensor):
         return move(output, name, group, tag, sequence_dim(output))
     return (move(output[0], name, group, tag, sequence_dim(output[0])), *output[1:])

@@ -48,7 +48,7 @@ class RandomStreams:
 
 
 def drops(module: torch.nn.Module) -> bool:
-    """Whether a module, or one inside, says that it drops something out."""
+    """Return whether a module, or one inside, says that it drops something out."""
     return any(
         isinstance(value, float) and value > 0
         for inner in module.modules()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Style:
-    """What is done with the parameters of a module, and where activations enter and leave it.
+    """Treatment of a module's parameters, and of activations that enter and leave it.
 
     Attributes:
         cut: which dim of the weight is cut: ``outputs`` or ``inputs`` of what it computes, ``rows`` or ``width`` of an
@@ -68,4 +68,4 @@ STYLES: Mapping[str, Style] = {
 }
 
 OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-"""What older versions of transformers call some of them."""
+"""Names of styles in older versions of transformers."""

@@ -1,4 +1,4 @@
-"""Which settings a run may be resumed with: those that cannot change what comes out of it."""
+"""Settings that may change when a run is resumed: those that do not change its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a rank is started, in seconds."""
+"""Checks before a rank is started, which take seconds."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Job:
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run writes."""
+        """Return the folder that the run writes to."""
         return RunFolder(Path(self.run.output))
 
 
@@ -180,7 +180,7 @@ def _check_sequences(job: Job, ranks: int) -> None:
 
 
 def _larger(job: Job) -> str:
-    """How the model gets a larger vocabulary."""
+    """Return the change with which the model gets a larger vocabulary."""
     built_in = job.language.section == "model"
     return "raise model.vocab_size" if built_in else "name a model with a larger vocabulary in huggingface.path"
 

@@ -27,7 +27,7 @@ from zeromesh.train.sample import load_writer
 
 @dataclass(frozen=True)
 class RunSpan:
-    """What of the run this command did.
+    """Part of the run that this command did.
 
     Attributes:
         began: time at which the command was given, in seconds since the epoch.

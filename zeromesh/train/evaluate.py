@@ -18,7 +18,7 @@ AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Score:
-    """How well held-out text is predicted.
+    """Evaluation on held-out text.
 
     Attributes:
         loss: nats per label.

@@ -132,7 +132,7 @@ def _export_transformer(language: Transformer, reader: Reader, output: Path, dty
 
 
 def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
-    """What each block adds to the plain model's state; conversions of transformers never cross blocks."""
+    """Yield each block's part of the plain model's state; conversions of transformers never cross blocks."""
     written, first = written_names(model), first_names(model)
 
     def real(path: str) -> nn.Module:

@@ -55,7 +55,7 @@ class RunFolder:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the run has come to its end once."""
+        """True if the run has come to its end once."""
         return any(self.model.glob("*.safetensors"))
 
     def copy_tokenizer(self, target: Path) -> None:
@@ -78,7 +78,7 @@ class RunFolder:
 
     @property
     def holds_a_beginning(self) -> bool:
-        """Whether a run ended here before it had written a checkpoint or the weights, so that nothing of it counts."""
+        """True if a run ended here before it had written a checkpoint or the weights, so that nothing of it counts."""
         return self.metrics.exists() and self.last_checkpoint is None and not self.has_finished
 
     def settings(self) -> Resolved:

@@ -26,7 +26,7 @@ _log = logging.getLogger("zeromesh")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         step: updates so far.
@@ -41,7 +41,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Loop:
-    """What the loop works with. ``metrics`` is None on all ranks but the first."""
+    """Objects of the loop. ``metrics`` is None on all ranks but the first."""
 
     engine: Engine
     job: Job
@@ -93,7 +93,7 @@ class Loop:
         return Progress(progress.step + 1, progress.samples + self.share.global_batch, progress.seconds + seconds)
 
     def _due(self, progress: Progress, every: int, last: bool = True) -> bool:
-        """Whether a step is one of every ``every`` (0: none), or with ``last`` the last one."""
+        """Return whether a step is one of every ``every`` (0: none), or with ``last`` the last one."""
         return (every > 0 and progress.step % every == 0) or (last and progress.step == self.job.run.steps)
 
     def _between_steps(self, progress: Progress) -> bool:

@@ -1,4 +1,4 @@
-"""What ``zeromesh train`` trains: a built-in decoder, or a model of transformers, which may have adapters."""
+"""Models of ``zeromesh train``: a built-in decoder, or a model of transformers, perhaps with adapters."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class LanguageModel(Protocol):
 
     @property
     def section(self) -> str:
-        """Of the configuration, where it is described."""
+        """Key of the configuration that describes the model."""
 
     @property
     def tokenizer(self) -> str | None:
-        """Where the tokenizer is that it was made for; None if there is none."""
+        """Folder of the model's tokenizer; None if there is none."""
 
     @property
     def vocabulary(self) -> int | None:
@@ -114,7 +114,7 @@ class BuiltIn:
             return Decoder(self.shape)
 
     def cost(self, model: nn.Module) -> float:
-        """By the formula."""
+        """Operations per token by the formula."""
         return training_flops_per_token(self.shape)
 
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
@@ -147,7 +147,7 @@ class Transformer:
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """Folder of the model."""
         return Path(self.source.path).expanduser().absolute()  # adapters say what they are for, and are moved
 
     @property
@@ -158,7 +158,7 @@ class Transformer:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the folder's weights are to be used."""
+        """True if the folder's weights are to be used."""
         if self.source.weights is not None:
             return self.source.weights
         # Pickles count: that they are not read is better said than shown by a model that starts from nothing.
@@ -176,7 +176,7 @@ class Transformer:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """What is wrong with the folder, or cannot be had with it, is said of the keys of the configuration."""
+        """Explain errors of the folder by the keys of the configuration."""
         try:
             yield
         except (ValueError, ImportError) as error:
@@ -318,7 +318,7 @@ class _Trial(WithLoss):
         return torch.zeros((), device=logits.device) if same else torch.ones((), device=logits.device)
 
     def differs(self, engine: Engine) -> bool:
-        """Whether it does on some rank; all ranks call it."""
+        """Return whether it does on some rank; all ranks call it."""
         return bool(engine.eval_batch(iter([self]), num_micro_batches=1))
 
 

@@ -14,7 +14,7 @@ from zeromesh.train.data.python_lines import LineCount
 
 @dataclass(frozen=True)
 class Report:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
         architecture: kind of model.

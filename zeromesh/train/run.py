@@ -106,7 +106,7 @@ def _text_line(prepared: PreparedData) -> str:
 
 
 def run_rank(settings: Settings, began: float) -> None:
-    """What every rank does.
+    """Run one rank.
 
     Args:
         settings: the same on all ranks, and checked.
@@ -159,7 +159,7 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
 
 
 def _settings_lines(settings: Settings) -> str:
-    """What the settings are where they are not the defaults, a line per key or section."""
+    """Yield a line per key or section that is not the default."""
     changed = jsonable(settings.model_dump(exclude_defaults=True))
     return "\n".join(["settings beside the defaults:", *(f"  {key}: {json.dumps(changed[key])}" for key in changed)])
 

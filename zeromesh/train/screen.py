@@ -1,4 +1,4 @@
-"""What the commands write to the terminal: consoles, text as it is, and the log."""
+"""Terminal output of the commands: consoles, plain text, and the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_LINE = 200
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks: the only one so far, or rank 0 of a launcher's."""
+    """Return whether this process is the one that speaks: the only one so far, or rank 0 of a launcher's."""
     return not is_launched() or Environment.detect().rank == 0
 
 

@@ -18,7 +18,7 @@ from zeromesh.engine import Engine
 
 
 class Request(IntEnum):
-    """What a signal asks for; the largest one of all ranks counts."""
+    """Request of a signal; the largest one of all ranks counts."""
 
     NOTHING = 0
     SAVE = 1

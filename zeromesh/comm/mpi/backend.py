@@ -36,11 +36,11 @@ READERS = 1.0
 _timeout: timedelta = c10d.default_pg_timeout
 _store: Any = None
 _worlds = 0
-"""How many groups of all ranks there have been; each has keys of its own in the store."""
+"""Number of groups of all ranks so far; each has keys of its own in the store."""
 
 
 def missing() -> str:
-    """What this Python lacks to use MPI, and how to get it, as a sentence; "" if nothing.
+    """Return a sentence on what this Python lacks to use MPI, and the remedy; "" if nothing.
 
     MPI is loaded, but not started: that is left to ``install``, also for others in this process that import mpi4py.
     """
@@ -55,7 +55,7 @@ def missing() -> str:
 
 
 def is_ours() -> bool:
-    """Whether torch's ``mpi`` backend is the one of this package."""
+    """Return whether torch's ``mpi`` backend is the one of this package."""
     return isinstance(getattr(c10d, "ProcessGroupMPI", None), _Factory)
 
 
@@ -193,7 +193,7 @@ def await_readers(streams: Sequence[int] = (1, 2)) -> None:
 
 
 def _leave(ours: bool) -> None:
-    """As the process ends: end the others after an exception, else tell them, and end MPI."""
+    """End the other ranks after an exception, else tell them, and end MPI. Runs as the process ends."""
     from zeromesh.comm.mpi.work import runtime
 
     mpi = _load()

@@ -51,7 +51,7 @@ class MpiGroup(dist.ProcessGroup):
         self._name = self._description = "undefined"
 
     def getBackendName(self) -> str:
-        """As torch calls it."""
+        """Name for torch."""
         return "mpi"
 
     @property
@@ -73,7 +73,7 @@ class MpiGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What torch says the group is for."""
+        """Description that torch gives the group."""
         return self._description
 
     def _set_group_desc(self, description: str) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a group do together over MPI, as programs of messages; see ``mpi_work.py``.
+"""Collectives over MPI as programs of messages; see ``work.py``.
 
 Each collective has a tag of its own, which all ranks count alike. So the second stage of one cannot be taken for
 another's, in whatever order ranks come to it. What is posted before the first stage is posted by the caller.
@@ -24,7 +24,7 @@ PIECE = 1 << 22
 
 
 class Programs:
-    """Of one communicator.
+    """Programs of one communicator.
 
     Attributes:
         comm: the communicator, the group's own.
@@ -45,7 +45,7 @@ class Programs:
         self._count = itertools.count()
 
     def tag(self) -> int:
-        """Of the next collective."""
+        """Return the tag of the next collective."""
         return self.tags + 1 + next(self._count) % (self.tags - 1)
 
     def post(self, messages: Iterable[tuple[bool, int, torch.Tensor]], tag: int) -> Stage:

@@ -1,4 +1,4 @@
-"""What is under way on the ``mpi`` backend, and what keeps it going.
+"""Work that is under way on the ``mpi`` backend, and the thread that advances it.
 
 MPI progresses inside of its own calls only. So a thread looks after all that is under way, every ``PAUSE`` seconds and
 only while there is something; and whoever waits looks after everything, too, and more often. A piece of work is a
@@ -42,7 +42,7 @@ LEFT = 1
 """Tag of the message by which a rank says that it ends."""
 
 NO_TIMEOUT = timedelta(0)
-"""By which torch says that a wait has no timeout of its own."""
+"""Timeout with which torch says that a wait has none of its own."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Stage:
 
     @functools.cached_property
     def statuses(self) -> list[MPI.Status]:
-        """Where MPI says which of them failed, and how long each is."""
+        """Buffers in which MPI reports failed ranks and lengths."""
         return [MPI.Status() for _ in self.requests]
 
     def require_whole(self) -> None:
@@ -201,7 +201,7 @@ class Runtime:
 
 
 runtime = Runtime()
-"""Of this process."""
+"""Work of this process."""
 
 
 class MpiWork(dist.Work):
@@ -344,16 +344,16 @@ class MpiWork(dist.Work):
             )
 
     def synchronize(self) -> None:
-        """As ``wait``."""
+        """See ``wait``."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Return whether it is done."""
         runtime.advance()
         return self.done
 
     def is_success(self) -> bool:
-        """Whether it is done and did not fail."""
+        """Return whether it is done and did not fail."""
         return self.done and self._error is None
 
     def exception(self) -> Exception | None:

@@ -23,7 +23,7 @@ IGNORE_LABEL = -100
 
 @dataclass(frozen=True)
 class Variant:
-    """What sets one family of decoders apart.
+    """Variant of a family of decoders.
 
     Attributes:
         norm: makes the normalization of a width, with an epsilon.
@@ -55,7 +55,7 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a ``ModelShape`` says once its variant's defaults are filled in. Widths in elements.
+    """Sizes of a ``ModelShape`` with its variant's defaults. Widths in elements.
 
     Raises:
         ValueError: if the vocabulary is open, or the heads' width does not suit rotary positions.
@@ -100,7 +100,7 @@ class Sizes:
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer is the token embedding."""
+        """True if the output layer is the token embedding."""
         return self.variant.tied if self.shape.tie_embeddings is None else self.shape.tie_embeddings
 
 
@@ -112,7 +112,7 @@ def rotary_table(positions: Tensor, width: int, base: float) -> tuple[Tensor, Te
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Which tokens see which: those before them in their document, and themselves. Bool, (b, 1, s, s) of (b, s)."""
+    """Return the mask of earlier tokens of the same document: bool, (b, 1, s, s) from (b, s)."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()
 

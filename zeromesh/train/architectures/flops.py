@@ -1,4 +1,4 @@
-"""How many parameters a decoder has, and what a token costs: of our decoder by a formula, of any model by counting.
+"""Parameters and operations per token: of our decoder by a formula, of any model by counting.
 
 The cost of a matrix product counts a multiplication and an addition as two operations; norms, activations and the
 softmax are left out, as usual (Kaplan et al., "Scaling Laws for Neural Language Models", 2020).
@@ -53,7 +53,7 @@ def training_flops_per_token(shape: ModelShape) -> float:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """What training on one token costs.
+    """Operations of training on one token.
 
     Attributes:
         operations: of forward and backward, without recomputation.
@@ -65,7 +65,7 @@ class TokenCost:
 
 
 def training_cost(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> TokenCost:
-    """What a token costs in any model, frozen parameters and tied ones counted as what they do.
+    """Return the operations per token of any model; frozen and tied parameters count for what they do.
 
     The model computes on the meta device: nothing is allocated, and it stays as it is. A causal mask leaves nothing
     out: of our decoder this is ``6 P + 12 L h s``. Where the model cannot compute there, as its flow depends on values,

@@ -75,7 +75,7 @@ def _begins(whole: Ids, part: Ids) -> bool:
 
 
 def _require_text(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:
-    """Where a template has marks, transformers cannot tell a special token in a message from one of the template's."""
+    """Reject a template with marks, where transformers cannot tell special tokens of messages from the template's."""
     special = tokenizer.all_special_tokens
     parts = [(f"messages[{place}].{key}", message[key]) for place, message in enumerate(messages) for key in message]
     for name, value in [*parts, *([("tools", tools)] if tools else [])]:

@@ -1,4 +1,4 @@
-"""Which files and data sets the sources name, and in which order."""
+"""Files and data sets that the sources name, in their order."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ NOT_LIBRARY = frozenset(
 """Folders of the standard library that are left out: installed packages, tests, applications, generated tables."""
 
 RUN_FILES = frozenset({"config.json", "metrics.jsonl"})
-"""What a folder that a run wrote holds, however far the run came. Such a folder below a source is not text."""
+"""Names in a folder that a run wrote. Such a folder below a source is not text."""
 
 MASK = ".mask"
 """A data set of this ending beside another says, for each of its tokens, whether it is a label."""
 
 DATASET_FILES = ("state.json", "dataset_info.json")
-"""What marks a folder that ``datasets`` wrote."""
+"""File that marks a folder of ``datasets``."""
 
 DATASETS_FILE = "dataset_dict.json"
-"""What marks a folder of such folders, one for each split."""
+"""File that marks a folder of such folders, one for each split."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ def _of_source(source: str, suffixes: tuple[str, ...], output: Path | None) -> I
 
 
 def is_special(path: Path) -> bool:
-    """Whether it is a FIFO, a socket or a device: there is no telling when opening it returns."""
+    """Return whether it is a FIFO, a socket or a device: there is no telling when opening it returns."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a folder is one that ``datasets`` wrote."""
+    """Return whether a folder is one that ``datasets`` wrote."""
     return all((folder / name).is_file() for name in DATASET_FILES)
 
 
@@ -177,7 +177,7 @@ def _of_file(name: str, path: Path) -> Document:
 
 
 def _is_written(folder: Path, output: Path | None) -> bool:
-    """Whether this run or another one writes to a folder."""
+    """Return whether this run or another one writes to a folder."""
     return folder.resolve() == output or all((folder / name).is_file() for name in RUN_FILES)
 
 

@@ -38,7 +38,7 @@ WAITING = 2
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """How portions become tokens; the same in every process.
+    """Settings of encoding; the same in every process.
 
     Attributes:
         tokenizer: folder or file of the tokenizer.
@@ -69,7 +69,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What becomes of a task; a sequence is a record, or a piece of a text.
+    """Encode a task; a sequence is a record, or a piece of a text.
 
     Attributes:
         ids: of all sequences, one after the other, shape ``(tokens,)``, in the dtype that they are stored in.
@@ -239,7 +239,7 @@ def grouped(sides: Iterable[Side]) -> Iterator[list[Side]]:
 
 _encoder: Encoder | None = None
 _stopped: Event | None = None
-"""Of a process that was started for it."""
+"""Encoder of a worker process."""
 
 
 def _start(settings: EncodeSettings, stopped: Event) -> None:

@@ -64,7 +64,7 @@ class Share:
 
 
 def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Samples]:
-    """What each part of the blend takes its samples from.
+    """Sources of each part of the blend.
 
     Raises:
         ValueError: if a part has no sample of ``length`` tokens.

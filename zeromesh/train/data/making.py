@@ -74,7 +74,7 @@ def make(
 
 
 def size_is_set(data: TextData) -> bool:
-    """Whether the settings say how many entries the vocabulary has."""
+    """Return whether the settings say how many entries the vocabulary has."""
     return "vocabulary_size" in data.model_fields_set
 
 
@@ -119,7 +119,7 @@ def _texts(data: TextData, portion: Portion, kind: str | None, held: float) -> I
 def _make_part(
     data: TextData, part: Part, files: Sequence[Known], encoder: Encoder | None, folder: Path, bar: ReadingBar
 ) -> tuple[TokenSet, TokenSet, int]:
-    """What of a data set is trained on and held out, and how many records were dropped."""
+    """Training and held-out parts of a data set, and the number of dropped records."""
     tokenizer = encoder.tokenizer if encoder else None
     if files[0].kind == INDEXED:
         prefix = files[0].document.path.resolve()

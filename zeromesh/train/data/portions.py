@@ -237,7 +237,7 @@ def _dataset(folder: Path) -> Any:
 
 @lru_cache(maxsize=4)
 def _open_dataset(folder: Path, changed: int) -> Any:
-    """As ``_open_parquet``."""
+    """See ``_open_parquet``."""
     try:
         from datasets import load_from_disk
     except ImportError:
@@ -266,7 +266,7 @@ FORMATS: dict[str, DataFormat] = {
     ),
     "": DataFormat(_cut_text, _read_text, lambda portion, n: str(portion.document.path)),
 }
-"""By the end of the file's name; the last row is plain text."""
+"""Format by the end of the file's name; the last row is plain text."""
 
 
 def read_portion(portion: Portion) -> Iterator[tuple[int, Any]]:

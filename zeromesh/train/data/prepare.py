@@ -23,7 +23,7 @@ FREE = {"train", "vocabulary_size", "workers", "packing", "document_attention"}
 """Settings that the token files do not depend on, and the sources, which are looked at one by one."""
 
 VERSION = 2
-"""Of how texts become tokens: token files that were made otherwise are made anew."""
+"""Version of the encoding: token files of another version are made anew."""
 
 
 class Changed(ValueError):
@@ -131,7 +131,7 @@ def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
 
 
 def _has_size(data: TextData, prepared: PreparedData) -> bool:
-    """Whether text was prepared with a vocabulary of the size in the settings."""
+    """Return whether text was prepared with a vocabulary of the size in the settings."""
     if data.tokenizer is not None or prepared.tokenizer is None or prepared.vocabulary == data.vocabulary_size:
         return True
     return prepared.capped and not size_is_set(data)

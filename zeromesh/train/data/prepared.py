@@ -1,4 +1,4 @@
-"""What became of the text: sets of token files, and their summary on disk."""
+"""Prepared text: sets of token files, and their summary on disk."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def save_summary(prepared: PreparedData, path: Path) -> None:
 
 
 def load_summary(path: Path) -> PreparedData | None:
-    """What was prepared; None if nothing was, if that is cut off, or by another version, which knew other things."""
+    """Return the prepared data; None if there is none, or it is incomplete or of another version."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""Whether lines look like Python, by Python's own tokenizer."""
+"""Lines that look like Python, by Python's own tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LineCount:
-    """Of ``lines`` that are not blank, ``tokenizing`` are Python to the tokenizer."""
+    """Count non-blank ``lines``, and those that are Python to the tokenizer."""
 
     lines: int
     tokenizing: int
@@ -27,7 +27,7 @@ def count_lines(texts: list[str]) -> LineCount:
 
 
 def tokenizes(line: str) -> bool:
-    """Whether the ``tokenize`` module reads the line, without its indentation, to the end and without an error token.
+    """Return whether the ``tokenize`` module reads the line, without its indentation, to the end without an error.
 
     A line that is part of a longer statement counts as wrong if it leaves a bracket or a string open, so the true
     share of a program is below 1: about 0.86 for the standard library itself.

@@ -1,4 +1,4 @@
-"""What a record is: how it becomes token ids, and which of them are learned. Kinds of records are rows of a table."""
+"""Kinds of records, as rows: how each becomes token ids, and which of them are learned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeromesh.train.data.portions import OF_AN_ARRAY
 from zeromesh.train.data.tokenizer import TextTokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak in a chat."""
+"""Roles in a chat."""
 
 RESPONSES = ("response", "completion")
 """Keys of a response, where the settings name none."""

@@ -35,7 +35,7 @@ class Sample:
 
 
 class Samples(Protocol):
-    """What samples are taken from.
+    """Source of samples.
 
     Attributes:
         count: samples of an epoch.

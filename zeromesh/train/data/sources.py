@@ -1,4 +1,4 @@
-"""What the sources of a data set hold: which files, of what kind, and which side of the split each text is on."""
+"""Contents of a data set's sources: files, their kind, and the side of the split of each text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Known:
 
 
 def look(data: TextData, part: Part, skipped: list[Document]) -> list[Known]:
-    """What the files of a data set hold, in the order of their names; those that cannot be read are added to a list."""
+    """Yield the contents of a data set's files in order; unreadable files are added to a list."""
     texts, found = [], []
     for source in part.sources:
         kind: str | None = None

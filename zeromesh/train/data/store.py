@@ -24,7 +24,7 @@ SCANNED_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class Documents:
-    """What is known of the documents of a data set; arrays have one entry for each.
+    """Facts of a data set's documents; arrays have one entry for each.
 
     Attributes:
         shares: in [0, 1): those below the fraction that is held out, are.
@@ -44,7 +44,7 @@ class Documents:
 
     @property
     def learned(self) -> NDArray[np.bool_]:
-        """Which of them are used, bool: not records of which nothing is learned, that would be rows without a loss."""
+        """Used documents, bool: records of which nothing is learned would be rows without a loss."""
         return self.labels > 0 if self.packed else np.ones(len(self.tokens), dtype=bool)
 
 
@@ -112,7 +112,7 @@ def scan_documents(prefix: Path) -> Documents:
 def divide(
     name: str, prefix: Path, documents: Documents, fraction: float, tokenizer: TextTokenizer | None, folder: Path
 ) -> tuple[TokenSet, TokenSet]:
-    """What is trained on and what is held out.
+    """Training and held-out documents.
 
     Args:
         name: of the part of the blend; the data sets of two parts may have one name.

@@ -46,7 +46,7 @@ def split_documents(documents: Sequence[Document], fraction: float) -> TextSplit
 
 
 def is_text(document: Document) -> bool:
-    """Whether a document can be read, is UTF-8, and has more than bytes of zero. It is read piece by piece."""
+    """Return whether a document can be read, is UTF-8, and has more than bytes of zero. It is read piece by piece."""
     decoder, has_text = codecs.getincrementaldecoder("utf-8")(), False
     try:
         with document.path.open("rb") as file:

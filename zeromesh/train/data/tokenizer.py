@@ -23,7 +23,7 @@ from zeromesh.train.data.chat import Ids, Message, Tools, render, render_prompt
 END_OF_TEXT = "<|endoftext|>"
 
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
-"""What tokenizers call the token between two documents."""
+"""Names of the token between two documents in known tokenizers."""
 
 WEIGHTS = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
 """Ends of the names of files that are no part of a tokenizer, though they lie beside it."""
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 SMALLEST_VOCABULARY = 257
 TOKENIZER_FILE = "tokenizer.json"
 UNKNOWN = "�"
-"""What decoding writes for bytes that are no character, or not yet."""
+"""Character that decoding writes for bytes that are no character, or not yet."""
 
 
 @dataclass(frozen=True)
