@@ -289,7 +289,7 @@ the end.""",
         """- *dd* has requests of 1 MiB with direct I/O from processes in C, each with a part of the file and memory for
   one request: what the disk does for anybody. It writes from a file in memory.
 - *threads* are `preadv` and `pwritev` in Python's threads; *mapped* copies from and to `UntypedStorage.from_file`.
-- *store* is `zeromesh.tiers.nvme.Store`; it compares checksums of all that it reads.""",
+- *store* is `zeromesh.tiers.nvme.FileStore`; it compares checksums of all that it reads.""",
         lines_of(table),
         f"""## The store, by size and number of requests
 

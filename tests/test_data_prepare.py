@@ -94,7 +94,7 @@ def _tokenizer(folder: Path) -> str:
 
 
 def test_a_process_that_is_ended_is_reported(tmp_path: Path) -> None:
-    settings = encode_module.Settings(Path(_tokenizer(tmp_path)), TextData(train=("x",)), None)
+    settings = encode_module.EncodeSettings(Path(_tokenizer(tmp_path)), TextData(train=("x",)), None)
 
     class Deadly(list[Side]):
         def __reduce__(self) -> Any:

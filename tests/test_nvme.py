@@ -623,7 +623,7 @@ def test_a_store_that_is_forgotten_deletes_its_file_and_ends_its_threads(tmp_pat
 
 PROCESSES = """
 import os, sys, time
-from zeromesh.tiers.nvme import Store
+from zeromesh.tiers.nvme import FileStore
 from zeromesh.tiers.buffers import Buffer
 
 def say(*words):
@@ -644,7 +644,7 @@ else:
         say("ended", pids.pop(pid), os.waitstatus_to_exitcode(status))
     sys.exit()
 
-store = Store(sys.argv[1], rank=rank, block_size=4096, queue_depth=2)
+store = FileStore(sys.argv[1], rank=rank, block_size=4096, queue_depth=2)
 region = store.allocate(1 << 20)
 store.reserve()
 buffer = Buffer(1 << 20)
