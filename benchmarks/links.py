@@ -2,10 +2,10 @@
 
     python benchmarks/links.py --rates 10mbit 100mbit unlimited --rounds 2
 
-The hosts are network namespaces on this machine, with two ranks each; see ``tests/hosts.py``. At each rate all rows
-take turns, round by round, and each round begins with another one. Where namespaces are not permitted, the stand-in for
-them is measured, which sees the messages of ZeroMesh only: torch's rows then say so. The figures go to one JSON file,
-and from there to a page and a picture; see ``links_page.py``.
+The hosts are network namespaces on this machine, with two ranks each; see ``tests/support/hosts.py``. At each rate all
+rows take turns, round by round, and each round begins with another one. Where namespaces are not permitted, the
+stand-in for them is measured, which sees the messages of ZeroMesh only: torch's rows then say so. The figures go to one
+JSON file, and from there to a page and a picture; see ``links_page.py``.
 
 The exit status is 1 if a row of ZeroMesh failed, or its losses are not those of the others.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch

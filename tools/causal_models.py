@@ -31,7 +31,7 @@ from zeromesh.tensor.derive import GATHERING, derive, published
 from zeromesh.tensor.plan import Plan, kind_of, matches, pattern_of
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from harness import RankFailure, close_pools, run_ranks  # noqa: E402
 from huggingface_models import without_dropout  # noqa: E402

@@ -1,0 +1,145 @@
+"""The reference page and the JSON schema say what the settings do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeromesh.config.reference import files, main, schema
+from zeromesh.config.settings import entries
+from zeromesh.config.tables import GONE, RENAMED
+
+DOCS = Path(__file__).parents[2] / "docs"
+CONFIGS = Path(__file__).parent / "configs"
+
+Schema = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def published() -> Schema:
+    loaded: Schema = json.loads((DOCS / "config.schema.json").read_text())
+    return loaded
+
+
+def options(part: Schema, whole: Schema) -> list[Schema]:
+    """The alternatives of a schema, with references followed."""
+    if "$ref" in part:
+        target: Schema = whole["$defs"][part["$ref"].rpartition("/")[2]]
+        return [target]
+    return [option for choice in part["anyOf"] for option in options(choice, whole)] if "anyOf" in part else [part]
+
+
+def accepts(part: Schema, value: Any, whole: Schema) -> bool:
+    """What a validator of JSON schemas would say, for the few words that ours uses."""
+    return any(accepts_option(option, value, whole) for option in options(part, whole))
+
+
+def accepts_option(option: Schema, value: Any, whole: Schema) -> bool:
+    kinds: dict[str, Any] = {
+        "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
+        "null": type(None),
+    }  # fmt: skip
+    if "const" in option or "enum" in option:
+        return bool(value in option.get("enum", [option.get("const")]))
+    kind = option.get("type")
+    if kind is None:
+        return True
+    value = int(value) if kind == "integer" and isinstance(value, float) and value.is_integer() else value
+    if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "boolean"):
+        return False
+    if kind == "array":
+        return all(accepts(option["items"], item, whole) for item in value)
+    if kind == "object" and "properties" in option:
+        keys = option["properties"]
+        known = set(value) <= set(keys) and set(option.get("required", ())) <= set(value)
+        return known and all(accepts(keys[key], item, whole) for key, item in value.items())
+    return bool(option.get("minimum", float("-inf")) <= value) if kind in ("integer", "number") else True
+
+
+def test_the_published_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(DOCS), "--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), "--check"]) == 1
+    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path), "--check"]) == 0
+    page = tmp_path / "configuration.md"
+    page.write_text(page.read_text().replace("| `seed` |", "| `sed` |"))
+    capsys.readouterr()
+    assert main([str(tmp_path), "--check"]) == 1
+    shown = capsys.readouterr().err
+    assert "-| `sed` |" in shown
+    assert "+| `seed` |" in shown
+    assert "python -m zeromesh.config.reference" in shown
+
+
+def test_the_page_has_a_line_for_every_key_with_its_meaning() -> None:
+    page = files()["configuration.md"]
+    for path, entry in entries().items():
+        assert entry.meaning.endswith("."), f"{path} has no description"
+        section, _, name = path.rpartition(".")
+        heading = f"\n## `{section}`\n" if section else "\n## Top level\n"
+        table = page.partition(heading)[2].partition("\n## ")[0]
+        assert f"`{name}`" in table, path
+        assert entry.meaning in table, path
+    for name in (*RENAMED, *GONE):
+        assert f"| `{name}` |" in page
+
+
+def test_the_page_marks_where_keys_come_from() -> None:
+    lines = {line.split("|")[1].strip(): line for line in files()["configuration.md"].splitlines() if "|" in line}
+    assert lines["`train_batch_size`"].endswith("| DeepSpeed |")
+    assert lines["`units`"].endswith("| ours |")
+    assert "*no effect*" in lines["`overlap_comm`"]
+    assert "*not yet*" in lines["`expert`"]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_schema_accepts_the_files_that_the_settings_accept(path: Path, published: Schema) -> None:
+    document = json.loads(path.read_text())
+    for section in GONE:
+        document.pop(section, None)  # not for new files, though let through when switched off
+    assert accepts(published, document, published)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"train_batch_siz": 8},
+        {"train_batch_size": "8"},
+        {"train_batch_size": 0},
+        {"zero_optimization": {"stge": 1}},
+        {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
+        {"fp16": {"enabled": 1}},
+        {"optimizer": {"params": {}}},
+        {"communication_data_type": "fp17"},
+    ],
+)
+def test_the_schema_refuses_what_the_settings_refuse(document: Schema, published: Schema) -> None:
+    assert not accepts(published, document, published)
+
+
+def test_the_schema_takes_auto_for_every_key(published: Schema) -> None:
+    parts = [published, *published["$defs"].values()]
+    for part in parts:
+        for name, value in part["properties"].items():
+            assert name == "$schema" or accepts(value, "auto", published), name
+
+
+def test_the_schema_is_one_that_validators_take(published: Schema) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(published)
+    validator = jsonschema.Draft202012Validator(published)
+    assert validator.is_valid(json.loads((CONFIGS / "train.json").read_text()))
+    assert not validator.is_valid({"zero_optimization": {"stage": 4}})
+
+
+def test_the_schema_says_which_keys_have_no_effect() -> None:
+    described = schema()["$defs"]["ZeroOptimization"]["properties"]["overlap_comm"]["description"]
+    assert "No effect:" in described

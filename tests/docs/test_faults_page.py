@@ -1,0 +1,33 @@
+"""The page of faults: every fault has a row, and every test that it names is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "faults.md"
+NOT_YET = {18, 28}
+
+
+def rows() -> dict[int, str]:
+    found = (re.match(r"\| (\d+) \|", line) for line in PAGE.read_text().splitlines())
+    return {int(match[1]): match.string for match in found if match}
+
+
+@cache
+def names_in(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_fault_has_a_row_with_tests_that_exist() -> None:
+    found = rows()
+    assert found.keys() == set(range(1, 35)) - NOT_YET
+    for number, row in found.items():
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row.rpartition(" | ")[2])
+        assert named, number
+        for path, name in named:
+            assert name in names_in(path), (number, path, name)

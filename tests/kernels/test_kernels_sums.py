@@ -1,0 +1,175 @@
+"""Sums and checksums of the native library, and that it is part of what is distributed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from test_kernels import built, every_float, missing  # noqa: F401
+from zeromesh.kernels import native
+from zeromesh.kernels.native import Library, library
+from zeromesh.kernels.sums import accumulate, checksum, sum_of_squares
+
+ROOT = Path(__file__).parents[2]
+TYPES = list(native.TYPES)
+
+
+@pytest.fixture(params=["native", "torch"])
+def either(request: pytest.FixtureRequest) -> None:
+    """With the library and without."""
+    if request.param == "torch":
+        request.getfixturevalue("missing")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("elements", [0, 1, 15, 16, 100, 65536, 200_001])
+def test_sums_of_squares(elements: int, dtype: torch.dtype, either: None) -> None:
+    values = torch.randn(elements + 1).to(dtype)[1:]
+    expected = values.double().square().sum().item()
+    assert sum_of_squares(values) == pytest.approx(expected, rel=1e-13, abs=0)
+
+
+def test_sums_depend_on_nothing_else(built: Library) -> None:  # noqa: F811
+    values = torch.randn(1_000_003)
+    expected = sum_of_squares(values, threads=1)
+    for instructions in built.sets:
+        for threads in (1, 2, 3):
+            assert sum_of_squares(values, threads, instructions) == expected
+    shifted = torch.cat([torch.zeros(3), values])[3:]
+    assert sum_of_squares(shifted) == expected
+
+
+def test_sums_of_what_fp32_could_not_hold(either: None) -> None:
+    assert sum_of_squares(torch.full((40,), 1e30)) == pytest.approx(4e61)
+    assert sum_of_squares(torch.full((40,), 1e-30)) == pytest.approx(4e-59)
+    for odd in (torch.inf, torch.nan):
+        values = torch.ones(70_000)
+        values[[3, 69_999]] = odd
+        assert not sum_of_squares(values) < torch.inf
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_accumulation_is_torchs(dtype: torch.dtype, either: None) -> None:
+    source = every_float(dtype)
+    target = torch.randn(source.numel())
+    expected = target + source.float()
+    accumulate(target, source)
+    assert torch.equal(target.nan_to_num(nan=5.0), expected.nan_to_num(nan=5.0))
+    assert target.isnan().any()
+
+
+def test_refusals(either: None) -> None:
+    with pytest.raises(ValueError, match="float64"):
+        sum_of_squares(torch.ones(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="float16"):
+        accumulate(torch.ones(3).half(), torch.ones(3))
+    with pytest.raises(ValueError, match="contiguous"):
+        checksum(torch.ones(4, 4).t())
+    with pytest.raises(ValueError, match="threads is -1"):
+        checksum(torch.ones(4), threads=-1)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, MIB, MIB + 1, 3 * MIB + 77])
+def test_checksums_notice_changes(size: int) -> None:
+    data = torch.randint(256, (size,), dtype=torch.uint8)
+    before = checksum(data)
+    assert 0 <= before < 1 << 64
+    for threads in (1, 2, 3):
+        assert checksum(data, threads) == before
+    seen = {before}
+    for place in {0, size // 2, size - 1, min(size - 1, MIB)}:
+        for bit in (1, 128):
+            data[place] ^= bit
+            seen.add(checksum(data))
+            data[place] ^= bit
+    assert len(seen) == 1 + 2 * len({0, size // 2, size - 1, min(size - 1, MIB)})
+    assert checksum(data) == before
+    assert checksum(data[:-1]) != before
+
+
+def test_checksums_depend_on_where_and_how_much() -> None:
+    words = torch.randn(1 << 20)
+    found = [checksum(words)]
+    for swapped in (slice(0, 16), slice(0, 32), slice(0, 1 << 18), slice(0, 1 << 19)):
+        other = words.clone()
+        half = swapped.stop // 2
+        other[:half], other[half : swapped.stop] = words[half : swapped.stop], words[:half]
+        found.append(checksum(other))
+    signs = words.clone()
+    signs[[1, 17]] *= -1  # the highest bits of two words that go into the same sum
+    found.append(checksum(signs))
+    found += [checksum(torch.zeros(size)) for size in (0, 1, 2, 16, 17, 1 << 18, 1 << 19)]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, MIB, 2 * MIB + 4097])
+def test_checksums_are_the_same_without_the_library(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randint(256, (size,), dtype=torch.uint8)
+    expected = checksum(data)
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    library.cache_clear()
+    try:
+        assert checksum(data) == expected
+    finally:
+        library.cache_clear()
+
+
+def sources(folder: Path) -> Path:
+    """What an installation is made of, without the other packages."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "zeromesh" / "kernels", folder / "zeromesh" / "kernels", ignore=ignored)
+    shutil.copy(ROOT / "zeromesh" / "__init__.py", folder / "zeromesh")
+    return folder
+
+
+def setup(folder: Path, *command: str, **environment: str) -> str:
+    variables = {**os.environ, **environment}
+    run = subprocess.run(
+        [sys.executable, "setup.py", *command], cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stderr
+
+
+def test_the_sources_are_distributed(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    setup(sources(tmp_path), "sdist")
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {Path(name).name for name in opened.getnames()}
+    assert names >= {"setup.py", *(path.name for path in (ROOT / "zeromesh" / "kernels").glob("*.[ch]"))}
+
+
+def test_wheels_and_editable_installs_have_the_library(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    folder = sources(tmp_path)
+    setup(folder, "build")
+    (library,) = folder.glob("build/lib*/zeromesh/kernels/_native*")
+    setup(folder, "build_ext", "--inplace")  # as an editable installation does
+    assert [path.name for path in (folder / "zeromesh" / "kernels").glob("_native*")] == [library.name]
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--quiet", f"zeromesh/kernels/{library.name}"], cwd=ROOT, check=False
+    )
+    assert ignored.returncode == 0 or not (ROOT / ".git").exists()
+
+
+def test_no_compiler_is_no_failure(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    said = setup(sources(tmp_path), "build", CC=str(tmp_path / "no-such-compiler"))
+    assert "failed" in said
+    assert not list(tmp_path.rglob("_native*.so"))
+    assert list(tmp_path.glob("build/lib*/zeromesh/kernels/update.py"))

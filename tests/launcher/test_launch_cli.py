@@ -1,0 +1,549 @@
+"""``zeromesh launch``. Most scripts here do not import torch, so that they start at once."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from harness import run_command
+from zeromesh.cli.launch import LaunchLayout, Program, SlurmOptions, slurm_script
+from zeromesh.cli.main import app
+from zeromesh.comm import rank
+from zeromesh.comm.failure import RankFailure, first_failure
+from zeromesh.launcher import mpiexec as mpi
+from zeromesh.launcher.launch import python_rank
+from zeromesh.launcher.output import Relay
+
+LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROMESH_SECRET", "of all nodes of these tests")
+
+
+SCRIPT = """
+import os, signal, sys, time
+rank, mode = int(os.environ["RANK"]), sys.argv[1]
+print("rank", rank, "of", os.environ["WORLD_SIZE"], __name__, sys.argv[1:], "threads", os.environ["OMP_NUM_THREADS"])
+sys.stdout.flush()
+if mode == "raise":
+    if rank == 1:
+        raise LookupError("the key is not there")
+    time.sleep(1)
+    raise ConnectionError("lost rank 1")
+if mode == "signal":
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+if mode == "exit" and rank == 1:
+    sys.exit(3)
+if mode == "lines":
+    for number in range(100):
+        for part in (f"r{rank}", f"n{number}", "." * 50):
+            sys.stdout.write(part)
+            if rank:  # what rank 0 flushes goes out as it does it
+                sys.stdout.flush()
+            time.sleep(0.001)  # in which others write
+        print()
+if mode == "ignore":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+if mode == "tidy":
+    def tidy(number, frame):
+        open(sys.argv[2] + f"/tidied{rank}", "w").close()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, tidy)
+if mode in ("ignore", "tidy", "wait"):
+    with open(sys.argv[2] + f"/{rank}.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(sys.argv[2] + f"/{rank}.part", sys.argv[2] + f"/{rank}.pid")
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_ranks_get_their_arguments_and_write_whole_lines(script: Path) -> None:
+    command = [*LAUNCH, "--nproc", "2", script, "lines", "--nproc"]
+    finished = run_command(command, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    assert finished.returncode == 0, finished.stdout
+    lines = sorted(finished.stdout.splitlines())
+    first = [f"rank {rank} of 2 __main__ ['lines', '--nproc'] threads 1" for rank in (0, 1)]
+    body = [[f"r{rank}n{number}{'.' * 50}" for number in range(100)] for rank in (0, 1)]
+    of_one = [f"[1] {line}" for line in (first[1], *body[1])]
+    assert lines == sorted([first[0], *body[0], *of_one, "zeromesh launch: 2 ranks"])
+
+
+def test_the_first_failure_is_shown_and_nothing_else(script: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    finished = subprocess.run(
+        [*LAUNCH, "--nproc", "2", str(script), "raise"], capture_output=True, text=True, timeout=60, env=variables
+    )
+    assert finished.returncode == 1
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    told, error, *trace = finished.stderr.splitlines()
+    assert told == f"zeromesh launch: 2 ranks, OMP_NUM_THREADS={threads} for each; set it to change that"
+    assert error == "error: rank 1 failed first: LookupError: the key is not there"
+    assert trace[0] == "Traceback (most recent call last):"
+    assert trace[1] == f'  File "{script}", line 8, in <module>'
+    assert trace[-1] == "LookupError: the key is not there"
+    assert "rank.py" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "text"),
+    [
+        ("signal", 137, "rank 1 failed first: killed by SIGKILL; .*memory ran out"),
+        pytest.param("exit", 3, "rank 1 .* status 3$", marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_die_are_named(script: Path, mode: str, code: int, text: str) -> None:
+    finished = run_command([*LAUNCH, "--nproc", "2", script, mode])
+    assert finished.returncode == code, finished.stdout
+    assert re.search(text, finished.stdout.splitlines()[-1]), finished.stdout
+
+
+def test_a_signal_without_a_name_is_told(tmp_path: Path) -> None:
+    failure = first_failure(tmp_path, {1: -40})
+    assert (failure.summary, failure.exitcode) == ("killed by signal 40", 168)
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("error = KeyError('x')\nerror.add_note('a hint')\nraise error", "KeyError: 'x'"),
+        ("compile('1 +', 'file', 'exec')", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_the_summary_of_a_failure_is_its_exception(
+    text: str, summary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(rank.FAILURES, str(tmp_path))
+    with pytest.raises((KeyError, SyntaxError)) as caught:
+        exec(text)
+    rank.record(caught.type, caught.value, None)
+    assert first_failure(tmp_path, {0: 1}).summary == summary
+
+
+def test_variables_that_are_wrong_are_told_where_they_matter(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    finished = run_command([*LAUNCH, "--nproc", "1", script, "none"])
+    assert finished.returncode == 0, finished.stdout
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--folder", str(tmp_path)]).stdout)
+    assert "MASTER_PORT=1234" in report["problems"][0]["problem"]
+
+
+def test_what_all_ranks_exit_with_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nsys.exit('the data is missing')")
+    finished = run_command([*LAUNCH, "--nproc", "2", tmp_path / "script.py"])
+    assert finished.returncode == 1
+    assert finished.stdout.count("the data is missing") == 1, finished.stdout
+
+
+def test_a_script_knows_its_file_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nos.chdir('/')\nprint(__file__)")
+    finished = run_command([*LAUNCH, "--nproc", "1", "script.py"], cwd=tmp_path)
+    assert finished.stdout.splitlines()[-1] == str(tmp_path / "script.py"), finished.stdout
+
+
+def test_what_a_rank_left_running_ends_with_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)\nraise ValueError\n"
+    )
+    finished = run_command([*LAUNCH, "--nproc", "1", tmp_path / "script.py"])
+    assert finished.returncode == 1
+    assert are_gone([int(line) for line in finished.stdout.splitlines() if line.isdecimal()])
+
+
+def test_standard_input_goes_to_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint(repr(sys.stdin.read()))")
+    finished = subprocess.run(
+        [*LAUNCH, "--nproc", "2", str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60, input="a"
+    )
+    assert sorted(finished.stdout.splitlines()) == ["'a'", "[1] ''"], finished.stderr
+
+
+def test_whole_lines_come_through_a_pipe_that_rank_0_writes_to(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("for number in range(20_000):\n    print('x' * 80)")
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}  # else rank 0 itself writes lines in parts
+    finished = run_command([*LAUNCH, "--nproc", "2", tmp_path / "script.py"], **variables)
+    told, line = "zeromesh launch: 2 ranks", "x" * 80
+    assert {told, line, f"[1] {line}"} == set(finished.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("stream", "shown"),
+    [
+        (io.TextIOWrapper(io.BytesIO(), encoding="latin-1"), b"[1] \xe9\n[1] ok\n"),
+        (io.TextIOWrapper(io.BytesIO(), encoding="ascii"), b"[1] ?\n[1] ok\n"),
+        (None, b""),
+    ],
+)
+def test_lines_are_read_whatever_the_stream_takes(
+    stream: io.TextIOWrapper | None, shown: bytes, tmp_path: Path
+) -> None:
+    relay = Relay(tmp_path)
+    with open(relay.pipe(stream, "[1] "), "wb", buffering=0) as pipe:  # type: ignore[arg-type]
+        pipe.write(b"\xe9\n")
+        pipe.write(b"ok\n")
+        pipe.write(b"." * 200_000 if stream is None else b"")  # waits for ever unless somebody reads
+    relay.close()
+    if stream is not None:
+        assert stream.buffer.getvalue() == shown  # type: ignore[attr-defined]
+
+
+def test_a_process_that_never_stops_writing_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    class Writes:
+        """A stream: whatever it shows, more has come meanwhile."""
+
+        encoding = "utf-8"
+
+        def write(self, text: str) -> None:
+            os.write(pipe, b"more\n")
+
+        def flush(self) -> None:
+            pass
+
+    relay = Relay(tmp_path)
+    pipe = os.open(relay.pipe(Writes(), ""), os.O_WRONLY)  # type: ignore[arg-type]
+    os.write(pipe, b"begin\n")
+    closing = threading.Thread(target=relay.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    os.close(pipe)
+
+
+@contextmanager
+def running(
+    script: Path, mode: str, folder: Path, *options: str, ranks: int = 2
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A launch and its ranks' process numbers, once both ranks have come to the end of their script."""
+    process = subprocess.Popen(
+        [*LAUNCH, "--nproc", "2", *options, str(script), mode, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        limit = time.monotonic() + 60
+        while len(files := list(folder.glob("*.pid"))) < ranks:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        yield process, [int(file.read_text()) for file in files]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def are_gone(pids: list[int]) -> bool:
+    limit = time.monotonic() + 20
+    while any(
+        Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text() for pid in pids
+    ):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_ctrl_c_ends_ranks_that_ignore_it(script: Path, tmp_path: Path) -> None:
+    with running(script, "ignore", tmp_path) as (process, pids):
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=20)[0]
+        assert process.returncode == 130
+        assert output.splitlines()[-1] == "stopped"
+        assert "Traceback" not in output
+        assert are_gone(pids)
+
+
+@pytest.mark.full
+def test_sigterm_is_passed_on(script: Path, tmp_path: Path) -> None:
+    with running(script, "tidy", tmp_path) as (process, pids):
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        assert process.returncode == 143
+        assert are_gone(pids)
+    assert sorted(file.name for file in tmp_path.glob("tidied*")) == ["tidied0", "tidied1"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked to do it")
+@pytest.mark.parametrize("program", [(), ("--no-python", sys.executable)])
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(program: tuple[str, ...], script: Path, tmp_path: Path) -> None:
+    with running(script, "wait", tmp_path, *program) as (process, pids):
+        process.kill()
+        process.wait()
+        assert are_gone(pids)
+
+
+def test_modules_and_programs(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").touch()
+    (tmp_path / "mine" / "tool.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])\n")
+    root = str(Path(__file__).parents[2])
+    finished = run_command([*LAUNCH, "-m", "mine.tool", "-m", "x"], cwd=tmp_path, PYTHONPATH=root)
+    assert finished.stdout.splitlines()[-1] == "__main__ mine ['-m', 'x']", finished.stdout
+    finished = run_command([*LAUNCH, "--nproc", "1", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE"])
+    assert finished.stdout.splitlines()[-1] == "0 of 1", finished.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_nodes_meet_at_the_master(script: Path) -> None:
+    master = f"127.0.0.1:{free_port()}"
+    commands = [
+        [*LAUNCH, "--nproc", "1", "--nnodes", "2", "--node-rank", str(node), "--master", master, str(script), "none"]
+        for node in (0, 1)
+    ]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    ranks = re.findall(r"rank (\d) of 2", "".join(outputs))
+    assert sorted(ranks) == ["0", "1"], outputs
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["launch", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_a_port_in_use_is_refused(script: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        master = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, text = call("--nproc", 1, "--nnodes", 2, "--node-rank", 0, "--master", master, script, "none")
+    assert code == 2
+    assert f"of --master {master} cannot be used" in text
+    assert "choose another port" in text
+
+
+def test_a_master_that_is_not_there_is_an_error_in_bounded_time(script: Path) -> None:
+    master = f"127.0.0.1:{free_port()}"
+    options = ["--nproc", 1, "--nnodes", 2, "--node-rank", 1, "--master", master, "--timeout", 2]
+    code, text = call(*options, script, "none")
+    assert code == 2
+    assert f"could not reach the master {master} in 2 s; start zeromesh launch" in text
+
+
+@pytest.mark.parametrize("node", [[], ["--node-rank", "1"]])
+def test_a_master_that_is_another_program_is_an_error_in_bounded_time(node: list[str], script: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        master = f"127.0.0.1:{taken.getsockname()[1]}"
+        options = ["--nproc", "1", "--nnodes", "2", *node, "--master", master, "--timeout", "1"]
+        finished = run_command([*LAUNCH, *options, script, "none"])
+    assert finished.returncode == 2, finished.stdout
+    assert f"could not reach the master {master} in 1 s" in finished.stdout
+    assert finished.stdout.strip().endswith("no zeromesh launch")
+
+
+@pytest.mark.full
+def test_nodes_say_when_the_master_has_gone(script: Path, tmp_path: Path) -> None:
+    options = ["--nproc", "1", "--nnodes", "2", "--master", f"127.0.0.1:{free_port()}", "--node-rank"]
+    with (
+        running(script, "wait", tmp_path, *options, "0", ranks=0) as (master, _),
+        running(script, "wait", tmp_path, *options, "1") as (other, _),
+    ):
+        master.kill()
+        output = other.communicate(timeout=60)[0]
+    assert other.returncode == 2, output
+    assert f"the master {options[5]} has gone" in output.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_a_node_that_waits_for_others_ends_on_a_signal_and_leaves_nothing(script: Path, tmp_path: Path) -> None:
+    places = tmp_path / "temporary"
+    places.mkdir()
+    options = ["--nproc", "1", "--nnodes", "2", "--node-rank", "0", "--master", f"127.0.0.1:{free_port()}"]
+    process = subprocess.Popen([*LAUNCH, *options, str(script), "none"], env=os.environ | {"TMPDIR": str(places)})
+    try:
+        limit = time.monotonic() + 60
+        while not is_listening(int(options[-1].split(":")[1])):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+    finally:
+        process.kill()
+        process.wait()
+    assert not list(places.glob("zeromesh-*"))
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["missing.py"], "'missing.py' is no file; name a Python script"),
+        (["-m", "--no-python", "x"], "exclude each other"),
+        (["--no-python", "no-such-program"], "'no-such-program' is no program that can be run"),
+        (["--nnodes", "2:1", "SCRIPT"], "--nnodes is '2:1', but must be"),
+        (["--nnodes", "two", "SCRIPT"], "--nnodes is 'two', but must be"),
+        (["--nnodes", "2", "SCRIPT"], "--nnodes 2 needs --master HOST:PORT"),
+        (["--nnodes", "2", "--master", "host", "SCRIPT"], "--master is 'host', but must be HOST:PORT"),
+        (["--nnodes", "2", "--master", "host:70000", "SCRIPT"], "--master is 'host:70000'"),
+        (["--nnodes", "2", "--master", "no-such-host.invalid:1", "SCRIPT"], "cannot be found from"),
+        (
+            ["--nnodes", "2", "--master", "h:1", "--node-rank", "2", "SCRIPT"],
+            "--node-rank is 2, but must be from 0 to 1",
+        ),
+        (["--node-rank", "1", "SCRIPT"], "--node-rank 1 needs --nnodes and --master"),
+        (["--nnodes", "1:2", "--master", "h:1", "--max-restarts", "0", "SCRIPT"], "each costs a restart"),
+        (["--nproc", "0", "SCRIPT"], "--nproc is 0, but must be at least 1"),
+        (["--mpi", "--slurm", "SCRIPT"], "--mpi and --slurm exclude each other"),
+        (["--mpi", "--max-restarts", "1", "SCRIPT"], "--mpi has no restarts"),
+        (["--slurm", "--master", "h:1", "SCRIPT"], "leave out --master"),
+        (["--slurm", "--gpus", "2", "--nproc", "4", "SCRIPT"], "--nproc 4 is more than --gpus 2"),
+        (["--slurm", "--time", "soon", "SCRIPT"], "--time is 'soon', but must be minutes"),
+    ],
+)
+def test_wrong_options_are_refused_with_a_remedy(arguments: list[str], text: str, script: Path) -> None:
+    code, output = call(*[script if argument == "SCRIPT" else argument for argument in arguments])
+    assert code == 2, output
+    assert text in output
+
+
+STUBS = {
+    "srun": 'for word in "$@"; do printf "<%s>" "$word"; done; echo; echo "cpus $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS"',
+    "scontrol": "printf 'node7\\nnode8\\n'\n",
+}
+
+
+def run_batch(text: str, folder: Path) -> list[str]:
+    """Run a batch script where ``srun`` only says what it was given."""
+    for name, body in STUBS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}")
+        (folder / name).chmod(stat.S_IRWXU)
+    (folder / "job.sh").write_text(text)
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12345", "SLURM_CPUS_PER_TASK": "6"}
+    finished = run_command(["bash", folder / "job.sh"], SLURM_JOB_NODELIST="node[7-8]", OMP_NUM_THREADS="", **variables)
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout.splitlines()
+
+
+def test_the_batch_script_for_cpus_starts_each_rank(tmp_path: Path) -> None:
+    text = slurm_script(
+        Program("train it.py", ("--x", "a b")), LaunchLayout(4, "2"), SlurmOptions(cpus=6, partition="short")
+    )
+    asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert asked == [
+        "--job-name='train it'", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--time=01:00:00",
+        "--partition=short",
+    ]  # fmt: skip
+    said = run_batch(text, tmp_path)
+    assert said == ["<--kill-on-bad-exit=1><python><-u><train it.py><--x><a b>", "cpus 6 6"]
+
+
+def test_the_batch_script_for_gpus_gives_every_rank_its_own(tmp_path: Path) -> None:
+    text = slurm_script(
+        Program("t.py"), LaunchLayout(None, "2"), SlurmOptions(gpus=8, time="2-00", more=("--account=me",))
+    )
+    assert "#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in text
+    assert "#SBATCH --account=me" in text
+    assert run_batch(text, tmp_path)[0] == "<--kill-on-bad-exit=1><python><-u><t.py>"
+
+
+def test_the_batch_script_with_restarts_starts_a_launcher_on_each_node(tmp_path: Path) -> None:
+    program = Program("my.tool", ("a",), is_module=True)
+    text = slurm_script(program, LaunchLayout(None, "1:2", restarts=5), SlurmOptions(gpus=4, cpus=3))
+    assert "#SBATCH --nodes=1-2\n#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=12\n" in text
+    wanted = [
+        "--kill-on-bad-exit=0", "zeromesh", "launch", "--nproc", "4", "--nnodes", "1:2", "--master", "node7:22345",
+        "--max-restarts", "5", "-m", "my.tool", "a",
+    ]  # fmt: skip
+    assert run_batch(text, tmp_path)[0] == "".join(f"<{word}>" for word in wanted)
+
+
+def test_slurm_writes_a_file_and_says_how_to_submit_it(script: Path, tmp_path: Path) -> None:
+    code, output = call("--slurm", "--nproc", 2, "--output", tmp_path / "job.sh", script)
+    assert code == 0, output
+    assert f"submit it with: sbatch {tmp_path / 'job.sh'}" in output
+    assert (tmp_path / "job.sh").read_text().startswith("#!/bin/bash\n#SBATCH --job-name=script\n")
+
+
+def test_without_an_mpiexec_the_error_says_how_to_get_one(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    code, output = call("--mpi", "--nproc", 2, script)
+    assert code == 2
+    assert "pip install 'zeromesh[mpi]'" in output
+
+
+def test_open_mpi_as_root_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    program = mpi.Mpiexec("/usr/bin/mpiexec", is_open_mpi=True)
+    with pytest.raises(ValueError, match="--mpi-args=--allow-run-as-root"):
+        mpi.command_line(program, ["x"], 2, 1, [])
+    allowed = ["--allow-run-as-root", "--hostfile", "h"]
+    assert mpi.command_line(program, ["x"], 2, 3, allowed) == [program.path, "-n", "6", "-N", "2", *allowed, "x"]
+
+
+MPI_SCRIPT = """
+import os, sys, time
+rank = int(os.environ["PMI_RANK"])
+print("rank", rank, "of", os.environ["PMI_SIZE"])
+if rank == 1:
+    raise LookupError("the key is not there")
+"""
+
+
+@pytest.mark.skipif(not shutil.which("mpiexec"), reason="no mpiexec on PATH")
+def test_through_mpiexec_the_failure_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(MPI_SCRIPT)
+    finished = run_command([*LAUNCH, "--mpi", "--nproc", "2", tmp_path / "script.py"])
+    assert finished.returncode == 1, finished.stdout
+    assert {"rank 0 of 2", "rank 1 of 2"} <= set(finished.stdout.splitlines()), finished.stdout
+    assert "error: rank 1 failed first: LookupError: the key is not there" in finished.stdout
+
+
+@pytest.mark.skipif(not shutil.which("mpiexec"), reason="no mpiexec on PATH")
+def test_through_mpiexec_a_rank_that_fails_before_mpi_has_started_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(MPI_SCRIPT + "time.sleep(1000)")
+    monkeypatch.setattr(mpi, "PATIENCE", 0.5)
+    command = python_rank("script", str(tmp_path / "script.py"))
+    with pytest.raises(RankFailure, match="rank 1 failed first: LookupError"):
+        mpi.run(mpi.find_mpiexec(), command, 2, 1, [], os.environ, tmp_path)

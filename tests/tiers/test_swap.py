@@ -1,0 +1,201 @@
+"""Optimizer states on NVMe: the same numbers as on the host, files as large as is said, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import FOLDERS, run_command, run_ranks
+from test_tiers import Net, start, update
+from zeromesh import zero
+from zeromesh.shard.swap import absent
+
+STATE = {"AdamW": "exp_avg_sq", "SGD": "momentum_buffer", "Adagrad": "sum", "Lion": "exp_avg"}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"bf16": {"enabled": False}},
+    "bf16": {},
+    "fp16": {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 4}},
+}
+
+
+def life(folder: str, device: str, stage: int, optimizer: str, precision: str) -> list[Any]:
+    """All that a run does with its states: updates, a checkpoint, looks and changes from outside."""
+    params = {"lr": 1e-3, **({"momentum": 0.9, "dampening": 0.1} if optimizer == "SGD" else {})}
+    engine = start(
+        {"stage": stage, "offload_optimizer": {"device": device, "nvme_path": folder, "buffer_count": 2}},
+        optimizer={"type": optimizer, "params": params}, gradient_clipping=0.5, **PRECISIONS[precision],
+    )  # fmt: skip
+    found: list[Any] = [update(engine, number) for number in range(3)]
+    engine.save_checkpoint(f"{folder}/{device}")
+    found += [update(engine, number) for number in range(2)]
+    engine.load_checkpoint(f"{folder}/{device}")
+    found += [update(engine, number) for number in range(2)]
+    first = next(iter(engine.module.parameters()))
+    master = zero.safe_get_full_fp32_param(first)
+    state = zero.safe_get_full_optimizer_state(first, STATE[optimizer])
+    assert master is not None
+    assert state is not None
+    found += [master, state]
+    zero.safe_set_full_fp32_param(first, master * 1.5)
+    zero.safe_set_full_optimizer_state(first, state * 0.5, STATE[optimizer])
+    return [*found, *last_of_life(engine)]
+
+
+def last_of_life(engine: Any) -> list[Any]:
+    """Losses after what was changed, and what is left when all is changed once more."""
+    found: list[Any] = [update(engine, 5), update(engine, 6)]
+    values = engine.gathered_state_dict()
+    engine.load_state_dict({name: value * 0.9 for name, value in engine.state_dict().items()})
+    found += [update(engine, 7), *values.values()]
+    engine.destroy()
+    return found
+
+
+def both_lives(folder: str, *case: Any) -> tuple[list[Any], list[Any]]:
+    return life(folder, "cpu", *case), life(folder, "nvme", *case)
+
+
+CASES = [
+    (3, "AdamW", "bf16"),
+    (1, "SGD", "fp32"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in [(2, "Lion", "fp16"), (3, "Adagrad", "fp32")]),
+]
+
+
+@pytest.mark.parametrize(("stage", "optimizer", "precision"), CASES)
+def test_a_run_is_the_same_to_the_bit_as_with_states_on_the_host(
+    stage: int, optimizer: str, precision: str, tmp_path: Path
+) -> None:
+    for host, nvme in run_ranks(both_lives, 2, str(tmp_path), stage, optimizer, precision):
+        for one, other in zip(host, nvme, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert sorted(os.listdir(tmp_path)) == ["cpu", "nvme"]
+
+
+def masters(engine: Any) -> list[torch.Tensor]:
+    found = [zero.safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
+    assert all(master is not None for master in found)
+    return [master.clone() for master in found if master is not None]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("nvme", "none"), ("none", "nvme")])
+def test_a_checkpoint_does_not_know_where_states_rested(saved: str, loaded: str, tmp_path: Path) -> None:
+    engine = start({"stage": 3, "offload_optimizer": {"device": saved, "nvme_path": str(tmp_path)}})
+    update(engine)
+    engine.save_checkpoint(tmp_path / "checkpoints")
+    expected = update(engine), masters(engine)
+    engine.destroy()
+    engine = start({"stage": 3, "offload_optimizer": {"device": loaded, "nvme_path": str(tmp_path)}})
+    engine.load_checkpoint(tmp_path / "checkpoints")
+    assert update(engine) == expected[0]
+    for found, want in zip(masters(engine), expected[1], strict=True):
+        # Torch's own update, of states on the device, has eight roundings to fp32 that may fall otherwise: of the
+        # number, or of the step, which is at most a few times the learning rate.
+        assert bool(((found - want).abs() <= 8 * 2**-24 * (want.abs() + 4e-3)).all())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("depth", [2, 8])
+def test_the_report_has_the_size_of_the_file_and_of_the_buffers(depth: int, tmp_path: Path) -> None:
+    engine = start({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, depth=depth)
+    update(engine)
+    report, (file,) = engine.memory_report(), list(tmp_path.iterdir())
+    elements = sum(parameter.numel() for parameter in Net(depth).parameters())
+    assert report["optimizer"]["nvme"] == file.stat().st_size
+    assert report["optimizer"]["nvme"] / elements == pytest.approx(12, rel=0.01)
+    assert report["optimizer"]["host"] < 1000  # the numbers of the steps
+    sizes = sorted(12 * sum(p.numel() for p in unit.members) for unit in engine.sharded.units)
+    assert report["slot"]["host"] == pytest.approx(sum(sizes[-4:]), rel=0.01)
+    assert file.stat().st_blocks * 512 >= file.stat().st_size  # the space is taken before the start
+    for _, state in engine.optimizer.state.items():
+        assert bool(state["exp_avg"].isnan().all())
+    engine.destroy()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_absent_cannot_be_written_to() -> None:
+    value = absent(torch.zeros(3, 2, dtype=torch.float64))
+    assert (value.shape, value.dtype, bool(value.isnan().all())) == ((3, 2), torch.float64, True)
+    with pytest.raises(RuntimeError, match="more than one element"):
+        value.copy_(torch.ones(3, 2))
+
+
+def start_nvme(folder: Path | str, **more: Any) -> Any:
+    return start({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}, **more)
+
+
+def test_what_cannot_rest_there_is_refused_before_the_start(tmp_path: Path) -> None:
+    adam = {"type": "Adam", "params": {"lr": 1e-3, "amsgrad": True}}
+    with pytest.raises(ValueError, match="AdamW, with the options of group 0, .* offload_optimizer.device = cpu"):
+        start_nvme(tmp_path, optimizer=adam)
+    with pytest.raises(ValueError, match="nvme_path is missing; set it to a folder"):
+        start({"stage": 3, "offload_optimizer": {"device": "nvme"}})
+    with pytest.raises(ValueError, match="aio.block_size is 1000, .* multiple of 4096"):
+        start_nvme(tmp_path, aio={"block_size": 1000})
+    with pytest.raises(OSError, match="missing"):
+        start_nvme(tmp_path / "missing")
+    assert not list(tmp_path.iterdir())
+
+
+def attempt(folders: list[str]) -> str:
+    rank = int(os.environ["RANK"])
+    try:
+        start_nvme(folders[rank])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_cannot_open_its_file_ends_all(tmp_path: Path) -> None:
+    config_alike = [str(tmp_path / "link"), str(tmp_path / "link")]
+    (tmp_path / "link").write_text("no folder")
+    for said in run_ranks(attempt, 2, config_alike):
+        assert "link" in said
+
+
+def test_a_file_that_is_changed_underneath_ends_the_run(tmp_path: Path) -> None:
+    engine = start_nvme(tmp_path)
+    update(engine)
+    (file,) = tmp_path.iterdir()
+    with file.open("r+b") as opened:
+        opened.seek(8192)
+        opened.write(b"something else")
+    with pytest.raises(OSError, match="not those that were written there|changed by somebody else"):
+        update(engine)
+    engine.destroy()
+    assert not list(tmp_path.iterdir())
+
+
+LIMITED = """
+import resource, sys
+sys.path[:0] = {tests!r}
+from test_tiers import start, update
+import torch
+torch.set_num_threads(1)
+update(start({{"stage": 3}}, depth=1))
+used = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + {limit}, used + {limit}))
+zero = {{"stage": 3, "offload_optimizer": {{"device": sys.argv[1], "nvme_path": {folder!r}, "buffer_count": 2}}}}
+engine = start(zero, depth={depth})
+print("first", update(engine))
+print("last", [update(engine, number) for number in range(3)][-1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process's data is Linux's")
+def test_under_a_limit_of_memory_too_small_for_the_states_it_trains(tmp_path: Path) -> None:
+    depth = 60
+    states = 12 * sum(parameter.numel() for parameter in Net(depth).parameters())
+    script = tmp_path / "script.py"
+    script.write_text(LIMITED.format(tests=FOLDERS, limit=int(0.9 * states), folder=str(tmp_path), depth=depth))
+    on_host = run_command([sys.executable, script, "cpu"], timeout=120)
+    assert on_host.returncode != 0
+    assert "memory" in on_host.stdout
+    on_nvme = run_command([sys.executable, script, "nvme"], timeout=120)
+    assert on_nvme.returncode == 0, on_nvme.stdout
+    assert "last" in on_nvme.stdout

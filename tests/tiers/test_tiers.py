@@ -1,0 +1,265 @@
+"""States that rest off the device: where they lie, what is counted, and that nothing else changes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeromesh
+from harness import run_ranks
+from heap import Heap
+
+HOST = {"device": "cpu"}
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "none": {"stage": 3},
+    "optimizer of row 1": {"stage": 1, "offload_optimizer": HOST},
+    "optimizer of row 2": {"stage": 2, "offload_optimizer": HOST},
+    "optimizer of row 3": {"stage": 3, "offload_optimizer": HOST},
+    "parameters": {"stage": 3, "offload_param": HOST},
+    "all": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+    "all, split": {"stage": 3, "offload_optimizer": {**HOST, "split_master": True}, "offload_param": HOST},
+}
+WIDTH = 480
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def start(zero: dict[str, Any], depth: int = 3, **more: Any) -> zeromesh.Engine:
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "units": ["Block"],
+        **more,
+    }
+    return zeromesh.initialize(model=Net(depth), config=config)[0]
+
+
+def update(engine: zeromesh.Engine, number: int = 0) -> float:
+    tokens = torch.arange(8).view(1, 8) + 8 * engine.mesh.rank + number
+    loss = engine(tokens % 32)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+# What is counted.
+
+
+def reported(names: list[str]) -> dict[str, Any]:
+    """By what is offloaded: the report, and what the heap holds between updates beyond what was there before."""
+    found, heap = {}, Heap()
+    for name in [names[0], *names]:  # what libraries allocate once is there from the second on
+        gc.collect()
+        before = heap.live()
+        engine = start(OFFLOADED[name])
+        update(engine)
+        update(engine)
+        engine.sharded.rest()
+        gc.collect()
+        found[name] = engine.memory_report(), heap.live() - before
+        engine.destroy()
+        del engine
+    return found
+
+
+def in_parameters(name: str) -> dict[str, dict[str, float]]:
+    """Bytes per parameter by state and tier, on two ranks in bf16; sums of gradients of two ranks are in fp32."""
+    on_host, half = "optimizer" in name or "all" in name, 0.5
+    tier = "host" if on_host else "device"
+    whole = 2.0 if "row 1" in name or "row 2" in name else 2 * half
+    if name == "none":  # parameters rest in their masters
+        return {"parameter": {}, "gradient": {"device": 4 * half}, "optimizer": {"device": 12 * half}}
+    gradient = {tier: 4 * half} | ({"device": 2.0} if "row 1" in name else {})
+    home = "host" if name == "parameters" or "all" in name else "device"
+    states = (2 if "split" in name else 4) + 8
+    return {"parameter": {home: whole}, "gradient": gradient, "optimizer": {tier: states * half}}
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 and Linux count")
+def test_the_report_by_tier_is_what_the_formulas_say_and_the_heap_holds() -> None:
+    elements = sum(parameter.numel() for parameter in Net().parameters())
+    for rank in run_ranks(reported, 2, list(OFFLOADED)):
+        for name, (report, resting) in rank.items():
+            for state, tiers in in_parameters(name).items():
+                assert set(tiers) <= set(report[state]), (name, state)
+                for tier, size in report[state].items():
+                    assert size / elements == pytest.approx(tiers.get(tier, 0.0), rel=0.01, abs=0.01), (name, state)
+            given_back = 4 * elements / 2 if name in ("none", "parameters") else 0  # sums of gradients in row 3
+            slots = sum(report["slot"].values())
+            held = report["total"] - slots - given_back
+            assert held - 2e5 <= resting <= held + slots + 8e5, name
+
+
+def depths() -> list[dict[str, Any]]:
+    found = []
+    for depth in (2, 6):
+        engine = start(OFFLOADED["all"], depth)
+        update(engine)
+        found.append(engine.memory_report())
+        engine.destroy()
+    return found
+
+
+def test_with_all_on_the_host_the_device_holds_as_much_whatever_the_depth() -> None:
+    for rank in run_ranks(depths, 2):
+        shallow, deep = ({s: v for s, v in one.items() if isinstance(v, dict) and s != "measured"} for one in rank)
+        on_device, on_host = (
+            [sum(state.get(tier, 0) for state in report.values()) for report in (shallow, deep)]
+            for tier in ("device", "host")
+        )
+        assert on_device[1] <= on_device[0]
+        assert on_host[1] > 2.5 * on_host[0]
+
+
+def half() -> list[tuple[str, str]]:
+    engine = start({"stage": 2, "offload_optimizer": {**HOST, "ratio": 0.4}})
+    update(engine)
+    return [(unit.name, flat.optimizer_tier.value) for unit in engine.sharded.units for flat in unit.flats]
+
+
+def test_what_stays_on_the_device_is_of_the_units_whose_gradients_come_last() -> None:
+    assert run_ranks(half, 2)[0] == [
+        ("", "device"), ("blocks.0", "device"), ("blocks.1", "host"), ("blocks.2", "host")
+    ]  # fmt: skip
+
+
+# Stores of their own.
+
+
+def apart(name: str) -> list[str]:
+    """What shares memory with what it must not share it with."""
+    engine, shared = start(OFFLOADED[name]), []
+    update(engine)
+    with engine.sharded.gathered(engine.sharded.units):
+        for flat in engine.sharded.flats:
+            states = {"home": flat.home, "master": flat.master, "gradient": flat.gradient.buffer, "full": flat.full}
+            row = engine.config.row
+            places = {
+                "home": row.parameter_tier,
+                "master": row.optimizer_tier,
+                "gradient": row.gradient_tier,
+                "full": "slots",
+            }
+            for one, other in (("home", "master"), ("gradient", "full"), ("gradient", "home"), ("master", "full")):
+                both = states[one], states[other]
+                if places[one] != places[other] and None not in both:
+                    same = both[0].untyped_storage().data_ptr() == both[1].untyped_storage().data_ptr()
+                    shared += [f"{one} and {other}"] if same else []
+    return shared
+
+
+@pytest.mark.parametrize("name", ["optimizer of row 1", "optimizer of row 3", "parameters", "all"])
+def test_the_host_is_a_store_of_its_own_where_device_and_host_are_one_memory(name: str) -> None:
+    assert run_ranks(apart, 2, name) == [[], []]
+
+
+# Together with all else.
+
+
+def trained(zero: dict[str, Any], folder: Path, before: Path | None, **more: Any) -> Any:
+    """Two updates, from a checkpoint if there is one: losses, and whole masters and moments by the accessors."""
+    engine = start(zero, 4, **more)
+    if before is not None:
+        assert engine.load_checkpoint(before)[0] is not None
+    losses = [update(engine, number) for number in range(2)]
+    engine.save_checkpoint(folder)
+    parameter = engine.module.blocks[3].down.weight
+    states = [zeromesh.zero.safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    return losses, [zeromesh.zero.safe_get_full_fp32_param(parameter), *states], state
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    assert one[2].keys() == other[2].keys()
+    assert all(torch.equal(value, other[2][name]) for name, value in one[2].items())
+
+
+def test_a_checkpoint_goes_on_with_its_states_elsewhere(tmp_path: Path) -> None:
+    """Each continues from the one before; a run without offload continues from itself."""
+    device, before, places = {"stage": 2}, None, ["optimizer of row 2", "all", "none", "optimizer of row 1"]
+    plain_before = None
+    for number, name in enumerate(places):
+        plain, other = tmp_path / f"plain{number}", tmp_path / f"other{number}"
+        expected = run_ranks(trained, 2, device, plain, plain_before)
+        for one, rank in zip(run_ranks(trained, 2, OFFLOADED[name], other, before), expected, strict=True):
+            assert_same(one, rank)
+        plain_before, before = plain, other
+
+
+def changed(zero: dict[str, Any]) -> list[torch.Tensor]:
+    """What becomes of parameters that users change by every way that there is."""
+    engine = start(zero)
+    update(engine)
+    first, second, third = (block.up.weight for block in engine.module.blocks)
+    zeromesh.zero.safe_set_full_fp32_param(first, torch.full(first.shape, 0.125))
+    with zeromesh.zero.GatheredParameters(second, modifier_rank=1):
+        second.data.mul_(0.5)
+    zeromesh.zero.safe_set_full_optimizer_state(third, torch.full(third.shape, 0.25), "exp_avg")
+    engine.backward(engine(torch.arange(8).view(1, 8)))
+    gradient = zeromesh.zero.safe_get_full_grad(third)
+    zeromesh.zero.safe_set_full_grad(first, torch.full(first.shape, 0.5))
+    engine.step()
+    masters = [zeromesh.zero.safe_get_full_fp32_param(parameter) for parameter in (first, second, third)]
+    return [gradient, *masters]
+
+
+@pytest.mark.parametrize("name", ["optimizer of row 1", "all"])
+def test_users_read_and_change_what_rests_on_the_host(name: str) -> None:
+    for one, other in zip(*(run_ranks(changed, 2, zero) for zero in (OFFLOADED[name], {"stage": 2})), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def in_stages(zero: dict[str, Any], mesh: dict[str, int], clipping: float = 0.1) -> list[float]:
+    import test_pipeline
+
+    torch.manual_seed(3)
+    config = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": clipping,
+        "zero_optimization": zero,
+        "mesh": mesh,
+        "optimizer": test_pipeline.ADAMW,
+    }
+    engine = zeromesh.initialize(model=test_pipeline.build("tied"), config=config)[0]
+    accumulation = engine.gradient_accumulation_steps()
+    given = [test_pipeline.batches("tied", step, accumulation, engine.data_rank, engine.data_size) for step in range(3)]
+    return [value for batch in given for value in (engine.train_batch(batch).item(), engine.get_global_grad_norm())]
+
+
+@pytest.mark.parametrize(("stage", "mesh"), [(1, {"pipeline": 2}), (3, {"pipeline": 2}), (2, {"tensor": 2})], ids=str)
+def test_stages_and_split_layers_update_on_the_host(stage: int, mesh: dict[str, int]) -> None:
+    more = {"offload_param": HOST} if stage == 3 else {}
+    zero = {"stage": stage, "offload_optimizer": HOST, **more}
+    assert run_ranks(in_stages, 2, zero, mesh) == run_ranks(in_stages, 2, {"stage": stage}, mesh)

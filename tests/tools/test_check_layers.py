@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from harness import run_command
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "check_layers.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_layers", TOOL)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def tree(root: Path, **files: str) -> Path:
+    """A package under ``root``; the key ``shard__unit`` is the file zeromesh/shard/unit.py."""
+    (root / "zeromesh").mkdir(parents=True, exist_ok=True)
+    (root / "zeromesh" / "__init__.py").touch()
+    for key, text in files.items():
+        file = root / "zeromesh" / (key.replace("__", "/") + ".py")
+        file.parent.mkdir(exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(text)
+    return root
+
+
+def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
+    assert tool.check(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("importing", "text", "reported"),
+    [
+        (
+            "config__settings",
+            "import zeromesh.comm.mesh",
+            ":1 imports zeromesh.comm.mesh: config and comm are packages",
+        ),
+        (
+            "shard__unit",
+            "\nfrom ..optim import update",
+            ":2 imports zeromesh.optim.update: shard and optim are packages",
+        ),
+        ("model__row", "from zeromesh.config import keys", ":1 imports zeromesh.config.keys: imports point down only"),
+        ("comm__mesh", "def f():\n    import zeromesh.engine", ":2 imports zeromesh.engine: imports point down only"),
+        ("comm__mesh", "from zeromesh import initialize", ":1 imports zeromesh: imports point down only"),
+        (
+            "optim__adam",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zeromesh.cli.main import main",
+            ":3 imports zeromesh.cli.main: imports point down only",
+        ),
+        ("cli__main", "import zeromesh.novel.thing", ":1 imports zeromesh.novel.thing: novel is in no layer"),
+        ("model__row", "from torch import distributed", ":1 imports torch.distributed: model must not import"),
+        ("model__row", "import torch.distributed.tensor", ":1 imports torch.distributed.tensor: model must not import"),
+    ],
+)
+def test_a_broken_rule_is_reported_with_its_place(
+    tool: ModuleType, tmp_path: Path, importing: str, text: str, reported: str
+) -> None:
+    others = {
+        "comm__mesh": "",
+        "optim__update": "",
+        "config__keys": "",
+        "engine": "",
+        "cli__main": "",
+        "novel__thing": "",
+    }
+    problems = tool.check(tree(tmp_path, **(others | {importing: text})))
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(f"zeromesh/{importing.replace('__', '/')}.py{reported}")
+
+
+def test_a_circle_of_files_is_reported(tool: ModuleType, tmp_path: Path) -> None:
+    root = tree(
+        tmp_path, shard__a="from zeromesh.shard import b", shard__b="from . import c", shard__c="from .a import x"
+    )
+    (problem,) = tool.check(root)
+    assert "a circle, " in problem
+    assert all(f"zeromesh.shard.{name}" in problem for name in "abc")
+
+
+def test_imports_within_a_package_downwards_and_between_top_modules_are_allowed(
+    tool: ModuleType, tmp_path: Path
+) -> None:
+    root = tree(
+        tmp_path,
+        model__row="import torch",
+        shard__a="from zeromesh.model import row\nfrom . import b",
+        shard__b="import zeromesh.model.row",
+        report="from zeromesh.shard.a import b",
+        engine="from zeromesh import report",
+        cli__main="import zeromesh",
+    )
+    assert tool.check(root) == []
+
+
+def test_the_command_fails_when_a_rule_is_broken(tmp_path: Path) -> None:
+    good = tree(tmp_path, model__row="")
+    assert run_command([sys.executable, TOOL, good]).returncode == 0
+    bad = tree(good, model__row="import zeromesh.engine", engine="")
+    finished = run_command([sys.executable, TOOL, bad])
+    assert finished.returncode == 1
+    assert "zeromesh/model/row.py:1 imports zeromesh.engine: imports point down only" in finished.stdout
+
+
+def test_every_package_has_a_row_in_the_table(tool: ModuleType, tmp_path: Path) -> None:
+    root = tree(tmp_path, comm__mesh="", optim__adam="")
+    (tmp_path / "docs" / "adr").mkdir(parents=True)
+    (tmp_path / tool.TABLE).write_text("| ground | `comm` | messages |\n")
+    assert tool.check(root) == [f"{tool.TABLE}: no row for the package optim"]
+
+
+LARGE = {
+    "shard__a": "class Twice:\n    pass\n",
+    "shard__b": "class Twice:\n    pass\n",
+    "shard__long": "x = 1\n" * 451,
+    "shard__many": "class Many:\n" + "".join(f"    def m{n}(self):\n        pass\n" for n in range(26)),
+    "shard__arguments": f"class Wide:\n    def __init__(self, {', '.join('abcdefghi')}):\n        pass\n",
+    "shard__riddle": '"""What it is."""\n',
+    "shard__writes": "def f(x):\n" + "".join(f"    x.a{n} = 1\n" for n in range(300)),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "reported"),
+    [
+        ("shard__a", "Twice (shard/a.py, shard/b.py): 2 definitions of a public class; at most 1"),
+        ("shard__long", "shard/long.py: 451 lines of a file; at most 450"),
+        ("shard__many", "shard/many.py:Many: 26 methods of a class; at most 25"),
+        ("shard__arguments", "shard/arguments.py:Wide: 9 arguments of a constructor; at most 8"),
+        ("shard__riddle", "zeromesh/shard/riddle.py:1: 'What it is.' opens as a fragment"),
+        ("shard__writes", "300 writes to attributes of other objects; at most"),
+    ],
+)
+def test_a_broken_limit_is_reported(key: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import check_structure
+
+    monkeypatch.setattr(check_structure, "ABOVE", {})
+    others = {"shard__b": LARGE["shard__b"]} if key == "shard__a" else {}
+    problems = check_structure.check(tree(tmp_path, **{key: LARGE[key], **others}))
+    assert any(problem.startswith(reported) for problem in problems), problems
+    assert check_structure.check(tree(tmp_path / "other", shard__a="x = 1\n")) == []
+
+
+def test_the_package_keeps_its_limits() -> None:
+    finished = run_command([sys.executable, ROOT / "tools" / "check_structure.py"])
+    assert finished.returncode == 0, finished.stdout
