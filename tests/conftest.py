@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import sys
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,8 +58,56 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def values_of(name: str, value: object) -> set[str]:
+    """Return the settings that a parameter of a test consists of, each with its name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, dict):
+        return set().union(*(values_of(f"{name}.{key}", inner) for key, inner in value.items()))
+    if isinstance(value, list | tuple):
+        return set().union(*(values_of(f"{name}.{number}", inner) for number, inner in enumerate(value)))
+    return {f"{name}={value!r}"} if isinstance(value, str | int | float | None) else set()
+
+
+def chosen(cases: list[set[str]], count: int) -> set[int]:
+    """Return the numbers of ``count`` cases that hold as many different settings as a greedy choice finds."""
+    order = sorted(range(len(cases)), key=lambda number: number * count % len(cases))  # spread over all of them
+    taken: list[int] = []
+    seen: set[str] = set()
+    while len(taken) < min(count, len(cases)):
+        best = max((number for number in order if number not in taken), key=lambda number: len(cases[number] - seen))
+        taken.append(best)
+        seen |= cases[best]
+    return set(taken)
+
+
+def mark_the_rest_as_full(items: list[pytest.Item]) -> None:
+    """Mark as ``full`` the cases of parametrized tests that their mark ``some`` leaves out."""
+    tests: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if (
+            isinstance(item, pytest.Function)
+            and item.get_closest_marker("some")
+            and not item.get_closest_marker("full")
+        ):
+            tests.setdefault((str(item.path), item.originalname), []).append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("some")
+        assert marker is not None
+        settings = []
+        for item in cases:
+            found = {f"{name}:{number}" for name, number in item.callspec.indices.items()}
+            settings.append(found.union(*(values_of(name, value) for name, value in item.callspec.params.items())))
+        taken = chosen(settings, marker.args[0])
+        for number, item in enumerate(cases):
+            if number not in taken:
+                item.add_marker(pytest.mark.full)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of other parts, and those that were run already."""
+    """Apply the mark ``some``; leave out the tests of other parts, and those that were run already."""
+    mark_the_rest_as_full(items)
     part, parts = map(int, (config.getoption("--part") or "0/1").split("/"))
     record = config.getoption("--record")
     done = {row["test"] for row in outcomes(Path(record))} if record else set()

@@ -104,6 +104,7 @@ def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("name", "row"),
     [(name, 3) for name in FAST]

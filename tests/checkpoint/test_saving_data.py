@@ -190,6 +190,7 @@ def straight_on(folder: str, way: str, before: int, after: int) -> tuple[list[fl
     return losses, seen
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("before", [3, 5, 7])
 def test_a_resumed_run_sees_the_samples_of_the_undisturbed_one_bit_for_bit(

@@ -253,6 +253,7 @@ def fail_on_one() -> None:
     dist.barrier()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_bare")
 def test_launch_shows_the_first_failure_and_nothing_else() -> None:
     code = (
@@ -270,6 +271,7 @@ def test_launch_shows_the_first_failure_and_nothing_else() -> None:
     assert lines[-1] == summary
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
 def test_a_process_that_ends_lets_threads_of_gloo_put_down_their_tensors() -> None:
     code = (
@@ -334,6 +336,7 @@ def pids_of(folder: Path) -> list[int]:
     return [int(text) for text in texts if text]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_bare")
 def test_an_interrupt_stops_all_ranks_without_noise(tmp_path: Path) -> None:
     code = (

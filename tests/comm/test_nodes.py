@@ -330,6 +330,7 @@ The largest of 256 normal numbers is some three deviations, a step 3 / 127, and 
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_in_8_bits_between_nodes_is_near_and_says_how_near(stage: int) -> None:
     base = {"communication": {"ranks_per_node": 2}, **({} if stage == 3 else {"bf16": {"enabled": True}})}
@@ -414,6 +415,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.full
 def test_a_process_may_end_while_parameters_are_on_their_way(tmp_path: Path) -> None:
     script = tmp_path / "ends.py"
     script.write_text(ENDS)

@@ -95,6 +95,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     assert f"of 2 ranks, 1 did not come to 127.0.0.1:{port} within 0.5 s" in message
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_a_rank_that_waits_for_the_others() -> None:
     port = free_port()
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -200,6 +201,7 @@ def late_rank(port: int, timeout: float | None) -> str:
     return "done"
 
 
+@pytest.mark.full
 def test_the_limit_of_the_start_is_not_that_of_collectives() -> None:
     assert run_ranks(late_rank, 2, free_port(), None) == ["done", "done"]
     first, _ = run_ranks(late_rank, 2, free_port(), 1.0)

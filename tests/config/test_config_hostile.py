@@ -210,6 +210,7 @@ def train_twice(document: dict[str, Any]) -> None:
         engine.destroy()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_hostile_values_in_a_schedule_train_or_are_refused(name: str) -> None:
     params, keys = SCHEDULES[name]

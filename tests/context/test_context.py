@@ -106,6 +106,7 @@ def test_both_strategies_compute_what_one_process_does(ranks: int) -> None:
     compare_all(CASES, run_ranks(spread_all, ranks, CASES))
 
 
+@pytest.mark.full
 def test_they_do_so_on_mpi() -> None:
     cases = [(SHAPES[1], torch.float64), (SHAPES[1], torch.bfloat16)]
     compare_all(cases, run_mpi_ranks(spread_all, 2, cases))
@@ -129,6 +130,7 @@ def spread_random(count: int) -> list[dict[str, list[torch.Tensor]]]:
     return [{name: spread(name, group, torch.float64, shape, **more) for name in STRATEGIES} for shape, more in shapes]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("ranks", "count"), [(2, 25), (4, 15), pytest.param(3, 60, marks=pytest.mark.full)]
 )  # fmt: skip

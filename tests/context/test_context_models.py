@@ -113,6 +113,7 @@ def compare(
             assert gap <= tolerance, f"{name}, {strategy}: {key} is off by {float(gap)}"
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt_neox", "starcoder2", *PLAIN])
 def test_a_decoder_trains_as_in_one_process(name: str, ranks: int) -> None:
@@ -148,6 +149,7 @@ def compiled(model: Any) -> None:
         block.compile(backend="eager")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.full)])
 def test_a_decoder_with_compiled_blocks_trains_the_same(name: str) -> None:
     compare(name, 2, prepare=compiled)

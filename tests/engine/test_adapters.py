@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from zeromesh import export
 from zeromesh.comm.environment import shutdown
 from zeromesh.shard import deferred
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 LIMIT = 120
 STEPS = 4

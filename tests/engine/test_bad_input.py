@@ -216,6 +216,7 @@ def test_what_is_compiled_around_sharded_units_is_refused(kind: str) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "row"),
     [
@@ -261,6 +262,7 @@ def of_an_engine(row: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 1, 3])
 def test_a_model_that_belongs_to_an_engine_is_refused_and_the_engine_trains_on(row: int) -> None:
     for found in run_ranks(of_an_engine, 2, row, timeout=LIMIT):
@@ -491,6 +493,7 @@ def train_over_nan(row: int, options: dict[str, Any]) -> str:
     return found
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"bf16": {"enabled": True}}], ids=["float64", "bf16"])
 def test_a_loss_that_is_nan_on_one_rank_stops_all_and_training_can_go_on(row: int, options: dict[str, Any]) -> None:
@@ -542,6 +545,7 @@ def train_over_infinity(row: int, options: dict[str, Any]) -> tuple[list[str], s
     return first, found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 3])
 @pytest.mark.parametrize("options", [{}, {"bf16": {"enabled": True}}], ids=["float64", "bf16"])
 def test_an_infinite_gradient_is_skipped_and_ten_in_a_row_stop_all(row: int, options: dict[str, Any]) -> None:

@@ -164,6 +164,7 @@ def test_the_page_about_hugging_face_models_is_this_table() -> None:
     assert PAGE.read_text() == page(), "run python tests/support/huggingface_models.py"
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_trains_sharded_as_in_plain_torch(name: str) -> None:
     expected = plain(name)
@@ -178,6 +179,7 @@ def test_every_architecture_trains_sharded_as_in_plain_torch(name: str) -> None:
 ROWS = [("gpt2", 1), ("gpt2", 2), ("t5", 0), ("t5", 2), ("resnet", 1), ("mixtral", 2)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "row"), ROWS)
 def test_other_rows_do_so_too(name: str, row: int) -> None:
     check(name, run_ranks(train, RANKS, name, row, timeout=LIMIT), plain(name))
@@ -197,16 +199,19 @@ def test_every_architecture_trains_when_it_was_built_deferred_and_units_stay(nam
     check(name, run_ranks(train, RANKS, name, 3, init=True, slots=slots, timeout=LIMIT), plain(name))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["llama", "t5", "vit"])
 def test_models_built_deferred_train_as_those_built_whole(name: str) -> None:
     check(name, run_ranks(train, RANKS, name, 3, init=True, timeout=LIMIT), plain(name))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["llama", "bart", "vit"])
 def test_models_with_their_own_gradient_checkpointing(name: str) -> None:
     check(name, run_ranks(train, RANKS, name, 3, checkpointed, timeout=LIMIT), plain(name))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
 def test_models_with_checkpointing_by_the_configuration(name: str) -> None:
     further = {"activation_checkpointing": {"enabled": True}}
@@ -241,6 +246,7 @@ def wrapped(name: str, change: Callable[[Any], None], dtype: torch.dtype) -> Any
     return Wrapped(build(name, change, dtype))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_a_hugging_face_model_inside_a_users_module(name: str) -> None:
     results = run_ranks(train, RANKS, name, 3, make=wrapped, timeout=LIMIT)
@@ -250,6 +256,7 @@ def test_a_hugging_face_model_inside_a_users_module(name: str) -> None:
     assert "head" in units
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_sixteen_bits_are_the_same_sharded_or_not(name: str) -> None:
     """Losses, and the parameters that the masters were rounded to."""
@@ -320,6 +327,7 @@ def check_generation(name: str, row: int, options: dict[str, Any], further: dict
     return lengths
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "row"), [("gpt2", 3), ("t5", 3), ("gpt2", 1)])
 def test_models_generate_through_the_engine(name: str, row: int) -> None:
     check_generation(name, row, {"max_new_tokens": 6, "min_new_tokens": 6}, {})

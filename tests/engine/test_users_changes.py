@@ -108,6 +108,7 @@ def halve_between_steps(row: int, how: str) -> list[Tensors]:
     return found
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("how", ["in place", "new data", "through data"])
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_what_is_written_to_parameters_between_steps_is_trained_on(row: int, how: str) -> None:
@@ -156,6 +157,7 @@ def halve_sixteen_bits(row: int) -> list[Tensors]:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_masters_take_what_is_written_to_their_sixteen_bit_parameters(row: int) -> None:
     for before, after in [run_ranks(halve_sixteen_bits, RANKS, row)[0][i : i + 2] for i in (0, 2)]:
@@ -175,6 +177,7 @@ def clamp_sixteen_bits(row: int) -> list[float]:
     return zeromesh.zero.safe_get_full_fp32_param(engine.module.weight).flatten().tolist()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_writing_what_was_there_leaves_the_masters_last_bits(row: int) -> None:
     for found in run_ranks(clamp_sixteen_bits, RANKS, row):
@@ -250,6 +253,7 @@ def copies(row: int, folder: str) -> list[Tensors]:
     return [*found, engine.gathered_state_dict(), mean.gathered_state_dict()]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_copies_of_the_model_are_ordinary_models(row: int, tmp_path: Path) -> None:
     model = build()
@@ -296,6 +300,7 @@ def train_with_views(row: int) -> tuple[Tensors, list[torch.Tensor]]:
     return engine.gathered_state_dict(), [block.seen.clone() for block in engine.module.blocks]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_views_of_parameters_that_a_model_keeps_are_good(row: int) -> None:
     model = build(Deep)
@@ -428,6 +433,7 @@ def states(row: int, bf16: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("bf16", [False, True], ids=["float64", "bf16"])
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_whole_states_are_taken_and_loaded_and_leave_nothing_behind(row: int, bf16: bool) -> None:
@@ -532,6 +538,7 @@ def accumulate(row: int, what: str) -> tuple[list[int], Tensors]:
     return updates, engine.gathered_state_dict()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("what", ["raises", "zero_grad", "size", "stops", "no_sync"])
 @pytest.mark.parametrize("row", [0, 3])
 def test_accumulation_begins_anew_after_what_interrupts_it(row: int, what: str) -> None:
@@ -607,6 +614,7 @@ def interrupt(row: int, how: str) -> tuple[Tensors, list[int], str]:
     return engine.gathered_state_dict(), steps, message
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("how", ["engine", "model", "method"])
 @pytest.mark.parametrize("row", [0, 3])
 def test_an_interrupted_forward_leaves_no_traces(row: int, how: str) -> None:
@@ -684,6 +692,7 @@ def gradients_of_repeating(row: int) -> Tensors:
     return {name: zeromesh.zero.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_narrow_gradients_that_are_added_up_in_one_backward_are_right(row: int) -> None:
     model = build(Repeating, torch.float32)
@@ -715,6 +724,7 @@ def train_without_sync_after_sync(row: int) -> Tensors:
     return engine.gathered_state_dict()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_ranks_may_differ_in_what_waits_for_its_reduction(row: int) -> None:
     model = build(Skipping)

@@ -313,6 +313,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("row", [0, 3])
 def test_the_same_seed_gives_the_same_training_however_the_model_is_built(row: int, ranks: int) -> None:
@@ -728,6 +729,7 @@ def assert_close(found: Tensors, expected: Tensors, where: str) -> None:
             assert bool(((got - want).abs() <= 1e-9 * (1 + want.abs())).all()), f"{where}: {name}"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_whole_tensors_are_what_plain_torch_has_and_changes_are_taken(row: int, ranks: int) -> None:
@@ -735,6 +737,7 @@ def test_whole_tensors_are_what_plain_torch_has_and_changes_are_taken(row: int, 
         check_access(row, ranks, accumulation, {})
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 1, 3])
 def test_whole_tensors_on_a_hybrid_mesh(row: int) -> None:
     check_access(row, 4, 2, {"replicate": 2, "data": 2})
@@ -781,6 +784,7 @@ def write_both_ways(row: int, bf16: bool, how: str) -> list[Tensors]:
     return found
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("bf16", [False, True], ids=["float64", "bf16"])
 @pytest.mark.parametrize(
     ("row", "how"), [*((row, "in place") for row in (0, 1, 2)), *((row, "new data") for row in (0, 1, 2, 3))]

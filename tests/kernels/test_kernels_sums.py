@@ -152,6 +152,7 @@ def test_the_sources_are_distributed(tmp_path: Path) -> None:
     assert names >= {"setup.py", *(path.name for path in (ROOT / "zeromesh" / "kernels").glob("*.[ch]"))}
 
 
+@pytest.mark.full
 def test_wheels_and_editable_installs_have_the_library(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     if shutil.which("cc") is None:

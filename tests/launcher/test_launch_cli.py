@@ -111,6 +111,7 @@ def test_the_first_failure_is_shown_and_nothing_else(script: Path) -> None:
     assert "rank.py" not in finished.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "code", "text"),
     [
@@ -147,6 +148,7 @@ def test_the_summary_of_a_failure_is_its_exception(
     assert first_failure(tmp_path, {0: 1}).summary == summary
 
 
+@pytest.mark.full
 def test_variables_that_are_wrong_are_told_where_they_matter(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +159,7 @@ def test_variables_that_are_wrong_are_told_where_they_matter(
     assert "MASTER_PORT=1234" in report["problems"][0]["problem"]
 
 
+@pytest.mark.full
 def test_what_all_ranks_exit_with_is_shown_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\nsys.exit('the data is missing')")
     finished = run_command([*LAUNCH, "--nproc", "2", tmp_path / "script.py"])
@@ -164,12 +167,14 @@ def test_what_all_ranks_exit_with_is_shown_once(tmp_path: Path) -> None:
     assert finished.stdout.count("the data is missing") == 1, finished.stdout
 
 
+@pytest.mark.full
 def test_a_script_knows_its_file_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os\nos.chdir('/')\nprint(__file__)")
     finished = run_command([*LAUNCH, "--nproc", "1", "script.py"], cwd=tmp_path)
     assert finished.stdout.splitlines()[-1] == str(tmp_path / "script.py"), finished.stdout
 
 
+@pytest.mark.full
 def test_what_a_rank_left_running_ends_with_a_failure(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)\nraise ValueError\n"
@@ -179,6 +184,7 @@ def test_what_a_rank_left_running_ends_with_a_failure(tmp_path: Path) -> None:
     assert are_gone([int(line) for line in finished.stdout.splitlines() if line.isdecimal()])
 
 
+@pytest.mark.full
 def test_standard_input_goes_to_rank_0(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\nprint(repr(sys.stdin.read()))")
     finished = subprocess.run(
@@ -187,6 +193,7 @@ def test_standard_input_goes_to_rank_0(tmp_path: Path) -> None:
     assert sorted(finished.stdout.splitlines()) == ["'a'", "[1] ''"], finished.stderr
 
 
+@pytest.mark.full
 def test_whole_lines_come_through_a_pipe_that_rank_0_writes_to(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("for number in range(20_000):\n    print('x' * 80)")
     variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}  # else rank 0 itself writes lines in parts
@@ -303,6 +310,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(program: tuple[str, ...]
         assert are_gone(pids)
 
 
+@pytest.mark.full
 def test_modules_and_programs(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").touch()
@@ -363,6 +371,7 @@ def test_a_master_that_is_not_there_is_an_error_in_bounded_time(script: Path) ->
     assert f"could not reach the master {master} in 2 s; start zeromesh launch" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("node", [[], ["--node-rank", "1"]])
 def test_a_master_that_is_another_program_is_an_error_in_bounded_time(node: list[str], script: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -147,6 +147,7 @@ def in_one_process() -> Any:
     return run_ranks(train, 1, timeout=LIMIT)[0]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("case", CASES)
 def test_stages_train_to_the_numbers_of_one_process(case: str) -> None:
     chosen = CASES[case]
@@ -259,6 +260,7 @@ def build_stage(how: str, folder: str) -> Any:
     return held, peak.bytes - before, 4 * sum(read)
 
 
+@pytest.mark.some(1)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the heap is measured through glibc")
 @pytest.mark.parametrize("how", BUILD)
 def test_no_rank_ever_holds_more_than_its_stages_and_one_tensor(how: str, tmp_path: Path) -> None:
@@ -343,6 +345,7 @@ def train_noise(stages: int, interval: int, checkpointable: list[str] | None) ->
     return found, Counter(Noise.calls)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("stages", "interval", "checkpointable"), [(1, 2, None), (2, 1, None), (2, 3, None), (2, 1, ["Linear"])]
 )

@@ -216,6 +216,7 @@ def split(rows: int, whole_bias: bool) -> dict[str, Any]:
 
 
 # With 4 ranks of 4 rows the last one has padding only.
+@pytest.mark.some(2)
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
 @pytest.mark.parametrize(
     ("ranks", "rows", "whole_bias"),
@@ -351,6 +352,7 @@ def test_a_change_in_place_that_would_be_lost_is_refused() -> None:
             unasked(lambda: logits.add_(1))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("use", [lambda x, y: F.cross_entropy(x, y), lambda x, y: x.exp().sum()])
 def test_memory_is_free_as_soon_as_nobody_has_the_logits(use: Callable[[Tensor, Tensor], Tensor]) -> None:
     hidden, weight, bias, labels = operands()
@@ -547,6 +549,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("flat", [True, False])
 def test_the_memory_of_a_loss_is_that_of_a_chunk(flat: bool) -> None:
     hidden, weight = (torch.randn(*shape).requires_grad_() for shape in ((2, 2048, 8), (32000, 8)))
@@ -623,6 +626,7 @@ def lazily(family: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], 
     return output.loss.detach(), found, own.grad, of_bias, output.logits.detach()
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize(
     ("ranks", "dtype"),
     [

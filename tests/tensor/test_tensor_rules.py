@@ -126,6 +126,7 @@ def with_optimizer(tensor: int, row: int, optimizer: str, groups: bool) -> Any:
     return trained(model, settings, **arguments)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "row", "groups"),
     [
@@ -215,6 +216,7 @@ def dropped(checkpointing: str, sequence: bool) -> Any:
     return trained(model, settings)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("checkpointing", "sequence"),
     [
@@ -358,6 +360,7 @@ def narrow(tensor: int, precision: str, sequence: bool) -> Any:
     return trained(llama(torch.float32), settings)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_16_bits_train_as_on_one_rank_up_to_their_rounding(precision: str) -> None:
     expected = run_ranks(narrow, 1, 1, precision, False, timeout=LIMIT)[0][0]
@@ -391,6 +394,7 @@ def uninterrupted() -> Any:
     return losses[2:], whole(engine)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -505,6 +509,7 @@ def compiled(tensor: int, sequence: bool) -> Any:
     return losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sequence", [False, True])
 def test_blocks_may_be_compiled(sequence: bool) -> None:
     expected = run_ranks(compiled, 1, 1, False, timeout=LIMIT)[0]

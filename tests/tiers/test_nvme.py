@@ -669,6 +669,7 @@ if end == "work":
 """
 
 
+@pytest.mark.full
 def test_only_killed_processes_leave_files_which_the_next_one_removes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

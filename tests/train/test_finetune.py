@@ -162,6 +162,7 @@ def test_a_prompt_begins_as_a_text_does_in_training(tiny: Path, begin: int | Non
     assert seen[0] == [tokenizer.end if begin is None else begin, *tokenizer.encode(["What is rain?"])[0]]
 
 
+@pytest.mark.full
 def test_a_tuned_run_goes_on_as_if_it_had_not_been_stopped(tiny: Path, tuned: Path, tmp_path: Path) -> None:
     """And on one rank instead of two."""
     shutil.copytree(tuned, tmp_path / "run", ignore=shutil.ignore_patterns("global_step4", "latest", "model"))
@@ -408,6 +409,7 @@ def test_an_unknown_role_is_named_with_its_line(tiny: Path, tmp_path: Path) -> N
     assert "5" in result.output
 
 
+@pytest.mark.full
 def test_a_base_model_that_is_gone_is_named_with_the_way_back(
     tiny: Path, tuned: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

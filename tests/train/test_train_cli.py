@@ -335,6 +335,7 @@ def begun(finished: Path, copy: Path) -> None:
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("global_step*", "latest", "model"))
 
 
+@pytest.mark.full
 def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(
     finished: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +428,7 @@ def test_a_run_that_is_stopped_or_fails_says_what_was_kept_and_how_to_go_on(
     assert "checkpoint global_step3; the same command with --resume goes on from there" in result.stderr
 
 
+@pytest.mark.full
 def test_text_may_lie_around_the_folders_of_runs(corpus: Path, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(corpus, project)
@@ -446,6 +448,7 @@ def test_a_text_is_written_as_it_is(finished: Path) -> None:
     assert result.stdout_bytes.decode().startswith(prompt)
 
 
+@pytest.mark.full
 def test_output_that_knows_no_more_than_ascii_ends_no_run(corpus: Path, tmp_path: Path) -> None:
     runner = CliRunner(charset="ascii")
     path = config(corpus, tmp_path, run={"steps": 1, "sample": {"prompts": ["naïve → ```"], "length": 3}})
