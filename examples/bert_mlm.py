@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/bert_mlm.py --output runs/bert
 
-The loop is an ordinary one: what ZeroMesh adds are ``zero.Init``, ``initialize``, ``backward`` and ``step``. The folder
-that it writes opens with ``AutoModelForMaskedLM.from_pretrained``.
+The training loop is plain PyTorch, except for ``zero.Init``, ``initialize``, ``backward`` and ``step``. The output
+folder opens with ``AutoModelForMaskedLM.from_pretrained``.
 """
 
 import argparse
@@ -27,13 +27,13 @@ SPECIAL = {
 
 
 def read_text(files: int) -> list[str]:
-    """The first modules of the standard library, by name."""
+    """Return the source of the first ``files`` modules of the standard library, by name."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]
     return [path.read_text(encoding="utf-8") for path in paths]
 
 
 def make_tokenizer(texts: list[str], entries: int) -> PreTrainedTokenizerFast:
-    """Byte-level byte pairs, as in RoBERTa."""
+    """Train a byte-level BPE tokenizer, as in RoBERTa, with ``entries`` entries."""
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,7 +45,7 @@ def make_tokenizer(texts: list[str], entries: int) -> PreTrainedTokenizerFast:
 
 
 def make_samples(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> list[dict[str, list[int]]]:
-    """Rows of ``length`` tokens, each with its ends; what is left over of a text is dropped."""
+    """Return rows of ``length`` tokens between [CLS] and [SEP]; the rest of each text is dropped."""
     rows = []
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -57,7 +57,7 @@ def make_samples(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: i
 
 @torch.no_grad()
 def validate(engine: zeromesh.Engine, batch: dict[str, torch.Tensor]) -> float:
-    """The loss on held-out tokens, masked in the same way every time. All ranks call it, with the same batch."""
+    """Return the loss on the held-out batch, which has fixed masks. All ranks call it, with the same batch."""
     engine.eval()
     loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
     engine.train()
@@ -65,7 +65,7 @@ def validate(engine: zeromesh.Engine, batch: dict[str, torch.Tensor]) -> float:
 
 
 def main() -> None:
-    """Train, and say what came out."""
+    """Train, print the validation loss before and after, and save the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(Path(__file__).with_name("bert.json")), help="DeepSpeed's JSON")
     parser.add_argument("--output", default="runs/bert", help="folder of the model")
@@ -87,14 +87,14 @@ def main() -> None:
     )  # fmt: skip
     with zeromesh.zero.Init():
         model = BertForMaskedLM(shape)
-    validation = mask(held_out)  # the same on every rank: the seed is
+    validation = mask(held_out)  # the same on every rank, because the seed is the same
     engine, _, loader, _ = zeromesh.initialize(
         model=model, config=arguments.config, training_data=samples, collate_fn=mask
     )
-    torch.manual_seed(1 + engine.data_rank)  # every rank masks and drops its own
+    torch.manual_seed(1 + engine.data_rank)  # masks and dropout differ between ranks
 
-    say = print if engine.data_rank == 0 else lambda *_: None
-    say(f"{len(samples)} samples, validation loss {validate(engine, validation):.3f}")
+    log = print if engine.data_rank == 0 else lambda *_: None
+    log(f"{len(samples)} samples, validation loss {validate(engine, validation):.3f}")
     batches = chain.from_iterable(repeat(loader))
     while engine.global_steps < arguments.steps:
         batch = next(batches)
@@ -102,8 +102,8 @@ def main() -> None:
         engine.backward(loss)
         engine.step()
         if engine.global_steps % 50 == 0:
-            say(f"step {engine.global_steps}: loss {loss.item():.3f}")
-    say(f"validation loss {validate(engine, validation):.3f} after {engine.global_steps} steps")
+            log(f"step {engine.global_steps}: loss {loss.item():.3f}")
+    log(f"validation loss {validate(engine, validation):.3f} after {engine.global_steps} steps")
     engine.save_16bit_model(arguments.output)
     if engine.data_rank == 0:
         tokenizer.save_pretrained(arguments.output)

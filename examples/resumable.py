@@ -1,9 +1,9 @@
-"""A run that goes on where it was when its ranks, or its nodes, are started again.
+"""A training run that resumes from its last checkpoint when its ranks, or its nodes, are restarted.
 
     zeromesh launch --nproc 2 --max-restarts 3 examples/resumable.py --output runs/resumable
 
-The three lines that make it so are marked. ``train_batch_size`` keeps the batch of an update on any number of ranks,
-and ``dataloader_drop_last`` which samples are in it.
+Comments mark the three lines that it takes. ``train_batch_size`` keeps the size of each update's batch on any number of
+ranks, and ``dataloader_drop_last`` keeps its samples.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Learn the sine of a sum."""
+    """Train a small network to predict the sine of a sum."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/resumable"), help="folder of the checkpoints")
     parser.add_argument("--steps", type=int, default=40)
@@ -41,17 +41,17 @@ def main() -> None:
     loss = nn.functional.mse_loss
     engine, _, loader, _ = zeromesh.initialize(model, training_data=data, config=CONFIG, loss_fn=loss)
     assert loader is not None
-    engine.load_checkpoint(arguments.output)  # 1: goes on from the last checkpoint; does nothing where there is none
+    engine.load_checkpoint(arguments.output)  # 1: resume from the last checkpoint, if there is one
 
     def batches() -> Iterator[object]:
         while True:
             yield from loader
 
     stream = batches()
-    while engine.global_steps < arguments.steps:  # 2: counts the updates before the checkpoint, too
+    while engine.global_steps < arguments.steps:  # 2: the checkpoint restores this counter
         loss_of_step = engine.train_batch(stream)
         if engine.global_steps % arguments.save_every == 0:
-            engine.save_checkpoint(arguments.output)  # 3
+            engine.save_checkpoint(arguments.output)  # 3: save, as often as you like
             if engine.mesh.rank == 0:
                 print(f"step {engine.global_steps}: loss {float(loss_of_step):.3f}")
     torch.distributed.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Make a tiny Llama with a tokenizer and a chat template, to try fine-tuning on without a download.
+"""Make a tiny Llama with a tokenizer and a chat template, to try fine-tuning without a download.
 
     python examples/tiny_model.py models/tiny
 
-Its weights are random: what it learns, it learns from the example's chats.
+Its weights are random, so it knows only what it learns from the example's chats.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SPECIAL = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
 def main() -> None:
-    """Write the folder."""
+    """Create the tokenizer and the model, and write them to the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="folder to write")
     parser.add_argument("--hidden-size", type=int, default=128)

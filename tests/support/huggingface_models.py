@@ -38,8 +38,8 @@ IMAGE = {
 }  # fmt: skip
 """Options that several configurations share."""
 
-FP32_GRADIENT = "its norms or scans run in fp32, where the gradient of a weight is summed over the batch"
-FP32_EXPERTS = "the grouped product of its experts is there for fp32 and less"
+FP32_GRADIENT = "its norms or scans run in fp32, where the weight gradient is summed over the batch"
+FP32_EXPERTS = "the grouped matrix product of its experts exists for fp32 and lower precision only"
 
 
 @dataclass(frozen=True)
@@ -274,24 +274,27 @@ MODELS = {
 # Their documentation.
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
-INTRODUCTION = """# Hugging Face models
+INTRODUCTION = """# Tested Hugging Face models
 
-These classes of transformers are trained in the tests as they are: the model is built as usual (or inside
-`zeromesh.zero.Init()`), given to `zeromesh.initialize`, and its loop changed in five lines. After four steps of AdamW
-on two ranks, losses, parameters and buffers are those of plain torch in one process on the same global batch, to
-`|a - b| <= tolerance x (1 + |b|)`. `make test` runs each under ZeRO-3, `make test-all` under every row, and with
-deferred construction and all units in slots. Other models are expected to work the same; these are those that are
-proven. Units are found in the model's own structure; # stands for a number.
+This page lists the classes of transformers that the tests train without changes. Other models are expected to work
+the same way.
 
-Also tested, with some of them: the model's own gradient checkpointing, checkpointing by the configuration, models that
-are mostly frozen, a Hugging Face model inside a user's own module, bf16, and generation between training steps.
+Each model is built as usual, or inside `zeromesh.zero.Init()`, given to `zeromesh.initialize`, and trained for four
+steps of AdamW on two ranks. Losses, parameters and buffers then equal those of plain torch in one process on the
+same global batch, to `|a - b| <= tolerance x (1 + |b|)`. `make test` runs each class at ZeRO stage 3; `make
+test-all` runs every stage, deferred construction, and all units in slots.
+
+Also tested, with some of them: the model's own gradient checkpointing, checkpointing by configuration, mostly frozen
+models, a Hugging Face model inside another module, bf16, and generation between training steps.
+
+Units are found in the model's own structure; # stands for a number.
 """
 
 
 def page() -> str:
     """The table as a page of the documentation, in Markdown."""
     lines = [
-        "| class | units of its blocks | compared in | tolerance | why not float64 to 1e-9 |",
+        "| class | block units | compared in | tolerance | why not float64 to 1e-9 |",
         "|---|---|---|---|---|",
     ]
     for model in MODELS.values():
