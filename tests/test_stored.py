@@ -290,7 +290,7 @@ def test_the_report_has_the_size_of_the_file_and_of_the_buffers(tmp_path: Path) 
         assert report["slot"]["host"] == pytest.approx(3 * largest, rel=0.01)
         engine.sharded.rest()
         engine.sharded.stored.ahead([])
-        assert all(bool(flat.home.isnan().all()) for flat in engine.sharded.flats)
+        assert all(bool(flat.shard.isnan().all()) for flat in engine.sharded.flats)
         engine.destroy()
         assert not list(tmp_path.iterdir())
     assert reports[3]["slot"] == reports[9]["slot"]

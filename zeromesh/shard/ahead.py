@@ -77,7 +77,7 @@ class _Next:
 
     Attributes:
         output: the parameter as it is computed with; None where that is the master.
-        sent: when ``output`` has left for the parameter's home.
+        sent: when ``output`` has left for the parameter's shard.
         master, states: None and empty for what rests in files. States are in the order of pieces.
     """
 
@@ -95,12 +95,12 @@ class _Task:
         steps: of each piece, in order.
         states: of each piece, that are read.
         seen: tensors whose version counts say whether somebody has written to them meanwhile, with these counts.
-        landed: to be waited for before ``home`` is used; None: it is there.
+        landed: to be waited for before ``shard`` is used; None: it is there.
         done: whether it was computed.
     """
 
     flat: Flat
-    home: torch.Tensor
+    shard: torch.Tensor
     factor: float
     steps: list[UpdateStep]
     states: list[tuple[torch.Tensor, ...]]
@@ -185,9 +185,9 @@ class EarlyUpdates:
 
     def _task(self, flat: Flat, gradient: Gradient, steps: HostUpdate) -> _Task | None:
         """Return the update to compute; None if the optimizer's own step does it, or makes the states first."""
-        home = gradient.home
-        assert home is not None
-        if not all(steps.takes(piece.parameter, home) for _, _, piece in flat.pieces):
+        shard = gradient.shard
+        assert shard is not None
+        if not all(steps.takes(piece.parameter, shard) for _, _, piece in flat.pieces):
             return None
         coming = [steps.coming(piece.parameter) for _, _, piece in flat.pieces]
         found = [entry for entry in coming if entry is not None]
@@ -200,12 +200,12 @@ class EarlyUpdates:
         versions = [(tensor, tensor._version) for tensor in seen]
         memory = self._memory(flat, states, on_disk)
         taken = [step for step, _ in found]
-        return _Task(flat, home, steps.factor, taken, states, versions, memory, gradient.landed)
+        return _Task(flat, shard, steps.factor, taken, states, versions, memory, gradient.landed)
 
     def _memory(self, flat: Flat, states: list[tuple[torch.Tensor, ...]], on_disk: bool) -> _Next:
         if flat not in self._next:
             elements, place = flat.own.stop - flat.own.start, (self._device, self._pinned)
-            output = zeros_on(Tier.HOST, elements, flat.home.dtype, *place) if flat.home is not flat.master else None
+            output = zeros_on(Tier.HOST, elements, flat.shard.dtype, *place) if flat.shard is not flat.master else None
             self._next[flat] = _Next(output)
             if not on_disk:
                 self._next[flat].master = zeros_on(Tier.HOST, elements, flat.master.dtype, *place)
@@ -282,7 +282,7 @@ class EarlyUpdates:
         return found
 
     def adopt(self, steps: HostUpdate, flat: Flat) -> None:
-        """Let the update of one flat buffer count, and send the new parameters home."""
+        """Let the update of one flat buffer count, and send the new parameters to its shard."""
         task = self._tasks.pop(flat)
         memory = task.next
         for number, (_, local, piece) in enumerate(flat.pieces):
@@ -293,12 +293,12 @@ class EarlyUpdates:
             if new:
                 memory.states[number] = task.states[number]
         if memory.master is not None:
-            apart, before = flat.home is not flat.master, flat.master
+            apart, before = flat.shard is not flat.master, flat.master
             flat.master, memory.master = memory.master, before
             if not apart:
-                flat.home = flat.master
+                flat.shard = flat.master
         if memory.output is not None:
-            memory.sent = flat.send_home(memory.output, self._link)
+            memory.sent = flat.send_shard(memory.output, self._link)
 
     def drop(self) -> None:
         """Forget what was computed; what an update needs is as it was before the backward."""
@@ -355,11 +355,11 @@ def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
     memory.sent.wait()
     if task.landed is not None:
         task.landed.wait()
-    task.seen.append((task.home, task.home._version))  # not before: what comes may be added to it
+    task.seen.append((task.shard, task.shard._version))  # not before: what comes may be added to it
     pieces = []
     for number, (_, local, piece) in enumerate(task.flat.pieces):
         output = None if memory.output is None else memory.output[local]
-        fixed = task.steps[number], task.home[local]
+        fixed = task.steps[number], task.shard[local]
         if rows:
             count = len(task.states[number])
             pieces.append(Elements(*fixed, rows[0][local], tuple(row[local] for row in rows[1 : 1 + count]), output))
@@ -374,7 +374,7 @@ def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
 def _holds(task: _Task, steps: HostUpdate) -> bool:
     """Return whether what was computed is what is asked for."""
     flat = task.flat
-    if flat.gradient is None or flat.gradient.home is not task.home or steps.factor != task.factor:
+    if flat.gradient is None or flat.gradient.shard is not task.shard or steps.factor != task.factor:
         return False
     if any(tensor._version != version for tensor, version in task.seen):
         return False

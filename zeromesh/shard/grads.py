@@ -179,10 +179,10 @@ class Grads:
             text = f"the gradient of {self._names[id(parameter)]} {reason}"
             return AbsentGradient.of(parameter, text, lambda: self._zero(gradient, index))
         self._reducer.average(self._factor)
-        assert gradient.home is not None
+        assert gradient.shard is not None
         # Through a view of it the gradient may change unseen.
         self._early.spoil()
-        return gradient.home[gradient.part(index)].view(parameter.shape)
+        return gradient.shard[gradient.part(index)].view(parameter.shape)
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         """Let the update use this gradient, the same on all ranks, in place of what there is; None drops that.
@@ -226,8 +226,8 @@ class Grads:
         norm = norm_of(places, order, self._mesh) * self._factor
         if (coefficient := limit / (norm + 1e-6)) < 1.0 or norm != norm:  # torch's constant
             for gradient, index in places:
-                assert gradient.home is not None
-                gradient.home[gradient.part(index)] *= coefficient
+                assert gradient.shard is not None
+                gradient.shard[gradient.part(index)] *= coefficient
         return norm
 
     def _drop(self, gradient: Gradient, index: int) -> None:
@@ -248,9 +248,9 @@ class Grads:
         return self._reducer.factor / self._accumulation.scale
 
     def _exists(self, gradient: Gradient, index: int) -> bool:
-        if gradient.used[index] or gradient.home is None or self._accumulation.running:
+        if gradient.used[index] or gradient.shard is None or self._accumulation.running:
             return gradient.used[index]
-        return bool(gradient.home[gradient.part(index)].any())  # another rank's
+        return bool(gradient.shard[gradient.part(index)].any())  # another rank's
 
     def _missing(self, gradient: Gradient) -> str | None:
         """Return why the mean is not whole on this rank, as the end of a sentence; None if it is."""
@@ -272,9 +272,9 @@ class Grads:
             if reducer.waits:
                 return f"is not summed over the ranks before the last micro-batch of the update: {remedy}"
         reducer.complete()  # without a message
-        if gradient.home is None or gradient.home.device != mesh.device:
+        if gradient.shard is None or gradient.shard.device != mesh.device:
             return f"rests on the {gradient.tier.value}: {remedy}"
-        if self._factor != 1.0 and gradient.home.dtype is torch.float16:
+        if self._factor != 1.0 and gradient.shard.dtype is torch.float16:
             return f"is kept in float16, times the loss scale: {remedy}"
         return None
 

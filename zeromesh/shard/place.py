@@ -62,7 +62,7 @@ def lay_out(
             flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, holders)
             if trainable:
                 place = unit.name or "(root)"
-                flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, place, holders, row.gradient_tier)
+                flat.gradient = Gradient(layout, flat.own, flat.shard_range, flat.tag, place, holders, row.gradient_tier)
             flats.append(flat)
             number += 1
         found.append((unit, flats, row))

@@ -116,7 +116,7 @@ class Residency:
         else:
             self._advance(unit)
             self._prefetch()
-        if last and all(self._units[index].state is not State.HOME for index in self._plan[self._position :]):
+        if last and all(self._units[index].state is not State.AT_REST for index in self._plan[self._position :]):
             self._pool.trim()
 
     def hold(self, unit: Unit, node: int) -> None:
@@ -182,7 +182,7 @@ class Residency:
             self._position += distance + 1
 
     def _fetch(self, unit: Unit) -> None:
-        if unit.state is not State.HOME:
+        if unit.state is not State.AT_REST:
             return
         slot = None
         if unit.sharded:
@@ -200,7 +200,7 @@ class Residency:
             return
         for ahead, index in enumerate(self._plan[self._position :]):
             unit = self._units[index]
-            if unit.state is not State.HOME or not unit.sharded:
+            if unit.state is not State.AT_REST or not unit.sharded:
                 continue
             slot = self._pool.take(unit.nbytes)
             if slot is None:
@@ -217,7 +217,7 @@ class Residency:
         """Say what is not in memory, nor on its way, and will be used; nothing where no plan says what."""
         if self._ahead is not None:
             units = [self._root, *(self._units[index] for index in self._plan[self._position :])] if self._plan else []
-            self._ahead(unit for unit in units if unit.state is State.HOME)
+            self._ahead(unit for unit in units if unit.state is State.AT_REST)
 
     def _victim(self, nbytes: int, sooner_than: int) -> Unit | None:
         """The unit that is needed last, and later than ``sooner_than`` uses from now; None if all are needed."""

@@ -1,7 +1,7 @@
 """Parameters that rest on NVMe: in host memory only while they are read ahead, used, or written behind.
 
 Of each flat buffer the file has one region, with this rank's part of the parameters in the dtype that is computed with.
-While the region is in memory, ``Flat.home`` is a view of the buffer that it was read into; at other times it is absent,
+While the region is in memory, ``Flat.shard`` is a view of the buffer that it was read into; at other times it is absent,
 as masters are in ``shard/swap.py``.
 
 What is read ahead follows the residency's plan. To fetch a unit is a collective, whose order must be the same on all
@@ -32,7 +32,7 @@ from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Stored:
-    """Brings the homes of flat buffers from NVMe into memory, one at a time, and back.
+    """Brings the shards of flat buffers from NVMe into memory, one at a time, and back.
 
     Args:
         flats: whose.
@@ -88,7 +88,7 @@ class Stored:
         return self._store.traffic()
 
     def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have one flat buffer's home in memory until another one's is asked for, or others are read ahead.
+        """Have one flat buffer's shard in memory until another one's is asked for, or others are read ahead.
 
         Args:
             flat: whose.
@@ -184,7 +184,7 @@ class Stored:
         (flat, buffer), self._here = self._here, None
         dirty, self._dirty = self._dirty, False
         region = self._regions[flat]
-        _bind(flat, absent(flat.home))
+        _bind(flat, absent(flat.shard))
         try:
             # What is frozen comes back after each use, as somebody might have changed it; nearly always it is the same.
             if dirty and (flat.layout.trainable or not self._store.holds(region, buffer)):
@@ -216,12 +216,12 @@ class Stored:
 
 
 def buffer_bytes(flats: Sequence[Flat], disk: Disk) -> list[int]:
-    """Return the size of each buffer in host memory, so that the largest homes fit at once."""
+    """Return the size of each buffer in host memory, so that the largest shards fit at once."""
     return largest((aligned(flat.layout.shard_size * flat.layout.dtype.itemsize) for flat in flats), disk.buffers)
 
 
-def _bind(flat: Flat, home: torch.Tensor) -> None:
-    """Let the home, and of what is frozen the master, be in some memory, or in none."""
-    flat.home = home
+def _bind(flat: Flat, shard: torch.Tensor) -> None:
+    """Let the shard, and of what is frozen the master, be in some memory, or in none."""
+    flat.shard = shard
     if not flat.layout.trainable:
-        flat.master = home
+        flat.master = shard

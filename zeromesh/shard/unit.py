@@ -6,9 +6,9 @@ Note on the names of a unit's tensors:
   which ``parameter.data`` is bound. Fetching puts memory into that storage and evicting takes it out, so that views
   which the unit itself holds see the memory again when it is back. A storage that others hold views of is left to them,
   and the unit gets another; what autograd saves is no view, but tells where one lies.
-- ``home``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
+- ``shard``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
 - ``master``: what the optimizer updates. For 16-bit parameters it is fp32: where parameters are sharded they rest in it
-  and are converted as they are fetched, elsewhere it is a copy beside them. For others it is ``home`` itself. Where the
+  and are converted as they are fetched, elsewhere it is a copy beside them. For others it is ``shard`` itself. Where the
   optimizer's tier is not the parameters', or parameters rest on NVMe, it is a copy on that tier in any case.
 """
 
@@ -63,7 +63,7 @@ class Store(Protocol):
 class State(enum.Enum):
     """State of a unit's parameters."""
 
-    HOME = "home"
+    AT_REST = "at rest"
     """At rest; the unit's storage is empty (sharded) or holds values from before the update (replicated)."""
     FETCHING = "fetching"
     """On their way into the unit's storage."""
@@ -72,7 +72,7 @@ class State(enum.Enum):
 
 
 class Flat:
-    """The parameters of a unit that share one layout, with their home, master and gradient.
+    """The parameters of a unit that share one layout, with their shard, master and gradient.
 
     Args:
         layout: where each parameter lies.
@@ -89,9 +89,9 @@ class Flat:
         self.holders = tuple(holders)
         self.parameters = tuple(parameters)
         self.tag = 16 + 4 * number
-        shard = mesh.shard.rank * layout.shard_size
-        self.shard = slice(shard, shard + layout.shard_size)
-        self.own = self.shard if row.optimizer is Placement.SHARDED else slice(0, layout.size)
+        start = mesh.shard.rank * layout.shard_size
+        self.shard_range = slice(start, start + layout.shard_size)
+        self.own = self.shard_range if row.optimizer is Placement.SHARDED else slice(0, layout.size)
         self.parameter_tier = row.parameter_tier
         self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
         self.store: Store | None = None  # from ``Unit.place`` on
@@ -99,8 +99,8 @@ class Flat:
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
         self.versions: list[int] = []
-        self._home = torch.empty(0)
-        self._copy = DONE  # the last to or from the home's memory
+        self._shard = torch.empty(0)
+        self._copy = DONE  # the last to or from the shard's memory
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
         self.exposed: set[int] = set()  # parameters whose ``data`` somebody has asked for, and may have written to
@@ -117,7 +117,7 @@ class Flat:
             self.store.load_states(self, write, read)
 
     def load_shard(self, write: bool = False, read: bool = True) -> None:
-        """Have ``home`` in memory until that of another flat buffer is loaded; see ``load_states``."""
+        """Have ``shard`` in memory until that of another flat buffer is loaded; see ``load_states``."""
         if self.store is not None:
             self.store.load_shard(self, write, read)
 
@@ -132,17 +132,17 @@ class Flat:
         return self.store is not None and self.store.splits(self)
 
     @property
-    def home(self) -> torch.Tensor:
+    def shard(self) -> torch.Tensor:
         """This rank's parameters at rest, after any copy to or from them; see ``settle``."""
         self.settle()
-        return self._home
+        return self._shard
 
-    @home.setter
-    def home(self, home: torch.Tensor) -> None:
-        self._home = home
+    @shard.setter
+    def shard(self, shard: torch.Tensor) -> None:
+        self._shard = shard
 
     def settle(self) -> None:
-        """Wait for the last copy to or from the home: the host where it lies there, else the current stream."""
+        """Wait for the last copy to or from the shard: the host where it lies there, else the current stream."""
         copy, self._copy = self._copy, DONE
         if self.parameter_tier is Tier.DEVICE:
             copy.order()
@@ -150,17 +150,17 @@ class Flat:
             copy.wait()
 
     def expect(self, copy: Copy) -> None:
-        """Whoever uses the home next waits for a copy of new parameters to it."""
+        """Whoever uses the shard next waits for a copy of new parameters to it."""
         self._copy = copy
 
-    def send_home(self, values: torch.Tensor, link: Link) -> Copy:
-        """Begin to copy new parameters, on the host, of its shape, to the home; they may be changed after the copy."""
+    def send_shard(self, values: torch.Tensor, link: Link) -> Copy:
+        """Begin to copy new parameters, on the host, of its shape, to the shard; they may be changed after the copy."""
         if self.parameter_tier is Tier.DEVICE:
-            copy = link.to_device(self.home, values)
+            copy = link.to_device(self.shard, values)
             self.expect(copy)
             return copy
         self.load_shard(write=True, read=False)
-        self.home.copy_(values)
+        self.shard.copy_(values)
         return DONE
 
     def begin_fetch(self, mesh: Mesh, link: Link) -> list[Pending]:
@@ -171,19 +171,19 @@ class Flat:
         form = mesh.links.gather if self.rounds else None
         self.load_shard()
         if self.parameter_tier is Tier.DEVICE:
-            return [mesh.shard.all_gather(self.full, self.home, self.tag, form)]
-        part = self.full[self.shard]
-        self._copy = copy = link.to_device(part, self._home, self._copy)
+            return [mesh.shard.all_gather(self.full, self.shard, self.tag, form)]
+        part = self.full[self.shard_range]
+        self._copy = copy = link.to_device(part, self._shard, self._copy)
         with link.behind():
             return [Pending(then=copy.order), mesh.shard.all_gather(self.full, part, self.tag, form)]
 
     def write_back(self, link: Link) -> None:
-        """Take what the parameters are now, in memory, into their home; the memory may be given up then."""
+        """Take what the parameters are now, in memory, into their shard; the memory may be given up then."""
         self.load_shard(write=True, read=False)
         if self.parameter_tier is Tier.DEVICE:
-            self.home.copy_(self.full[self.own])
+            self.shard.copy_(self.full[self.own])
         else:
-            self._copy = link.to_host(self._home, self.full[self.own], self._copy)
+            self._copy = link.to_host(self._shard, self.full[self.own], self._copy)
             self._copy.order()
 
     @property
@@ -198,13 +198,13 @@ class Flat:
 
     @property
     def apart(self) -> bool:
-        """True if the master is another tensor than ``home`` because of where they rest."""
+        """True if the master is another tensor than ``shard`` because of where they rest."""
         on_disk = self.parameter_tier is Tier.NVME
         elsewhere = on_disk or self.optimizer_tier is not self.parameter_tier
         return self.layout.trainable and elsewhere
 
     def fill(self, row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
-        """Take the parameters' values, those of the first rank, into ``home`` (or ``full``) and ``master``.
+        """Take the parameters' values, those of the first rank, into ``shard`` (or ``full``) and ``master``.
 
         With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded. Where
         parameters are sharded, only one at a time is whole; of those that are read from a source, only the part that
@@ -213,18 +213,18 @@ class Flat:
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
         dtype, elements = self.master_dtype(mixed), self.own.stop - self.own.start
         if not sharded:
-            self.home = self.full[self.own]
+            self.shard = self.full[self.own]
         elif self.parameter_tier is Tier.NVME:
             self.load_shard(write=True, read=False)
         else:
             # On the host, what is fetched is not to be converted each time.
             rest = layout.dtype if self.apart or self.parameter_tier is not Tier.DEVICE else dtype
-            self.home = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
-        self.master = self.home
+            self.shard = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
+        self.master = self.shard
         if self.keeps_states:
             self.load_states(write=True, read=False)
             self.master.zero_()
-        elif self.apart or self.home.dtype != dtype:
+        elif self.apart or self.shard.dtype != dtype:
             self.master = zeros_on(self.optimizer_tier, elements, dtype, mesh.device, row.pinned)
         for start, stop in () if sharded else layout.gaps:
             self.full[start:stop] = 0
@@ -236,7 +236,7 @@ class Flat:
             if value is not None:
                 self.put(segment, segment.held.cut(value.view(segment.held.whole)).reshape(-1))
             elif source is not None:
-                self._read(segment, source, self.shard if sharded else slice(0, layout.size))
+                self._read(segment, source, self.shard_range if sharded else slice(0, layout.size))
         self.watch()
         if layout.trainable:
             self.pieces = tuple(self._make_pieces())
@@ -260,16 +260,16 @@ class Flat:
             self.versions = [parameter._version for parameter in self.parameters]
 
     def put(self, segment: Segment, value: torch.Tensor, first: int = 0) -> None:
-        """Take a parameter's value, 1-D, into home and master, and into ``full`` where that is where it rests.
+        """Take a parameter's value, 1-D, into shard and master, and into ``full`` where that is where it rests.
 
         ``value`` begins with the parameter's element ``first``, and has all that this rank keeps.
         """
         start = segment.start + first
         if not self.splits:
-            sharded = not _shares(self.home, self.full)
+            sharded = not _shares(self.shard, self.full)
             self.load_shard(write=True)
-            _put(value, start, self.home if sharded else self.full, self.shard.start if sharded else 0)
-        if self.master is not self.home:
+            _put(value, start, self.shard if sharded else self.full, self.shard_range.start if sharded else 0)
+        if self.master is not self.shard:
             self.load_states(write=True)
             _put(value, start, self.master, self.own.start, self.splits)
 
@@ -286,7 +286,7 @@ class Flat:
             self.put(segment, value.to(dtype=wide), first)
 
     def take_changes(self) -> None:
-        """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into home and master.
+        """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into shard and master.
 
         In place only while the parameters are in memory. Torch does not count changes through ``parameter.data``, so
         that the values of parameters whose ``data`` was asked for are taken in any case.
@@ -393,7 +393,7 @@ class Unit:
         self._starts: list[int] = []
         self._references = 0
         self.storage = torch.UntypedStorage(0)
-        self.state = State.HOME
+        self.state = State.AT_REST
         self.version = 0
         self.sharded = False
         self.slot: Slot | None = None
@@ -423,7 +423,7 @@ class Unit:
         for flat in flats:
             flat.store = store
             flat.fill(row, mesh, mixed, materialise)
-        self.state = State.HOME if self.sharded else State.FETCHED
+        self.state = State.AT_REST if self.sharded else State.FETCHED
         self._references = self._count_references()
 
     def _count_references(self) -> int:
@@ -445,7 +445,7 @@ class Unit:
 
     def begin_fetch(self, mesh: Mesh, slot: Slot | None) -> None:
         """Start to bring the parameters into the storage; ``slot`` is the memory to use where they are sharded."""
-        assert self.state is State.HOME, (self, self.state)
+        assert self.state is State.AT_REST, (self, self.state)
         if self.sharded:
             assert slot is not None
             self.slot = slot
@@ -459,7 +459,7 @@ class Unit:
 
     def finish_fetch(self) -> None:
         """Wait until the parameters are there."""
-        assert self.state is not State.HOME, (self, self.state)
+        assert self.state is not State.AT_REST, (self, self.state)
         with span("wait_fetch", self.name or "(root)"):
             for pending in self._pending:
                 pending.wait()
@@ -503,5 +503,5 @@ class Unit:
         if self.is_viewed:
             self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)
-        slot, self.slot, self.state = self.slot, None, State.HOME
+        slot, self.slot, self.state = self.slot, None, State.AT_REST
         return slot
