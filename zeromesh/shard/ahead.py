@@ -68,7 +68,7 @@ def can_begin_early(flat: Flat, mesh: Mesh) -> bool:
     gradient = flat.gradient
     if gradient is None or flat.optimizer_tier is Tier.DEVICE:
         return False
-    return mesh.replicate.size == 1 and not gradient.shared and not gradient.holders
+    return mesh.replicate.size == 1 and not gradient.shared and not gradient.tied_stages
 
 
 @dataclass
@@ -218,7 +218,7 @@ class EarlyUpdates:
         return memory
 
     def _work(self) -> None:
-        """The thread: one update after the other, until it is told to stop."""
+        """The thread: one update after the other, until None arrives."""
         try:
             if self._swap is None:
                 while (task := self._queue.get()) is not None and not self._stopping:

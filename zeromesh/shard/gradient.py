@@ -81,7 +81,7 @@ class Gradient:
         full: the full gradient that is being filled, or None; in ``slot``, or where autograd left it.
         used: per parameter, whether a gradient arrived since the last update.
         slot_dtype: of ``full``.
-        holders: places along the pipeline whose stages have these parameters, where they are tied over several stages;
+        tied_stages: places along the pipeline whose stages have these parameters, where they are tied over several stages;
             the first of them counts what all have.
         shard_in_full: whether ``shard`` lies in the full gradient, in ``held`` then; otherwise in ``buffer``.
         tier: where ``shard`` rests.
@@ -89,12 +89,12 @@ class Gradient:
     """
 
     def __init__(
-        self, layout: Layout, own: slice, shard_range: slice, tag: int, unit: str = "", holders: Sequence[int] = (),
+        self, layout: Layout, own: slice, shard_range: slice, tag: int, unit: str = "", tied_stages: Sequence[int] = (),
         tier: Tier = Tier.DEVICE,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.tier = tier
-        self.holders = tuple(holders)
+        self.tied_stages = tuple(tied_stages)
         self.own = own
         self.shard_range = shard_range
         self.tag = tag

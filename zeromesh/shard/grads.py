@@ -66,17 +66,17 @@ class GradientArrival:
             arrived(self._gradient, self._index, parameter)
 
 
-class AbsentGradient(torch.Tensor):
+class UnavailableGradient(torch.Tensor):
     """Stands for a gradient that is not whole on this rank. Any operation on it raises RuntimeError with a remedy."""
 
     reason: str
     zero: Callable[[], None]
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, reason: str, zero: Callable[[], None]) -> AbsentGradient:
+    def of(cls, parameter: torch.Tensor, reason: str, zero: Callable[[], None]) -> UnavailableGradient:
         """Make the stand-in of a parameter's gradient; ``zero`` sets the gradient to zero, on all ranks together."""
         base = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        made: AbsentGradient = torch.Tensor._make_subclass(cls, base)
+        made: UnavailableGradient = torch.Tensor._make_subclass(cls, base)
         made.reason, made.zero = reason, zero
         return made
 
@@ -87,7 +87,7 @@ class AbsentGradient(torch.Tensor):
         if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        stand_ins = [one for one in _flat(args) if isinstance(one, AbsentGradient)]
+        stand_ins = [one for one in _flat(args) if isinstance(one, UnavailableGradient)]
         first = stand_ins[0] if stand_ins else None
         if func is torch.Tensor.detach_ or changes_nothing(func, args, kwargs):
             return first
@@ -177,7 +177,7 @@ class Grads:
             return None
         if (reason := self._missing(gradient)) is not None:
             text = f"the gradient of {self._names[id(parameter)]} {reason}"
-            return AbsentGradient.of(parameter, text, lambda: self._zero(gradient, index))
+            return UnavailableGradient.of(parameter, text, lambda: self._zero(gradient, index))
         self._reducer.average(self._factor)
         assert gradient.shard is not None
         # Through a view of it the gradient may change unseen.
@@ -195,7 +195,7 @@ class Grads:
             return
         self._settle()
         gradient, index = self._places[id(parameter)]
-        if isinstance(value, AbsentGradient):
+        if isinstance(value, UnavailableGradient):
             return  # it was read from here
         if value is None:
             self._drop(gradient, index)

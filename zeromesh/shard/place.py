@@ -55,14 +55,14 @@ def lay_out(
     for unit, row in zip(units, rows, strict=True):
         flats = []
         kinds = _kinds(unit.module, owned[unit.name], precision, tied or {})
-        for (dtype, trainable, holders), members in kinds.items():
+        for (dtype, trainable, tied_stages), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
             held = {name: (split or {}).get(name) or _whole(shape, mesh) for name, shape in shapes}
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
-            flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, holders)
+            flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, tied_stages)
             if trainable:
                 place = unit.name or "(root)"
-                flat.gradient = Gradient(layout, flat.own, flat.shard_range, flat.tag, place, holders, row.gradient_tier)
+                flat.gradient = Gradient(layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, row.gradient_tier)
             flats.append(flat)
             number += 1
         found.append((unit, flats, row))

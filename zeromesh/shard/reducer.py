@@ -129,7 +129,7 @@ class Reducer:
 
     def _buffer_dtype(self, gradient: Gradient) -> torch.dtype:
         """Return the dtype of the shard's own memory; as narrow as the sum on the host, if nothing is added to it."""
-        alone = self._mesh.gradients == 1 and not (self._accumulates or gradient.shared or gradient.holders)
+        alone = self._mesh.gradients == 1 and not (self._accumulates or gradient.shared or gradient.tied_stages)
         shard = self.policy.shard_dtype(gradient.layout)
         exact = torch.promote_types(gradient.slot_dtype, shard) is shard  # a shard that is no wider rounds
         return gradient.slot_dtype if gradient.tier is not Tier.DEVICE and alone and exact else shard

@@ -20,7 +20,7 @@ from zeromesh.shard.unit import State, Unit
 
 
 class Residency:
-    """Brings units into slots and evicts them.
+    """Loads units into slots and evicts them.
 
     Attributes:
         unit_of: the unit that a storage belongs to, by the storage's address.
@@ -70,7 +70,7 @@ class Residency:
     def enter(self, unit: Unit) -> None:
         """The unit's forward begins: it is needed now and stays until ``leave``."""
         self._active.append(unit)
-        self._bring(unit)
+        self._load(unit)
 
     def open(self, unit: Unit) -> None:
         """The unit's parameters may be used: it is fetched when the first is, and stays until ``leave``."""
@@ -82,7 +82,7 @@ class Residency:
             self._backward.add(unit)
         elif unit not in self._active:
             self._active.append(unit)
-        self._bring(unit)
+        self._load(unit)
 
     def leave(self, unit: Unit) -> None:
         """The unit's forward ended, or raised; so has every use inside it."""
@@ -112,7 +112,7 @@ class Residency:
             if other.slot is not None and other not in pinned:
                 self.evict(other)
         if needed:
-            self._bring(unit)
+            self._load(unit)
         else:
             self._advance(unit)
             self._prefetch()
@@ -161,7 +161,7 @@ class Residency:
         if self._mesh.links.gather is not None:
             unit.make_exact(self._mesh)
 
-    def _bring(self, unit: Unit) -> None:
+    def _load(self, unit: Unit) -> None:
         self.need(unit)
         self._on_change(unit, True)
 

@@ -28,7 +28,7 @@ from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
 from zeromesh.shard.gradient import GradientPolicy
 from zeromesh.shard.grads import GradientArrival, Grads
-from zeromesh.shard.guard import Guard, Presence, away_class, gathered_class
+from zeromesh.shard.guard import Guard, Presence, unloaded_class, gathered_class
 from zeromesh.shard.hooks import listen
 from zeromesh.shard.needs import Needs, Prepare, Room
 from zeromesh.shard.norm import squared_norm
@@ -138,8 +138,8 @@ class ShardedModel:
         self.grads.install()
         base = self.grads.class_of(nn.Parameter)
         gathered = gathered_class(base, self.events.saved.saving)
-        away = {unit: away_class(base, unit, self.names, self.events.touch) for unit in self.units}
-        self._guards = {unit: Guard(unit, away[unit], gathered) for unit in self.units}
+        unloaded = {unit: unloaded_class(base, unit, self.names, self.events.touch) for unit in self.units}
+        self._guards = {unit: Guard(unit, unloaded[unit], gathered) for unit in self.units}
         self._name_tags()
         self._handles = self._listen()
         self.buffers = ModelBuffers(model, mesh)
@@ -162,7 +162,7 @@ class ShardedModel:
 
     def _switch(self, unit: Unit, here: bool) -> None:
         gathered = unit.sharded and self.events.gathering
-        self._guards[unit].switch(Presence.AWAY if not here else Presence.GATHERED if gathered else Presence.HERE)
+        self._guards[unit].switch(Presence.UNLOADED if not here else Presence.GATHERED if gathered else Presence.LOADED)
 
     def _listen(self) -> list[Any]:
         handles = []
@@ -215,7 +215,7 @@ class ShardedModel:
 
     def is_first(self, flat: Flat) -> bool:
         """Return whether it is the first rank along the pipeline that has these; of tied ones, there are several."""
-        return not flat.holders or flat.holders[0] == self.mesh.group("pipeline").rank
+        return not flat.tied_stages or flat.tied_stages[0] == self.mesh.group("pipeline").rank
 
     @property
     def is_split(self) -> bool:
@@ -456,17 +456,17 @@ class ShardedModel:
                 for unit in units
                 for flat in unit.flats
                 for index, segment in enumerate(flat.layout.segments)
-                if segment.held.split is not None and index not in flat.joined
+                if segment.held.split is not None and index not in flat.unbound
             ]
             try:
                 for flat, index, segment in joined:
                     flat.parameters[index].data = join(segment.held, flat.views[index], self.mesh)
-                    flat.joined.add(index)
+                    flat.unbound.add(index)
                 yield
             finally:
                 for flat, index, _ in joined:
                     flat.parameters[index].data = flat.views[index]
-                    flat.joined.discard(index)
+                    flat.unbound.discard(index)
 
     def take_value(self, flat: Flat, index: int, rank: int) -> None:
         """Give every rank, and the masters, the value that rank ``rank`` has of a gathered parameter."""

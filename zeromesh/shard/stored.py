@@ -1,7 +1,7 @@
 """Parameters that rest on NVMe: in host memory only while they are read ahead, used, or written behind.
 
 Of each flat buffer the file has one region, with this rank's part of the parameters in the dtype that is computed with.
-While the region is in memory, ``Flat.shard`` is a view of the buffer that it was read into; at other times it is absent,
+While the region is in memory, ``Flat.shard`` is a view of the buffer that it was read into; at other times it is unloaded,
 as masters are in ``shard/swap.py``.
 
 What is read ahead follows the residency's plan. To fetch a unit is a collective, whose order must be the same on all
@@ -25,14 +25,14 @@ from zeromesh.observe.spans import span
 from zeromesh.shard.slots import largest
 from zeromesh.shard.unit import Flat, Unit
 from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.memory import absent, empty_on
+from zeromesh.tiers.memory import unloaded, empty_on
 from zeromesh.tiers.nvme import Disk, FileStore, PendingRequest, Region
 from zeromesh.tiers.swap_file import aligned
 from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Stored:
-    """Brings the shards of flat buffers from NVMe into memory, one at a time, and back.
+    """Loads the shards of flat buffers from NVMe into memory, one at a time, and back.
 
     Args:
         flats: whose.
@@ -96,7 +96,7 @@ class Stored:
             read: False: what is on the disk does not matter, and is zeros.
 
         Raises:
-            OSError: the disk failed, now or earlier: from then on nothing is brought.
+            OSError: the disk failed, now or earlier: from then on nothing is loaded.
         """
         if self._failure is not None:
             raise self._failure
@@ -178,13 +178,13 @@ class Stored:
         return buffer
 
     def _put_away(self) -> None:
-        """Begin to write what ``load`` has loaded, if it may be others now, and let it be absent."""
+        """Begin to write what ``load`` has loaded, if it may be others now, and let it be unloaded."""
         if self._here is None:
             return
         (flat, buffer), self._here = self._here, None
         dirty, self._dirty = self._dirty, False
         region = self._regions[flat]
-        _bind(flat, absent(flat.shard))
+        _bind(flat, unloaded(flat.shard))
         try:
             # What is frozen comes back after each use, as somebody might have changed it; nearly always it is the same.
             if dirty and (flat.layout.trainable or not self._store.holds(region, buffer)):

@@ -56,7 +56,7 @@ def count_once(gradients: Sequence[Gradient], mesh: Mesh) -> None:
 
 def counts(gradient: Gradient, mesh: Mesh) -> bool:
     """Return whether this rank's stage is the one that counts a parameter of several stages."""
-    return not gradient.holders or gradient.holders[0] == mesh.group("pipeline").rank
+    return not gradient.tied_stages or gradient.tied_stages[0] == mesh.group("pipeline").rank
 
 
 def _sum_replicas(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy, limit: int) -> None:
@@ -111,16 +111,16 @@ def _sum_together(parts: Sequence[torch.Tensor], group: Group) -> None:
 def _sum_ties(gradients: Sequence[Gradient], mesh: Mesh) -> None:
     """Sum gradients of parameters that several stages have, in the order of stages; a use on one counts on all."""
     group = mesh.group("pipeline")
-    for number, gradient in enumerate(tied for tied in gradients if tied.holders):
+    for number, gradient in enumerate(tied for tied in gradients if tied.tied_stages):
         assert gradient.shard is not None
         used = torch.tensor(gradient.used, dtype=gradient.shard.dtype, device=group.device)
         own = torch.cat([gradient.shard.to(group.device), used])
-        rows = {place: own if place == group.rank else torch.empty_like(own) for place in gradient.holders}
-        others = [place for place in gradient.holders if place != group.rank]
+        rows = {place: own if place == group.rank else torch.empty_like(own) for place in gradient.tied_stages}
+        others = [place for place in gradient.tied_stages if place != group.rank]
         sends, receives = dict.fromkeys(others, own), {place: rows[place] for place in others}
         group.send_and_receive(sends, receives, TIES_TAG + number, "tied gradients").wait()
-        total = rows[gradient.holders[0]].clone()
-        for place in gradient.holders[1:]:
+        total = rows[gradient.tied_stages[0]].clone()
+        for place in gradient.tied_stages[1:]:
             total += rows[place]
         gradient.shard.copy_(total[: gradient.shard.numel()])
         gradient.use(total[gradient.shard.numel() :].bool().tolist())

@@ -78,15 +78,15 @@ class Flat:
         layout: where each parameter lies.
         parameters: in the order of the layout's segments.
         number: unique over the model, the same on every rank.
-        holders: places along the pipeline whose stages have these parameters, where several do.
+        tied_stages: places along the pipeline whose stages have these parameters, where several do.
     """
 
     def __init__(
         self, layout: Layout, parameters: Sequence[nn.Parameter], number: int, row: PlacementRow, mesh: Mesh,
-        holders: Sequence[int] = (),
+        tied_stages: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.layout = layout
-        self.holders = tuple(holders)
+        self.tied_stages = tuple(tied_stages)
         self.parameters = tuple(parameters)
         self.tag = 16 + 4 * number
         start = mesh.shard.rank * layout.shard_size
@@ -104,7 +104,7 @@ class Flat:
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
         self.exposed: set[int] = set()  # parameters whose ``data`` somebody has asked for, and may have written to
-        self.joined: set[int] = set()  # parameters that are whole for a while, and not bound to their views
+        self.unbound: set[int] = set()  # parameters that are whole for a while, and not bound to their views
 
     def load_states(self, write: bool = False, read: bool = True) -> None:
         """Have the master and the optimizer states in memory until those of another flat buffer are loaded.
@@ -231,7 +231,7 @@ class Flat:
         for parameter, segment, view in zip(self.parameters, layout.segments, self.views, strict=True):
             unmade = parameter.is_meta
             source = materialise(segment.name, parameter) if materialise is not None else None
-            value = _first_ranks_value(parameter, mesh, unmade, self.holders) if source is None else None
+            value = _first_ranks_value(parameter, mesh, unmade, self.tied_stages) if source is None else None
             parameter.data, parameter.grad = view, None
             if value is not None:
                 self.put(segment, segment.held.cut(value.view(segment.held.whole)).reshape(-1))
@@ -298,7 +298,7 @@ class Flat:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             members = zip(self.parameters, self.views, self.versions, self.layout.segments, strict=True)
             for index, (parameter, view, version, segment) in enumerate(members):
-                if index in self.joined:
+                if index in self.unbound:
                     continue
                 if parameter.requires_grad and not self.layout.trainable:
                     raise RuntimeError(
@@ -336,16 +336,16 @@ class Flat:
             yield index, local, piece
 
 
-def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, holders: Sequence[int]) -> torch.Tensor:
+def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, tied_stages: Sequence[int]) -> torch.Tensor:
     """1-D, on the mesh's device, in the parameter's own dtype. What was ``unmade`` is of nobody else's memory."""
     value = parameter.detach().to(mesh.device).reshape(-1)
     stages = mesh.group("pipeline")
     first = mesh.group("stage").rank == 0
-    if not (first and stages.rank == (holders or [stages.rank])[0]) and not unmade:
+    if not (first and stages.rank == (tied_stages or [stages.rank])[0]) and not unmade:
         value = torch.empty_like(value)  # the memory of a user's own is not written to
-    if holders and first:
-        others = dict.fromkeys(holders[1:], value) if stages.rank == holders[0] else {}
-        source = {} if others else {holders[0]: value}
+    if tied_stages and first:
+        others = dict.fromkeys(tied_stages[1:], value) if stages.rank == tied_stages[0] else {}
+        source = {} if others else {tied_stages[0]: value}
         stages.send_and_receive(others, source, VALUES_TAG, "tied parameters").wait()
     mesh.group("stage").broadcast(value)
     return value
@@ -444,7 +444,7 @@ class Unit:
         return set() if self.parent is None else {self.parent} | self.parent.ancestors
 
     def begin_fetch(self, mesh: Mesh, slot: Slot | None) -> None:
-        """Start to bring the parameters into the storage; ``slot`` is the memory to use where they are sharded."""
+        """Start to fetch the parameters into the storage; ``slot`` is the memory to use where they are sharded."""
         assert self.state is State.AT_REST, (self, self.state)
         if self.sharded:
             assert slot is not None
