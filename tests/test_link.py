@@ -20,9 +20,9 @@ from zeromesh.comm.collectives import Pending
 from zeromesh.shard import arrivals, sharded, unit
 from zeromesh.shard import reducer as reducers
 from zeromesh.shard.arrivals import HostSums
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.slots import Pool, Slot
-from zeromesh.shard.unit import Flat
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import Staging
 

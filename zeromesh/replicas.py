@@ -13,8 +13,9 @@ from zeromesh.comm.collectives import Group
 from zeromesh.comm.peers import ranges
 from zeromesh.kernels.sums import checksum
 from zeromesh.model.placement import Tier
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.unit import Flat, State
+from zeromesh.shard.unit import State
 
 FROZEN = "frozen parameter "
 

@@ -24,8 +24,9 @@ from zeromesh.model.tiled import TiledLinear as TiledLinear
 from zeromesh.model.tiled import join_tiles as join_tiles
 from zeromesh.model.tiled import tile_linears as tile_linears
 from zeromesh.shard.deferred import recording
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import Pick
-from zeromesh.shard.unit import Flat, Unit
+from zeromesh.shard.unit import Unit
 from zeromesh.signatures import refuse
 
 if TYPE_CHECKING:

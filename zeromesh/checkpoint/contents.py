@@ -18,8 +18,8 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
 from zeromesh.precision.scaler import LossScaler
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.unit import Flat
 
 if TYPE_CHECKING:
     from zeromesh.training_data import Loader, Position

@@ -22,11 +22,11 @@ from torch import nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.guard import HARMLESS, OWN_CLASS, changes_nothing
 from zeromesh.shard.norm import norm_of
 from zeromesh.shard.reducer import Reducer
-from zeromesh.shard.unit import Flat
 
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
 PLAIN_DATA: Any = torch._C.TensorBase.data

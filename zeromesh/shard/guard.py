@@ -1,8 +1,8 @@
-"""Nothing is ever computed with parameters that are not there.
+"""Guards against computing with parameters that are not in memory.
 
-While a unit's parameters are unloaded, or may be unloaded soon, their class is one whose ``__torch_function__`` is asked
+While a unit's parameters are unloaded, or may be soon, their class has a ``__torch_function__``, which torch calls
 before any operation: it has the unit fetched if the model is computing, and raises with the parameter's name otherwise.
-Asking costs nothing in the unit's own forward, because there they have their own class again.
+In the unit's own forward they have their own class again, which costs nothing.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def unloaded_class(
 def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Parameter]:
     """The class that parameters have while a context has gathered them.
 
-    A graph that is made there may be needed when they are unloaded again. Autograd keeps a leaf as it is, so that nobody
+    A graph that is made there may be needed when they are unloaded again. Autograd keeps a leaf as it is, so nobody
     could see that its memory is still needed; with hooks for saved tensors around each operation it is fetched again.
 
     Args:

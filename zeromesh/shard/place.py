@@ -12,9 +12,10 @@ from zeromesh.model.placement import PlacementRow
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, unit_modules
+from zeromesh.shard.flat import Flat, Materialise, Store
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.unit import Flat, Materialise, Store, Unit
+from zeromesh.shard.unit import Unit
 from zeromesh.tiers.link import Link
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -62,7 +63,9 @@ def lay_out(
             flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, tied_stages)
             if trainable:
                 place = unit.name or "(root)"
-                flat.gradient = Gradient(layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, row.gradient_tier)
+                flat.gradient = Gradient(
+                    layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, row.gradient_tier
+                )
             flats.append(flat)
             number += 1
         found.append((unit, flats, row))

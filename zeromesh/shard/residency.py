@@ -31,7 +31,7 @@ class Residency:
         pool: their slots.
         root_pool: the root's slot.
         on_change: called with a unit and whether its parameters may be used from now on: they are in memory, and stay.
-        ahead: called with the units that will be fetched next, in order, where parameters are to be read before.
+        read_ahead: called with the units that will be fetched next, in order, where parameters are to be read before.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Residency:
         root_pool: Pool,
         mesh: Mesh,
         on_change: Callable[[Unit, bool], None],
-        ahead: Callable[[Iterator[Unit]], None] | None = None,
+        read_ahead: Callable[[Iterator[Unit]], None] | None = None,
     ) -> None:
         self.unit_of = {unit.storage._cdata: unit for unit in (root, *units)}
         self._root = root
@@ -57,7 +57,7 @@ class Residency:
         self._plan: list[int] = []
         self._position = 0
         self._on_change = on_change
-        self._ahead = ahead
+        self._read = read_ahead
 
     # Events.
 
@@ -198,13 +198,13 @@ class Residency:
         self._read_ahead()
         if not self._root.sharded:
             return
-        for ahead, index in enumerate(self._plan[self._position :]):
+        for distance, index in enumerate(self._plan[self._position :]):
             unit = self._units[index]
             if unit.state is not State.AT_REST or not unit.sharded:
                 continue
             slot = self._pool.take(unit.nbytes)
             if slot is None:
-                victim = self._victim(unit.nbytes, ahead)
+                victim = self._victim(unit.nbytes, distance)
                 if victim is None:
                     return
                 self.evict(victim)
@@ -215,9 +215,9 @@ class Residency:
 
     def _read_ahead(self) -> None:
         """Say what is not in memory, nor on its way, and will be used; nothing where no plan says what."""
-        if self._ahead is not None:
+        if self._read is not None:
             units = [self._root, *(self._units[index] for index in self._plan[self._position :])] if self._plan else []
-            self._ahead(unit for unit in units if unit.state is State.AT_REST)
+            self._read(unit for unit in units if unit.state is State.AT_REST)
 
     def _victim(self, nbytes: int, sooner_than: int) -> Unit | None:
         """The unit that is needed last, and later than ``sooner_than`` uses from now; None if all are needed."""

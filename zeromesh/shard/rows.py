@@ -14,8 +14,8 @@ import torch
 
 from zeromesh.kernels import halves
 from zeromesh.kernels.update import Halves
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.layout import round_up
-from zeromesh.shard.unit import Flat
 
 RUN = 1 << 20
 """Elements that are joined or split at a time, which bounds the temporaries."""

@@ -22,15 +22,16 @@ from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.observe.spans import span
 from zeromesh.shard.accumulation import Accumulation
-from zeromesh.shard.ahead import EarlyUpdates, HostUpdate, can_begin_early
+from zeromesh.shard.budget import MemoryBudget, Prepare
 from zeromesh.shard.buffers import ModelBuffers
+from zeromesh.shard.early import EarlyUpdates, HostUpdate, can_begin_early
 from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
+from zeromesh.shard.flat import Flat, Materialise
 from zeromesh.shard.gradient import GradientPolicy
 from zeromesh.shard.grads import GradientArrival, Grads
-from zeromesh.shard.guard import Guard, Presence, unloaded_class, gathered_class
+from zeromesh.shard.guard import Guard, Presence, gathered_class, unloaded_class
 from zeromesh.shard.hooks import listen
-from zeromesh.shard.needs import Needs, Prepare, Room
 from zeromesh.shard.norm import squared_norm
 from zeromesh.shard.order import Order
 from zeromesh.shard.place import lay_out, make_units, place_units
@@ -38,7 +39,7 @@ from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.store import Tiers
-from zeromesh.shard.unit import Flat, Materialise, State, Unit
+from zeromesh.shard.unit import State, Unit
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import Staging
 from zeromesh.tiers.traffic import DiskTraffic
@@ -113,28 +114,26 @@ class ShardedModel:
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.accumulation = accumulation or Accumulation(1)
         self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link)
-        early = [flat for flat in self.flats if can_begin_early(flat, mesh)]
-        needs = Needs.of(self.flats, row, mixed, self.reducer.shard_bytes[Tier.HOST], early)
-        room = Room() if prepare is None else prepare(needs)
-        self.swap, self.stored = room.swap, room.stored
-        self._states = room.states
+        early_flats = [flat for flat in self.flats if can_begin_early(flat, mesh)]
+        budget = MemoryBudget.of(self.flats, row, mixed, self.reducer.shard_bytes[Tier.HOST], early_flats)
+        self.store = Tiers() if prepare is None else prepare(budget)
+        self.swap, self.stored = self.store.swap, self.store.stored
         self.updated_bytes, self.updated_seconds = 0, 0.0
-        assert self.swap is not None or not (needs.files or needs.packed), "states without a place for them"
-        assert self.stored is not None or not needs.stored, "a tier of files without a place for them"
-        self.store = Tiers(self.swap, self.stored)
+        assert self.swap is not None or not (budget.files or budget.packed), "states without a place for them"
+        assert self.stored is not None or not budget.stored, "a tier of files without a place for them"
         place_units(laid_out, mesh, mixed, materialise, self.link, self.store)
-        self.ahead = EarlyUpdates(room.ahead, self.store, mesh, self.link, room.states, row.pinned)
-        self.reducer.on_shard = self.ahead.is_whole if room.ahead else None
+        self.early = EarlyUpdates(self.store, mesh, self.link, row.pinned)
+        self.reducer.on_shard = self.early.is_whole if self.store.early else None
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
         self._order = Order([unit for unit in rest if unit.flats])
         self._guards: dict[Unit, Guard] = {}
-        ahead = None if self.stored is None else self.stored.ahead
-        self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, ahead)
+        read_ahead = None if self.stored is None else self.stored.read_ahead
+        self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, read_ahead)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
         settle = self.events.give_up_other
-        self.grads = Grads(self.flats, self.names, self.reducer, self.accumulation, mesh, settle, self.ahead)
+        self.grads = Grads(self.flats, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
         self.grads.install()
         base = self.grads.class_of(nn.Parameter)
         gathered = gathered_class(base, self.events.saved.saving)
@@ -307,11 +306,11 @@ class ShardedModel:
             steps: updates what ``set_gradients`` left for later.
         """
         try:
-            counted = self.ahead.counted(steps)
+            counted = self.early.counted(steps)
             if steps is None:
                 self.publish()
             else:
-                self.publish(partial(self._step, steps), counted, partial(self.ahead.adopt, steps))
+                self.publish(partial(self._step, steps), counted, partial(self.early.adopt, steps))
         finally:
             self.forget_gradients()
 
@@ -356,7 +355,7 @@ class ShardedModel:
     def _moved(self, given: Given) -> int:
         """Bytes that an update reads and writes: gradient, master and states twice, and the new parameter."""
         parameter, gradient, out, _ = given  # both halves of a master are as large as the whole
-        rest = (1 + self._states) * parameter.nbytes
+        rest = (1 + self.store.states) * parameter.nbytes
         return gradient.nbytes + 2 * rest + (0 if out is None else out.nbytes)
 
     def _write_shard(self, flat: Flat) -> None:
@@ -393,7 +392,7 @@ class ShardedModel:
                     self._renew(unit)
             next(present, None)
         if self.stored is not None:
-            self.stored.ahead(units)  # the next forward begins with these
+            self.stored.read_ahead(units)  # the next forward begins with these
         self._settle()  # the next forward waits for the last copies, the host does not
 
     @property
@@ -420,7 +419,7 @@ class ShardedModel:
 
     def forget_gradients(self) -> None:
         """Drop the gradients of the micro-batches so far, as ``zero_grad``."""
-        self.ahead.begin()
+        self.early.begin()
         self.reducer.reset()
         for flat in self.flats:
             for _, _, piece in flat.pieces:
@@ -492,7 +491,7 @@ class ShardedModel:
         if self.swap is not None:
             yield "optimizer", self.swap.tier.value, self.swap.nbytes
             yield "slot", "host", self.swap.host_bytes
-        yield "slot", "host", self.ahead.nbytes
+        yield "slot", "host", self.early.nbytes
         if self.stored is not None:
             yield "parameter", "nvme", self.stored.nbytes
             yield "slot", "host", self.stored.host_bytes
@@ -521,14 +520,14 @@ class ShardedModel:
 
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
-        self.ahead.drop()
+        self.early.drop()
         self.reducer.finish()
         self._finish_fetches()
         self.link.synchronize()
         for handle in self._handles:
             handle.remove()
         self.grads.remove()
-        Room(self.swap, self.stored).close()
+        self.store.close()
 
     def _finish_fetches(self) -> None:
         """Nothing is to be sent from, or to land in, memory that changes."""

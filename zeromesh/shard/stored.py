@@ -1,8 +1,8 @@
 """Parameters that rest on NVMe: in host memory only while they are read ahead, used, or written behind.
 
 Of each flat buffer the file has one region, with this rank's part of the parameters in the dtype that is computed with.
-While the region is in memory, ``Flat.shard`` is a view of the buffer that it was read into; at other times it is unloaded,
-as masters are in ``shard/swap.py``.
+While the region is in memory, ``Flat.shard`` is a view of the buffer that it was read into; at other times it is
+unloaded, as masters are in ``shard/swap.py``.
 
 What is read ahead follows the residency's plan. To fetch a unit is a collective, whose order must be the same on all
 ranks, so it never depends on which read has ended: who needs a flat buffer waits for that one.
@@ -22,10 +22,11 @@ import torch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.slots import largest
-from zeromesh.shard.unit import Flat, Unit
+from zeromesh.shard.unit import Unit
 from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.memory import unloaded, empty_on
+from zeromesh.tiers.memory import empty_on, unloaded
 from zeromesh.tiers.nvme import Disk, FileStore, PendingRequest, Region
 from zeromesh.tiers.swap_file import aligned
 from zeromesh.tiers.traffic import DiskTraffic
@@ -58,8 +59,8 @@ class Stored:
         except BaseException:
             self._store.close()
             raise
-        self._most_ahead = disk.buffers - 1
-        self._ahead: dict[Flat, tuple[Buffer, PendingRequest]] = {}
+        self._most_reading = disk.buffers - 1
+        self._reading: dict[Flat, tuple[Buffer, PendingRequest]] = {}
         self._behind: deque[tuple[Buffer, PendingRequest]] = deque()
         self._here: tuple[Flat, Buffer] | None = None
         self._dirty = self._known = False
@@ -111,7 +112,7 @@ class Stored:
             _bind(flat, self._here[1].tensor(flat.layout.shard_size, flat.layout.dtype))
         self._known, self._dirty = self._known or write, self._dirty or write
 
-    def ahead(self, units: Iterable[Unit]) -> None:
+    def read_ahead(self, units: Iterable[Unit]) -> None:
         """Begin to read what units will need, in their order, as far as there is room; forget what others were to need.
 
         Where the disk fails, the next ``load`` says so.
@@ -131,30 +132,30 @@ class Stored:
             self._finish_write()
         wanted: dict[Flat, None] = {}
         for flat in (flat for unit in units for flat in unit.flats if flat in self._regions):
-            if len(wanted) >= self._most_ahead:
+            if len(wanted) >= self._most_reading:
                 break
             wanted[flat] = None
-        for flat in [flat for flat in self._ahead if flat not in wanted]:
+        for flat in [flat for flat in self._reading if flat not in wanted]:
             self._forget(flat)
         for flat in wanted:
-            if flat in self._ahead:
+            if flat in self._reading:
                 continue
             region = self._regions[flat]
             buffer = self._pool.take(region.padded)
             if buffer is None:
                 return
             try:
-                self._ahead[flat] = buffer, self._store.read(region, buffer)
+                self._reading[flat] = buffer, self._store.read(region, buffer)
             except BaseException:
                 self._pool.give(buffer)
                 raise
 
     def _take(self, flat: Flat, read: bool) -> Buffer:
         """A buffer with the flat buffer's region, or with zeros."""
-        if not read and flat in self._ahead:
+        if not read and flat in self._reading:
             self._forget(flat)
         region = self._regions[flat]
-        buffer, pending = self._ahead.pop(flat, (None, None))
+        buffer, pending = self._reading.pop(flat, (None, None))
         buffer = buffer or self._free(region)
         try:
             if read:
@@ -174,7 +175,7 @@ class Stored:
                 with span("wait_disk"):
                     self._finish_write()
             else:
-                self._forget(next(reversed(self._ahead)))
+                self._forget(next(reversed(self._reading)))
         return buffer
 
     def _put_away(self) -> None:
@@ -205,7 +206,7 @@ class Stored:
 
     def _forget(self, flat: Flat) -> None:
         """Nobody will ask for what is read ahead, nor whether it went well."""
-        self._give(self._ahead.pop(flat)[0])
+        self._give(self._reading.pop(flat)[0])
 
     def _give(self, buffer: Buffer) -> None:
         """Return a buffer, when what is under way with it has ended, well or not."""

@@ -20,11 +20,11 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import Halves
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.rows import Rows, StateForm
 from zeromesh.shard.slots import largest
 from zeromesh.shard.stored import Stored
-from zeromesh.shard.unit import Flat
-from zeromesh.tiers.memory import unloaded, empty_on, is_unloaded
+from zeromesh.tiers.memory import empty_on, is_unloaded, unloaded
 from zeromesh.tiers.nvme import Disk, FileStore
 from zeromesh.tiers.places import File, Memory, Place
 from zeromesh.tiers.swap_file import aligned
@@ -42,7 +42,7 @@ class Swap:
         form: in which they rest.
         disk: where; None: on the host.
         mesh: the file's name has the rank.
-        ahead: of which there is a spare place, for ``provisional``.
+        early: of which there is a spare place, for ``provisional``.
         pinned: whether host memory is page-locked where there is a GPU.
         stored: has parameters that rest in files; a master in halves is joined with its parameter.
 
@@ -56,7 +56,7 @@ class Swap:
 
     def __init__(
         self, dtypes: Mapping[Flat, torch.dtype], form: StateForm, disk: Disk | None, mesh: Mesh,
-        ahead: Collection[Flat] = (), pinned: bool = True, stored: Stored | None = None,
+        early: Collection[Flat] = (), pinned: bool = True, stored: Stored | None = None,
     ) -> None:  # fmt: skip
         self._rows = {flat: Rows(flat, dtype, form) for flat, dtype in dtypes.items()}
         sizes: dict[Hashable, int] = {flat: rows.nbytes for flat, rows in self._rows.items()}
@@ -69,7 +69,7 @@ class Swap:
             self._place = Memory(sizes, allocate)
         else:
             store = FileStore(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
-            self._place = File(sizes, store, buffer_bytes(list(self._rows.values()), disk), allocate, ahead)
+            self._place = File(sizes, store, buffer_bytes(list(self._rows.values()), disk), allocate, early)
         self.tier = Tier.HOST if disk is None else Tier.NVME
         self.nbytes = self._place.nbytes
         self.folder = self._place.folder

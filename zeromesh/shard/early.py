@@ -30,10 +30,10 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import Given, UpdateStep, update
 from zeromesh.kernels.update import UpdatePiece as Elements
 from zeromesh.model.placement import Tier
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient, Landing
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.swap import Swap
-from zeromesh.shard.unit import Flat
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import empty_on, zeros_on
 
@@ -114,24 +114,22 @@ class EarlyUpdates:
     """Begins updates during the backward, and knows afterwards which of them count.
 
     Args:
-        flats: of which this rank may do so.
-        store: has the states that rest in files.
+        store: has the states that rest in files, and knows which flat buffers are updated so.
         mesh: for its device.
         link: to the device.
-        states: of the optimizer, at the most, that are like the parameter.
         pinned: whether host memory is page-locked.
 
     Attributes:
         steps: asked for at the first gradient of an update that is whole; None: nothing begins early.
     """
 
-    def __init__(self, flats: Sequence[Flat], store: Tiers, mesh: Mesh, link: Link, states: int, pinned: bool) -> None:
+    def __init__(self, store: Tiers, mesh: Mesh, link: Link, pinned: bool) -> None:
         self.steps: Callable[[], HostUpdate | None] | None = None
-        self._flats = {id(flat.gradient): flat for flat in flats}
+        self._flats = {id(flat.gradient): flat for flat in store.early}
         self._swap = store.swap
         self._device, self._pinned = mesh.device, pinned
         self._link = link
-        self._states = states
+        self._states = store.states
         self._next: dict[Flat, _Next] = {}
         self._tasks: dict[Flat, _Task] = {}
         self._update: HostUpdate | None = None
@@ -178,7 +176,7 @@ class EarlyUpdates:
             if self._swap is not None:
                 self._swap.flush()
             self._stopping, self._error, self._queue = False, None, SimpleQueue()
-            self._thread = threading.Thread(target=self._work, name="update ahead", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="early update", daemon=True)
             self._thread.start()
         self._tasks[flat] = task
         self._queue.put(task)
