@@ -19,8 +19,9 @@ from torch import nn
 from zeromesh.checkpoint.stages import on_first_rank, shows
 from zeromesh.comm.agreement import attempt, share, texts, together
 from zeromesh.pretrained import first_names
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.unit import Flat, Unit
+from zeromesh.shard.unit import Unit
 
 LARGEST_FILE = 4 * 10**9
 """Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit."""

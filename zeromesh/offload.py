@@ -17,12 +17,13 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.config.parts import Aio
 from zeromesh.observe.inventory import memory
 from zeromesh.optim.host import count_states, states_of
-from zeromesh.shard.needs import NEXT, PARTS, Needs, Prepare, Room, require_host_memory
+from zeromesh.shard.budget import NEXT, PARTS, MemoryBudget, Prepare, require_host_memory
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.rows import StateForm
+from zeromesh.shard.store import Tiers
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.stored import buffer_bytes as stored_buffer_bytes
 from zeromesh.shard.swap import Swap, buffer_bytes
-from zeromesh.shard.unit import Flat
 from zeromesh.tiers.nvme import Disk
 
 if TYPE_CHECKING:
@@ -92,29 +93,29 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
     """Sees that host memory suffices, and opens this rank's files; if one rank cannot, all raise."""
     moves = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
 
-    def open_files(needs: Needs, ahead: Sequence[Flat]) -> Room:
+    def open_files(budget: MemoryBudget, early: Sequence[Flat]) -> Tiers:
         stored = None
-        if offload.stored is not None and needs.stored:
-            stored = Stored(needs.stored, offload.stored, mesh, offload.pinned)
+        if offload.stored is not None and budget.stored:
+            stored = Stored(budget.stored, offload.stored, mesh, offload.pinned)
         try:
-            swap, dtypes = None, needs.files | needs.packed
+            swap, dtypes = None, budget.files | budget.packed
             if dtypes:
-                swap = Swap(dtypes, offload.form, offload.disk, mesh, ahead, offload.pinned, stored)
+                swap = Swap(dtypes, offload.form, offload.disk, mesh, early, offload.pinned, stored)
         except BaseException:
-            Room(None, stored).close()
+            Tiers(None, stored).close()
             raise
-        return Room(swap, stored, ahead, offload.form.states)
+        return Tiers(swap, stored, early, offload.form.states)
 
-    def prepare(needs: Needs) -> Room:
-        ahead = needs.ahead(1.0 if offload.early is None and mesh.device.type != "cpu" else offload.early or 0.0)
+    def prepare(budget: MemoryBudget) -> Tiers:
+        early = budget.first_early(1.0 if offload.early is None and mesh.device.type != "cpu" else offload.early or 0.0)
         states = offload.form.states
-        if mesh.rank == 0 and offload.form.split and not any(rows.form.split for rows in needs.rows(states)):
+        if mesh.rank == 0 and offload.form.split and not any(rows.form.split for rows in budget.rows(states)):
             _log.warning(
                 "split_master has no effect here: nothing that is offloaded has fp32 masters of bf16 parameters"
             )
-        buffers = 0 if offload.disk is None else sum(buffer_bytes(needs.rows(states), offload.disk))
-        buffers += 0 if offload.stored is None else sum(stored_buffer_bytes(needs.stored, offload.stored))
-        parts = needs.host(states, buffers, ahead)
+        buffers = 0 if offload.disk is None else sum(buffer_bytes(budget.rows(states), offload.disk))
+        buffers += 0 if offload.stored is None else sum(stored_buffer_bytes(budget.stored, offload.stored))
+        parts = budget.host(states, buffers, early)
         sizes = torch.tensor([*(parts.get(name, 0) for name in PARTS), moves], dtype=torch.float64)
         rows = mesh.group("world").exchange(sizes)
         here = [rank for rank, node in enumerate(mesh.node_of) if node == mesh.node_of[mesh.rank]]
@@ -123,18 +124,18 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         available = _available() if total else None
         most = None if available is None else available + freed
         if offload.early is None and NEXT in total and not _is_plenty(sum(total.values()), most, offload.limit):
-            ahead = []
+            early = []
             del total[NEXT]
-        opened, failure = attempt(lambda: open_files(needs, ahead))
-        room = opened or Room()
+        opened, failure = attempt(lambda: open_files(budget, early))
+        tiers = opened or Tiers()
         if failure is None and total and most is not None:
             _, failure = attempt(lambda: require_host_memory(total, most, offload.limit))
         try:
             share(mesh.group("world"), "make room for what rests off the device", failure)
         except BaseException:
-            room.close()
+            tiers.close()
             raise
-        return room
+        return tiers
 
     return prepare
 

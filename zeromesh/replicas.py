@@ -13,8 +13,9 @@ from zeromesh.comm.collectives import Group
 from zeromesh.comm.peers import ranges
 from zeromesh.kernels.sums import checksum
 from zeromesh.model.placement import Tier
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.unit import Flat, State
+from zeromesh.shard.unit import State
 
 FROZEN = "frozen parameter "
 
@@ -106,7 +107,7 @@ def _whole(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
                     yield _kind(flat) + segment.name, flat.full[segment.start : segment.stop]
             if (
                 flat.own.stop - flat.own.start == flat.layout.size
-                and flat.master is not flat.home
+                and flat.master is not flat.shard
                 and not flat.keeps_states
             ):
                 for _, local, piece in flat.pieces:
@@ -123,6 +124,6 @@ def _kept(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
         for index, start, stop in flat.layout.owned(flat.own.start, flat.own.stop):
             name, local = flat.layout.segments[index].name, slice(start - flat.own.start, stop - flat.own.start)
             if flat.parameter_tier is not Tier.NVME and not flat.splits:
-                yield _kind(flat) + name, flat.home[local]
-            if flat.layout.trainable and flat.master is not flat.home and not flat.keeps_states:
+                yield _kind(flat) + name, flat.shard[local]
+            if flat.layout.trainable and flat.master is not flat.shard and not flat.keeps_states:
                 yield f"the master of {name}", flat.master[local]

@@ -24,8 +24,9 @@ from zeromesh.model.tiled import TiledLinear as TiledLinear
 from zeromesh.model.tiled import join_tiles as join_tiles
 from zeromesh.model.tiled import tile_linears as tile_linears
 from zeromesh.shard.deferred import recording
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import Pick
-from zeromesh.shard.unit import Flat, Unit
+from zeromesh.shard.unit import Unit
 from zeromesh.signatures import refuse
 
 if TYPE_CHECKING:
@@ -218,13 +219,13 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if gradient is None or not engine.sharded.reducer.begun:
         return None
     engine.sharded.reducer.complete()
-    factor, home = engine.gradient_factor, gradient.home
+    factor, shard = engine.gradient_factor, gradient.shard
     used = torch.tensor([float(gradient.used[index])], dtype=torch.float64)
     if not bool(engine.mesh.group("stage").exchange(used).any()):
         return None
-    if home is None:
+    if shard is None:
         return None
-    return _whole(param, lambda flat, local, piece: home[local].to(flat.master.dtype) * factor)
+    return _whole(param, lambda flat, local, piece: shard[local].to(flat.master.dtype) * factor)
 
 
 def clip_grad_norm_(
@@ -329,13 +330,13 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
             raise RuntimeError("there is no gradient to change; call this between backward and step")
         engine.sharded.reducer.complete()
         gradient.used[index] = True
-    _set(param, value / engine.gradient_factor, lambda flat, local, piece: _home(flat)[local])
+    _set(param, value / engine.gradient_factor, lambda flat, local, piece: _shard(flat)[local])
 
 
-def _home(flat: Flat) -> torch.Tensor:
+def _shard(flat: Flat) -> torch.Tensor:
     assert flat.gradient is not None
-    assert flat.gradient.home is not None
-    return flat.gradient.home
+    assert flat.gradient.shard is not None
+    return flat.gradient.shard
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:

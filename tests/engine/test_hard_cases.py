@@ -159,7 +159,7 @@ def _restore(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def memory_full_of_nan() -> Iterator[None]:
-    """Memory that holds nothing valid holds NaN: that of slots and of gradients' homes when it is allocated, slots
+    """Memory that holds nothing valid holds NaN: that of slots and of gradients' shards when it is allocated, slots
     when they are given back, and what is to be gathered of replicated parameters after an update."""
     allocate, give, begin_fetch = slots.allocate, Pool.give, Unit.begin_fetch
 

@@ -34,7 +34,7 @@ def flip(engine: zeromesh.Engine, name: str, element: int) -> None:
     unit = next(u for u in engine.sharded.units for f in u.flats for s in f.layout.segments if s.name == name)
     flat = next(f for f in unit.flats for s in f.layout.segments if s.name == name)
     segment = next(s for s in flat.layout.segments if s.name == name)
-    buffer = flat.home if unit.sharded else flat.full
+    buffer = flat.shard if unit.sharded else flat.full
     at = buffer.detach()[segment.start + element : segment.start + element + 1]
     at.view(torch.uint8).numpy()[0] ^= 1
 

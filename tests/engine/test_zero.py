@@ -18,8 +18,8 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from zeromesh.shard import deferred
+from zeromesh.shard import flat as flat_module
 from zeromesh.shard import sharded as sharded_module
-from zeromesh.shard import unit as unit_module
 from zeromesh.shard.deferred import Recording, is_deferred
 from zeromesh.shard.materialise import materialiser
 
@@ -451,7 +451,7 @@ def building(how: str, precision: dict[str, Any], width: int = 512) -> tuple[flo
     if width > 64:
         building(how, precision, 64)  # what is loaded, and kept, the first time
     gc.collect()
-    heap, run, put, place = Heap(), deferred.Tape._run, unit_module._put, sharded_module.place_units
+    heap, run, put, place = Heap(), deferred.Tape._run, flat_module._put, sharded_module.place_units
     placed = []
 
     def looking(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -474,7 +474,7 @@ def building(how: str, precision: dict[str, Any], width: int = 512) -> tuple[flo
         heap.look()
     with (
         patch.object(deferred.Tape, "_run", staticmethod(looking(run))),
-        patch.object(unit_module, "_put", looking(put)),
+        patch.object(flat_module, "_put", looking(put)),
         patch.object(sharded_module, "place_units", place_and_stop),
     ):
         start(model, 3, **precision)

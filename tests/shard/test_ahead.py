@@ -15,7 +15,7 @@ from torch import nn
 from harness import run_ranks
 from test_tiers import in_stages, start
 from zeromesh import zero
-from zeromesh.shard.ahead import EarlyUpdates
+from zeromesh.shard.early import EarlyUpdates
 
 PLACES: dict[str, dict[str, Any]] = {
     "row 1": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
@@ -97,9 +97,9 @@ def change_gradient(engine: Any) -> None:
     zero.safe_set_full_grad(last, gradient * 2)
 
 
-def change_one_home(engine: Any) -> None:
+def change_one_shard(engine: Any) -> None:
     """What rests of one unit, and of no other, is not what it was."""
-    engine.sharded.flats[-1].gradient.home.mul_(2)
+    engine.sharded.flats[-1].gradient.shard.mul_(2)
 
 
 def leave_one_out(engine: Any) -> None:
@@ -124,8 +124,8 @@ def add_more(engine: Any) -> None:
 
 
 DISTURBANCES: list[Disturb] = [
-    change_rate, change_parameter, change_state, change_gradient, change_one_home, look_at_state, give_up,
-    add_more, leave_one_out, change_one_home,
+    change_rate, change_parameter, change_state, change_gradient, change_one_shard, look_at_state, give_up,
+    add_more, leave_one_out, change_one_shard,
 ]  # fmt: skip
 """What is done between a backward and its step."""
 

@@ -11,7 +11,7 @@ import torch
 from harness import run_ranks
 from test_tiers import HOST, start, update
 from zeromesh.model.placement import Tier
-from zeromesh.shard.needs import require_host_memory
+from zeromesh.shard.budget import require_host_memory
 
 PLACES: dict[str, dict[str, Any]] = {
     "row 1": {"stage": 1, "offload_optimizer": HOST},

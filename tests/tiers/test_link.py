@@ -20,9 +20,9 @@ from zeromesh.comm.collectives import Pending
 from zeromesh.shard import arrivals, sharded, unit
 from zeromesh.shard import reducer as reducers
 from zeromesh.shard.arrivals import HostSums
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.slots import Pool, Slot
-from zeromesh.shard.unit import Flat
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import Staging
 
@@ -274,23 +274,23 @@ def test_the_host_waits_for_no_copy_but_for_memory_to_add_the_next_sums(name: st
 
 
 def test_a_sum_is_added_after_those_that_came_before_it() -> None:
-    streams, home = LateStreams(), torch.empty(3)
+    streams, shard = LateStreams(), torch.empty(3)
     link, sums, before = Link(torch.device("cpu"), streams), [torch.full((3,), 2.0**n) for n in range(3)], None
     for number, total in enumerate(sums):
         landing = torch.empty(3)
-        before = arrivals.Arrival(link.to_host(landing, total), landing, home, number > 0, before)
+        before = arrivals.Arrival(link.to_host(landing, total), landing, shard, number > 0, before)
     assert before is not None
     before.wait()
     before.wait()
-    assert home.tolist() == [7.0, 7.0, 7.0]
+    assert shard.tolist() == [7.0, 7.0, 7.0]
 
 
 def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
-    """By update: whose homes were said to be on their way, and whether they held in the end what they had then."""
+    """By update: whose shards were said to be on their way, and whether they held in the end what they had then."""
     found: list[tuple[list[str], bool]] = []
     with simulated(LateStreams() if late else None):
         engine = start(zero, 2)
-        homes: dict[str, torch.Tensor] = {}
+        shards: dict[str, torch.Tensor] = {}
 
         def listen(gradient: Gradient) -> None:
             assert (gradient.landed is not None) == late
@@ -298,20 +298,20 @@ def told(zero: dict[str, Any], late: bool) -> list[tuple[list[str], bool]]:
                 thread = Thread(target=gradient.landed.wait)
                 thread.start()
                 thread.join()
-            assert gradient.home is not None
-            homes[gradient.unit] = gradient.home.clone()
+            assert gradient.shard is not None
+            shards[gradient.unit] = gradient.shard.clone()
 
-        engine.sharded.reducer.on_home = listen
+        engine.sharded.reducer.on_shard = listen
         for number in range(4):
             engine.backward(engine(torch.arange(8).view(1, 8) + number))
             if number % 2:
                 engine.sharded.reducer.complete()
-                now = {g.unit: g.home for g in engine.sharded.reducer.gradients}
-                found.append((list(homes), all(torch.equal(now[unit], home) for unit, home in homes.items())))
+                now = {g.unit: g.shard for g in engine.sharded.reducer.gradients}
+                found.append((list(shards), all(torch.equal(now[unit], shard) for unit, shard in shards.items())))
             else:
-                assert not homes
+                assert not shards
             engine.step()
-            homes.clear()
+            shards.clear()
         engine.destroy()
     return found
 

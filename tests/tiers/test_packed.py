@@ -206,14 +206,14 @@ def test_what_has_no_gradient_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def after_one_update(folder: str, form: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Whole masters and homes, from weights that bf16 can hold."""
+    """Whole masters and shards, from weights that bf16 can hold."""
     engine = begin(folder, "cpu", form)
     torch.manual_seed(5)
     shapes = {name: value.shape for name, value in engine.state_dict().items()}
     engine.load_state_dict({name: torch.randn(shape).mul(0.03).bfloat16().float() for name, shape in shapes.items()})
     update(engine)
     flats = engine.sharded.flats
-    homes = [flat.home.clone() for flat in flats]
+    shards = [flat.shard.clone() for flat in flats]
     if form == "split":
         assert all(bool(flat.master.isnan().all()) for flat in flats)
         assert all(bool(state["exp_avg"].isnan().all()) for state in engine.optimizer.state.values())
@@ -221,18 +221,18 @@ def after_one_update(folder: str, form: str) -> tuple[list[torch.Tensor], list[t
     for flat in flats:
         flat.load_states()
         masters.append(flat.master.clone())
-    assert all(torch.equal(home, flat.home) for home, flat in zip(homes, flats, strict=True))
+    assert all(torch.equal(shard, flat.shard) for shard, flat in zip(shards, flats, strict=True))
     engine.destroy()
-    return masters, homes
+    return masters, shards
 
 
 def test_a_split_master_is_the_whole_one_and_the_parameter_its_upper_half(tmp_path: Path) -> None:
-    (masters, _), (joined, homes) = (
+    (masters, _), (joined, shards) = (
         run_ranks(after_one_update, 1, str(tmp_path), form)[0] for form in ("none", "split")
     )
-    for master, other, home in zip(masters, joined, homes, strict=True):
+    for master, other, shard in zip(masters, joined, shards, strict=True):
         assert torch.equal(master, other)
-        assert torch.equal(home, halves.split(master)[0])
+        assert torch.equal(shard, halves.split(master)[0])
 
 
 def ties(folder: str) -> float:

@@ -251,7 +251,7 @@ def test_what_is_frozen_is_written_only_if_somebody_changed_it(tmp_path: Path) -
     def written() -> int:
         """Bytes, with what is still to be written."""
         engine.sharded.rest()
-        stored.ahead([])
+        stored.read_ahead([])
         while stored._behind:
             stored._finish_write()
         return stored.traffic().bytes_written
@@ -289,8 +289,8 @@ def test_the_report_has_the_size_of_the_file_and_of_the_buffers(tmp_path: Path) 
         largest = 2 * max(sum(p.numel() for p in unit.members) for unit in engine.sharded.units)
         assert report["slot"]["host"] == pytest.approx(3 * largest, rel=0.01)
         engine.sharded.rest()
-        engine.sharded.stored.ahead([])
-        assert all(bool(flat.home.isnan().all()) for flat in engine.sharded.flats)
+        engine.sharded.stored.read_ahead([])
+        assert all(bool(flat.shard.isnan().all()) for flat in engine.sharded.flats)
         engine.destroy()
         assert not list(tmp_path.iterdir())
     assert reports[3]["slot"] == reports[9]["slot"]

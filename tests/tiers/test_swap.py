@@ -13,7 +13,7 @@ import torch
 from harness import FOLDERS, run_command, run_ranks
 from test_tiers import Net, start, update
 from zeromesh import zero
-from zeromesh.shard.swap import absent
+from zeromesh.shard.swap import unloaded
 
 STATE = {"AdamW": "exp_avg_sq", "SGD": "momentum_buffer", "Adagrad": "sum", "Lion": "exp_avg"}
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -118,8 +118,8 @@ def test_the_report_has_the_size_of_the_file_and_of_the_buffers(depth: int, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_absent_cannot_be_written_to() -> None:
-    value = absent(torch.zeros(3, 2, dtype=torch.float64))
+def test_unloaded_tensors_cannot_be_written_to() -> None:
+    value = unloaded(torch.zeros(3, 2, dtype=torch.float64))
     assert (value.shape, value.dtype, bool(value.isnan().all())) == ((3, 2), torch.float64, True)
     with pytest.raises(RuntimeError, match="more than one element"):
         value.copy_(torch.ones(3, 2))

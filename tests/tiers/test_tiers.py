@@ -161,15 +161,15 @@ def apart(name: str) -> list[str]:
     update(engine)
     with engine.sharded.gathered(engine.sharded.units):
         for flat in engine.sharded.flats:
-            states = {"home": flat.home, "master": flat.master, "gradient": flat.gradient.buffer, "full": flat.full}
+            states = {"shard": flat.shard, "master": flat.master, "gradient": flat.gradient.buffer, "full": flat.full}
             row = engine.config.row
             places = {
-                "home": row.parameter_tier,
+                "shard": row.parameter_tier,
                 "master": row.optimizer_tier,
                 "gradient": row.gradient_tier,
                 "full": "slots",
             }
-            for one, other in (("home", "master"), ("gradient", "full"), ("gradient", "home"), ("master", "full")):
+            for one, other in (("shard", "master"), ("gradient", "full"), ("gradient", "shard"), ("master", "full")):
                 both = states[one], states[other]
                 if places[one] != places[other] and None not in both:
                     same = both[0].untyped_storage().data_ptr() == both[1].untyped_storage().data_ptr()

@@ -18,8 +18,8 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
 from zeromesh.precision.scaler import LossScaler
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.unit import Flat
 
 if TYPE_CHECKING:
     from zeromesh.training_data import Loader, Position
@@ -70,12 +70,12 @@ def held(sharded: ShardedModel, flat: Flat) -> tuple[torch.Tensor, int]:
     """The part of a flat buffer from which parameters are saved, and where in the layout it begins."""
     if flat.layout.trainable:
         return flat.master, flat.own.start
-    return (flat.home, flat.shard.start) if sharded.sharded else (flat.full, 0)
+    return (flat.shard, flat.shard_range.start) if sharded.sharded else (flat.full, 0)
 
 
 def _parameter_boxes(sharded: ShardedModel, flat: Flat) -> Iterator[Box]:
     values, offset = held(sharded, flat)
-    for index, start, stop in flat.layout.owned(flat.shard.start, flat.shard.stop):
+    for index, start, stop in flat.layout.owned(flat.shard_range.start, flat.shard_range.stop):
         segment = flat.layout.segments[index]
         data = values[start - offset : stop - offset]
         yield from _boxes(f"parameter/{segment.name}", segment.held, start - segment.start, stop - segment.start, data)
@@ -100,7 +100,7 @@ def updates_whole(flat: Flat) -> bool:
 def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece) -> Iterator[Box]:
     # Of its piece, a rank writes what lies in its shard; in row 0 that is less.
     first = flat.layout.segments[index].start
-    start, stop = max(piece.start, flat.shard.start - first), min(piece.stop, flat.shard.stop - first)
+    start, stop = max(piece.start, flat.shard_range.start - first), min(piece.stop, flat.shard_range.stop - first)
     for key, value in optimizer.state.get(piece.parameter, {}).items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or start >= stop:
             continue

@@ -16,10 +16,10 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.model.split import Held
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.accumulation import Accumulation
+from zeromesh.shard.budget import Prepare
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.find import find_units
 from zeromesh.shard.materialise import replace
-from zeromesh.shard.needs import Prepare
 from zeromesh.shard.sharded import ShardedModel, Slots
 
 if TYPE_CHECKING:

@@ -22,5 +22,5 @@ def option(config: Any, *names: str) -> Any:
 
 
 def positions(config: Any) -> int | None:
-    """Return the number of tokens of the longest text that a model takes; None where there is no limit or none told."""
+    """Return the number of tokens of the longest text that a model takes; None without a limit, or an unknown one."""
     return int(option(config, *_POSITIONS)) or None

@@ -1,1 +1,1 @@
-"""The one ZeRO engine: layouts, units, slots, and when states move between their homes and the slots."""
+"""The one ZeRO engine: layouts, units, slots, and when states move between their shards and the slots."""

@@ -18,47 +18,47 @@ from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import empty_on
 
 ARRIVALS = 2
-"""Buffers for sums that are added to their homes: one is added while another comes."""
+"""Buffers for sums that are added to their shards: one is added while another comes."""
 
 
 class Arrival:
-    """A sum on its way to its home on the host, into which it is copied or added when it is there.
+    """A sum on its way to its shard on the host, into which it is copied or added when it is there.
 
     Args:
         copy: from the device.
-        landing: where it comes to on the host, 1-D; the home itself, or memory that is not used otherwise meanwhile.
-        home: where it goes.
+        landing: where it comes to on the host, 1-D; the shard itself, or memory that is not used otherwise meanwhile.
+        shard: where it goes.
         adds: whether it is added to what is there.
-        before: the one whose sum comes to the home before this one's.
+        before: the one whose sum comes to the shard before this one's.
     """
 
     def __init__(
-        self, copy: Copy, landing: torch.Tensor, home: torch.Tensor, adds: bool, before: Landing | None = None
+        self, copy: Copy, landing: torch.Tensor, shard: torch.Tensor, adds: bool, before: Landing | None = None
     ) -> None:
         self._copy = copy
-        self._way: tuple[torch.Tensor, torch.Tensor] | None = (landing, home)
+        self._way: tuple[torch.Tensor, torch.Tensor] | None = (landing, shard)
         self._adds = adds
         self._before = before
         self._lock = Lock()
 
     def wait(self) -> None:
-        """Block until the home holds the sum. Any thread may call it, and again."""
+        """Block until the shard holds the sum. Any thread may call it, and again."""
         with self._lock:
             if self._way is None:
                 return
             if self._before is not None:
                 self._before.wait()
             self._copy.wait()
-            landing, home = self._way
+            landing, shard = self._way
             if self._adds:
-                home.add_(landing)
-            elif landing is not home:
-                home.copy_(landing)
+                shard.add_(landing)
+            elif landing is not shard:
+                shard.copy_(landing)
             self._way = self._before = None
 
 
 class HostSums:
-    """Copies sums from the device to their homes on the host, beside the backward.
+    """Copies sums from the device to their shards on the host, beside the backward.
 
     Args:
         gradients: all gradients; those on the device are left alone.
@@ -79,13 +79,13 @@ class HostSums:
         return self._buffers.nbytes
 
     def send(self, gradient: Gradient, out: torch.Tensor, target: torch.Tensor, adds: bool) -> Copy:
-        """Begin to copy a sum to the host, where it is copied or added to its home.
+        """Begin to copy a sum to the host, where it is copied or added to its shard.
 
         Args:
             gradient: whose sum it is.
             out: the sum on the device, 1-D.
-            target: the home.
-            adds: whether the home already holds a sum.
+            target: the shard.
+            adds: whether the shard already holds a sum.
 
         Returns:
             The copy, which reads ``out`` until it has ended.
@@ -108,9 +108,9 @@ class HostSums:
         return copy
 
     def _take(self, nbytes: int) -> Buffer:
-        """Return memory for a sum that is not copied straight to its home; wait for an older sum if need be."""
+        """Return memory for a sum that is not copied straight to its shard; wait for an older sum if need be."""
         if self._buffers.nbytes == 0:
-            dtypes = {g: (g.slot_dtype, self._policy.home_dtype(g.layout)) for g in self._gradients}
+            dtypes = {g: (g.slot_dtype, self._policy.shard_dtype(g.layout)) for g in self._gradients}
             sizes = [g.layout.shard_size * max(d.itemsize for d in found) for g, found in dtypes.items()]
             self._buffers = Buffers(
                 largest(sizes, ARRIVALS),
@@ -126,7 +126,7 @@ class HostSums:
         return buffer
 
     def land(self) -> None:
-        """Wait until all homes on the host hold their sums."""
+        """Wait until all shards on the host hold their sums."""
         with span("wait_copy") if self._gradients else nullcontext():
             for gradient in self._gradients:
                 gradient.land()

@@ -10,7 +10,7 @@ import torch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Placement, PlacementRow
 from zeromesh.model.split import Held
-from zeromesh.shard.unit import Flat
+from zeromesh.shard.flat import Flat
 
 JOIN_TAG = 12
 """Tag of whole parameters that are put together along the tensor axis."""

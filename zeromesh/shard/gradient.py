@@ -2,7 +2,7 @@
 
 A gradient that arrives is copied (the first time) or added into the slot of its flat buffer, and freed. If the flat
 buffer has one parameter, as an embedding's does, the gradient stays where autograd left it, without a slot.
-``zeromesh.shard.reducer`` turns the full gradient into this rank's part of the sum over the ranks, its *home*.
+``zeromesh.shard.reducer`` turns the full gradient into this rank's part of the sum over the ranks, its *shard*.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Landing(Protocol):
     """A sum on its way to the host."""
 
     def wait(self) -> None:
-        """Block until the home holds the sum. Any thread may call it, and again."""
+        """Block until the shard holds the sum. Any thread may call it, and again."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class GradientPolicy:
     """Placement and dtypes of gradients, and the number that is in the works at once.
 
     Attributes:
-        sharded: reduce after every micro-batch into a sharded home; else at the accumulation boundary.
+        sharded: reduce after every micro-batch into a shard; else at the accumulation boundary.
         owned: whether each rank ends up with its shard of the sum only (optimizer sharded), or with all of it.
         wire: dtype on the wire; None is the parameters'.
         accumulate: dtype of the sum; None is fp32 for 16-bit parameters, else the parameters'.
         slots: how many full gradients exist at once; None is what ``sharded`` implies: two, or all.
         predivide: gradients are divided by it as they arrive, before they are summed over the ranks; None divides by
             the number of ranks where that is exact, so that the mean costs no pass over memory of its own.
-        kept: whether slots and homes keep their memory between updates. Where parameters are sharded it is given back,
+        kept: whether slots and shards keep their memory between updates. Where parameters are sharded it is given back,
             as activations are at their most when there are no gradients; but not on the host, where there are none.
-        pinned: whether homes on the host are page-locked.
+        pinned: whether shards on the host are page-locked.
     """
 
     sharded: bool
@@ -65,7 +65,7 @@ class GradientPolicy:
         """Dtype of this layout's gradients on the wire."""
         return self.wire if self.wire and layout.dtype.is_floating_point else layout.dtype
 
-    def home_dtype(self, layout: Layout) -> torch.dtype:
+    def shard_dtype(self, layout: Layout) -> torch.dtype:
         """Dtype in which this layout's gradients are summed and kept."""
         if self.accumulate and layout.dtype.is_floating_point:
             return self.accumulate
@@ -77,30 +77,30 @@ class Gradient:
 
     Attributes:
         unit: name of the unit that it is of.
-        home: this rank's part of the sum so far, in the home dtype; None before the first reduction.
+        shard: this rank's part of the sum so far, in the shard dtype; None before the first reduction.
         full: the full gradient that is being filled, or None; in ``slot``, or where autograd left it.
         used: per parameter, whether a gradient arrived since the last update.
         slot_dtype: of ``full``.
-        holders: places along the pipeline whose stages have these parameters, where they are tied over several stages;
+        tied_stages: places along the pipeline whose stages have these parameters, where they are tied over several stages;
             the first of them counts what all have.
-        home_in_full: whether ``home`` lies in the full gradient, in ``held`` then; otherwise in ``buffer``.
-        tier: where ``home`` rests.
-        landed: to be waited for before ``home`` is used, on the host; None: there is nothing on its way to it.
+        shard_in_full: whether ``shard`` lies in the full gradient, in ``held`` then; otherwise in ``buffer``.
+        tier: where ``shard`` rests.
+        landed: to be waited for before ``shard`` is used, on the host; None: there is nothing on its way to it.
     """
 
     def __init__(
-        self, layout: Layout, own: slice, shard: slice, tag: int, unit: str = "", holders: Sequence[int] = (),
+        self, layout: Layout, own: slice, shard_range: slice, tag: int, unit: str = "", tied_stages: Sequence[int] = (),
         tier: Tier = Tier.DEVICE,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.tier = tier
-        self.holders = tuple(holders)
+        self.tied_stages = tuple(tied_stages)
         self.own = own
-        self.shard = shard
+        self.shard_range = shard_range
         self.tag = tag
         self.unit = unit
         self.buffer: torch.Tensor | None = None
-        self.home: torch.Tensor | None = None
+        self.shard: torch.Tensor | None = None
         self.landed: Landing | None = None
         self.full: torch.Tensor | None = None
         self.slot: Slot | None = None
@@ -108,15 +108,15 @@ class Gradient:
         self.arrived = [False] * len(layout.segments)
         self.used = [False] * len(layout.segments)
         self.slot_dtype = layout.dtype
-        self.home_in_full = True
+        self.shard_in_full = True
         self.counted = tuple(self._counted())
         self.shared = self._shared()
 
     def _counted(self) -> Iterator[tuple[int, int]]:
-        """Ranges of ``home`` that are counted on this rank, together all that it has that no other rank counts."""
-        boxes = list(self.layout.within(self.shard.start, self.shard.stop))
+        """Ranges of ``shard`` that are counted on this rank, together all that it has that no other rank counts."""
+        boxes = list(self.layout.within(self.shard_range.start, self.shard_range.stop))
         if all(box.owned for _, box in boxes):  # what lies between is zero
-            start = self.shard.start - self.own.start
+            start = self.shard_range.start - self.own.start
             yield start, start + self.layout.shard_size
             return
         for segment, box in boxes:
@@ -124,13 +124,13 @@ class Gradient:
             yield from ((first + low, first + high) for low, high in box.runs if box.owned)
 
     def part(self, index: int) -> slice:
-        """Return the range of ``home`` that parameter ``index`` has; empty where other ranks have all of it."""
+        """Return the range of ``shard`` that parameter ``index`` has; empty where other ranks have all of it."""
         segment = self.layout.segments[index]
         start, stop = (min(max(at, self.own.start), self.own.stop) for at in (segment.start, segment.stop))
         return slice(start - self.own.start, stop - self.own.start)
 
     def _shared(self) -> dict[int, list[tuple[int, int, bool]]]:
-        """Return ranges of ``home`` that ranks along the tensor axis share, by the number of these ranks.
+        """Return ranges of ``shard`` that ranks along the tensor axis share, by the number of these ranks.
 
         Each is (start, stop, whether this rank is the first of those ranks).
         """
@@ -189,15 +189,15 @@ class Gradient:
         return full, slot
 
     def keep(self, full: torch.Tensor, slot: Slot | None) -> None:
-        """Let the home lie in a full gradient that was reduced in place."""
-        self.home, self.held = full[self.own], slot
+        """Let the shard lie in a full gradient that was reduced in place."""
+        self.shard, self.held = full[self.own], slot
 
-    def expect(self, home: torch.Tensor, landed: Landing | None = None) -> None:
-        """Let the home be this memory, with what is on its way to it."""
-        self.home, self.landed = home, landed
+    def expect(self, shard: torch.Tensor, landed: Landing | None = None) -> None:
+        """Let the shard be this memory, with what is on its way to it."""
+        self.shard, self.landed = shard, landed
 
     def land(self) -> None:
-        """Wait until the home holds all that is on its way to it."""
+        """Wait until the shard holds all that is on its way to it."""
         if self.landed is not None:
             self.landed.wait()
             self.landed = None
@@ -209,11 +209,11 @@ class Gradient:
     def forget(self) -> list[Slot]:
         """Forget the full gradient and the sum; return the slots that they lay in."""
         slots = [slot for slot in (self.slot, self.held) if slot is not None]
-        self.full = self.slot = self.home = self.held = None
+        self.full = self.slot = self.shard = self.held = None
         return slots
 
     def reset(self, keeps_memory: bool) -> None:
-        """Begin a new update: nothing has arrived, and the home's own memory is given up unless it is kept."""
+        """Begin a new update: nothing has arrived, and the shard's own memory is given up unless it is kept."""
         if not keeps_memory:
             self.buffer = None
         self.arrived = [False] * len(self.arrived)

@@ -22,11 +22,11 @@ from torch import nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.guard import HARMLESS, OWN_CLASS, changes_nothing
 from zeromesh.shard.norm import norm_of
 from zeromesh.shard.reducer import Reducer
-from zeromesh.shard.unit import Flat
 
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
 PLAIN_DATA: Any = torch._C.TensorBase.data
@@ -66,17 +66,17 @@ class GradientArrival:
             arrived(self._gradient, self._index, parameter)
 
 
-class AbsentGradient(torch.Tensor):
+class UnavailableGradient(torch.Tensor):
     """Stands for a gradient that is not whole on this rank. Any operation on it raises RuntimeError with a remedy."""
 
     reason: str
     zero: Callable[[], None]
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, reason: str, zero: Callable[[], None]) -> AbsentGradient:
+    def of(cls, parameter: torch.Tensor, reason: str, zero: Callable[[], None]) -> UnavailableGradient:
         """Make the stand-in of a parameter's gradient; ``zero`` sets the gradient to zero, on all ranks together."""
         base = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        made: AbsentGradient = torch.Tensor._make_subclass(cls, base)
+        made: UnavailableGradient = torch.Tensor._make_subclass(cls, base)
         made.reason, made.zero = reason, zero
         return made
 
@@ -87,7 +87,7 @@ class AbsentGradient(torch.Tensor):
         if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        stand_ins = [one for one in _flat(args) if isinstance(one, AbsentGradient)]
+        stand_ins = [one for one in _flat(args) if isinstance(one, UnavailableGradient)]
         first = stand_ins[0] if stand_ins else None
         if func is torch.Tensor.detach_ or changes_nothing(func, args, kwargs):
             return first
@@ -177,12 +177,12 @@ class Grads:
             return None
         if (reason := self._missing(gradient)) is not None:
             text = f"the gradient of {self._names[id(parameter)]} {reason}"
-            return AbsentGradient.of(parameter, text, lambda: self._zero(gradient, index))
+            return UnavailableGradient.of(parameter, text, lambda: self._zero(gradient, index))
         self._reducer.average(self._factor)
-        assert gradient.home is not None
+        assert gradient.shard is not None
         # Through a view of it the gradient may change unseen.
         self._early.spoil()
-        return gradient.home[gradient.part(index)].view(parameter.shape)
+        return gradient.shard[gradient.part(index)].view(parameter.shape)
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         """Let the update use this gradient, the same on all ranks, in place of what there is; None drops that.
@@ -195,7 +195,7 @@ class Grads:
             return
         self._settle()
         gradient, index = self._places[id(parameter)]
-        if isinstance(value, AbsentGradient):
+        if isinstance(value, UnavailableGradient):
             return  # it was read from here
         if value is None:
             self._drop(gradient, index)
@@ -226,8 +226,8 @@ class Grads:
         norm = norm_of(places, order, self._mesh) * self._factor
         if (coefficient := limit / (norm + 1e-6)) < 1.0 or norm != norm:  # torch's constant
             for gradient, index in places:
-                assert gradient.home is not None
-                gradient.home[gradient.part(index)] *= coefficient
+                assert gradient.shard is not None
+                gradient.shard[gradient.part(index)] *= coefficient
         return norm
 
     def _drop(self, gradient: Gradient, index: int) -> None:
@@ -248,9 +248,9 @@ class Grads:
         return self._reducer.factor / self._accumulation.scale
 
     def _exists(self, gradient: Gradient, index: int) -> bool:
-        if gradient.used[index] or gradient.home is None or self._accumulation.running:
+        if gradient.used[index] or gradient.shard is None or self._accumulation.running:
             return gradient.used[index]
-        return bool(gradient.home[gradient.part(index)].any())  # another rank's
+        return bool(gradient.shard[gradient.part(index)].any())  # another rank's
 
     def _missing(self, gradient: Gradient) -> str | None:
         """Return why the mean is not whole on this rank, as the end of a sentence; None if it is."""
@@ -272,9 +272,9 @@ class Grads:
             if reducer.waits:
                 return f"is not summed over the ranks before the last micro-batch of the update: {remedy}"
         reducer.complete()  # without a message
-        if gradient.home is None or gradient.home.device != mesh.device:
+        if gradient.shard is None or gradient.shard.device != mesh.device:
             return f"rests on the {gradient.tier.value}: {remedy}"
-        if self._factor != 1.0 and gradient.home.dtype is torch.float16:
+        if self._factor != 1.0 and gradient.shard.dtype is torch.float16:
             return f"is kept in float16, times the loss scale: {remedy}"
         return None
 

@@ -1,8 +1,8 @@
-"""Nothing is ever computed with parameters that are not there.
+"""Guards against computing with parameters that are not in memory.
 
-While a unit's parameters are away, or might be sent away, their class is one whose ``__torch_function__`` is asked
+While a unit's parameters are unloaded, or may be soon, their class has a ``__torch_function__``, which torch calls
 before any operation: it has the unit fetched if the model is computing, and raises with the parameter's name otherwise.
-Asking costs nothing in the unit's own forward, because there they have their own class again.
+In the unit's own forward they have their own class again, which costs nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Saving = Callable[[], AbstractContextManager[None]]
 class Presence(Enum):
     """State of a unit's parameters for code that uses them."""
 
-    AWAY = "away"
+    UNLOADED = "unloaded"
     """Not in memory, or perhaps not for long."""
-    HERE = "here"
+    LOADED = "loaded"
     """In memory, as long as what computes with them now."""
     GATHERED = "gathered"
     """In memory as long as a context of the user's is active."""
@@ -92,21 +92,21 @@ def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[l
     return [*changed[:1], edges, *changed[1:]], named
 
 
-def away_class(
+def unloaded_class(
     base: type[nn.Parameter], unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]
 ) -> type[nn.Parameter]:
-    """The class that the unit's parameters have while they are away.
+    """The class that the unit's parameters have while they are unloaded.
 
     Args:
         base: answers for their ``grad``.
         unit: whose parameters they are.
         names: fully qualified names by the parameters' ``id``.
-        touch: a method, called with the unit and the name before an operation; brings the unit back or raises.
+        touch: a method, called with the unit and the name before an operation; loads the unit or raises.
     """
     # Weakly, as a graph refers to its leaves, and they to their class; see ``hooks``.
-    label, there, told = str(unit), ref(unit), WeakMethod(touch)
+    label, weak_unit, weak_touch = str(unit), ref(unit), WeakMethod(touch)
 
-    class Away(base):  # type: ignore[valid-type,misc]
+    class Unloaded(base):  # type: ignore[valid-type,misc]
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -123,33 +123,33 @@ def away_class(
             if func is torch.Tensor.__repr__:
                 with torch._C.DisableTorchFunctionSubclass():
                     return f"Parameter {first} of shape {tuple(args[0].shape)}, not in memory now"
-            bring, its = told(), there()
-            if bring is None or its is None:
+            load, its = weak_touch(), weak_unit()
+            if load is None or its is None:
                 raise RuntimeError(f"parameter {first} is not in memory, and the engine that had it is gone")
-            bring(its, first)
+            load(its, first)
             return func(*args, **(kwargs or {}))
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             if id(self) not in memo:
-                self.data  # noqa: B018  brings it back, and with it its own class, which is the copy's
-                assert type(self) is not Away
+                self.data  # noqa: B018  loads it, and with it its own class, which is the copy's
+                assert type(self) is not Unloaded
                 return type(self).__deepcopy__(self, memo)
             return memo[id(self)]
 
-    return Away
+    return Unloaded
 
 
 def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Parameter]:
     """The class that parameters have while a context has gathered them.
 
-    A graph that is made there may be needed when they are away again. Autograd keeps a leaf as it is, so that nobody
+    A graph that is made there may be needed when they are unloaded again. Autograd keeps a leaf as it is, so nobody
     could see that its memory is still needed; with hooks for saved tensors around each operation it is fetched again.
 
     Args:
         base: answers for their ``grad``.
         saving: a method that gives the context of these hooks.
     """
-    told = WeakMethod(saving)
+    weak_saving = WeakMethod(saving)
 
     class Gathered(base):  # type: ignore[valid-type,misc]
         @classmethod
@@ -161,7 +161,7 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
             if func is torch.autograd.grad:
                 changed, named = with_edges(args, kwargs)
                 return func(*changed, **named)
-            saves = told()
+            saves = weak_saving()
             with torch._C.DisableTorchFunctionSubclass():
                 if saves is None or func in HARMLESS or not torch.is_grad_enabled():
                     return func(*args, **(kwargs or {}))
@@ -177,20 +177,20 @@ class Guard:
 
     Args:
         unit: whose parameters they are.
-        away: their class while they are away.
+        unloaded: their class while they are unloaded.
         gathered: their class while a context has gathered them.
     """
 
-    def __init__(self, unit: Unit, away: type[nn.Parameter], gathered: type[nn.Parameter]) -> None:
+    def __init__(self, unit: Unit, unloaded: type[nn.Parameter], gathered: type[nn.Parameter]) -> None:
         self._parameters = [parameter for flat in unit.flats for parameter in flat.parameters]
         own = [type(parameter) for parameter in self._parameters]
         plain = [getattr(one, OWN_CLASS, one) is nn.Parameter for one in own]
         self._classes = {
-            Presence.AWAY: [away] * len(own),
-            Presence.HERE: own,
+            Presence.UNLOADED: [unloaded] * len(own),
+            Presence.LOADED: own,
             Presence.GATHERED: [gathered if one else kept for one, kept in zip(plain, own, strict=True)],
         }
-        self._now = Presence.HERE
+        self._now = Presence.LOADED
 
     def switch(self, to: Presence) -> None:
         """Say where the parameters are from now on."""

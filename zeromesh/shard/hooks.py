@@ -182,10 +182,10 @@ def passes_of(roots: Sequence[torch.Tensor], wanted: Collection[Pass]) -> set[Pa
 
 
 def _output_hook(call: Call, listener: Listener, calls: WeakSet[Call]) -> Callable[[torch.Tensor], None]:
-    told = ref(listener)
+    weak = ref(listener)
 
     def arrived(gradient: torch.Tensor) -> None:
-        task, alive = torch._C._current_graph_task_id(), told()
+        task, alive = torch._C._current_graph_task_id(), weak()
         if call.task == task or alive is None:
             return  # another output of the same call
         call.task = task

@@ -22,9 +22,9 @@ def squared_norm(gradients: Sequence[Gradient], mesh: Mesh) -> torch.Tensor:
     total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     if mesh.replicate.rank == 0:
         for gradient in gradients:
-            assert gradient.home is not None
+            assert gradient.shard is not None
             for start, stop in gradient.counted if counts(gradient, mesh) else ():
-                total += _sum_of_squares(gradient.home[start:stop])
+                total += _sum_of_squares(gradient.shard[start:stop])
     return total
 
 
@@ -51,11 +51,11 @@ def norm_of(places: Sequence[Place], order: float, mesh: Mesh) -> float:
 def _counted(places: Iterable[Place], mesh: Mesh) -> Iterator[torch.Tensor]:
     for gradient, index in places if mesh.replicate.rank == 0 else ():
         part = gradient.part(index)
-        assert gradient.home is not None
+        assert gradient.shard is not None
         for low, high in gradient.counted if counts(gradient, mesh) else ():
             start, stop = max(low, part.start), min(high, part.stop)
             if start < stop:
-                yield gradient.home[start:stop]
+                yield gradient.shard[start:stop]
 
 
 def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:

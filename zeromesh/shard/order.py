@@ -70,8 +70,8 @@ class Walk:
 
     def approach(self, index: int) -> Iterator[int]:
         """The backward of ``index`` is near; if it is the next that this rank takes itself, the steps before it."""
-        ahead = range(self._position, len(self.steps))
-        noticed = next((position for position in ahead if self.steps[position] in self._used), None)
+        coming = range(self._position, len(self.steps))
+        noticed = next((position for position in coming if self.steps[position] in self._used), None)
         if noticed is not None and self.steps[noticed] == index:
             while self._position < noticed:
                 yield self._take()

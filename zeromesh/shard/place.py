@@ -12,9 +12,10 @@ from zeromesh.model.placement import PlacementRow
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, unit_modules
+from zeromesh.shard.flat import Flat, Materialise, Store
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.unit import Flat, Materialise, Store, Unit
+from zeromesh.shard.unit import Unit
 from zeromesh.tiers.link import Link
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -55,14 +56,16 @@ def lay_out(
     for unit, row in zip(units, rows, strict=True):
         flats = []
         kinds = _kinds(unit.module, owned[unit.name], precision, tied or {})
-        for (dtype, trainable, holders), members in kinds.items():
+        for (dtype, trainable, tied_stages), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
             held = {name: (split or {}).get(name) or _whole(shape, mesh) for name, shape in shapes}
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
-            flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, holders)
+            flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, tied_stages)
             if trainable:
                 place = unit.name or "(root)"
-                flat.gradient = Gradient(layout, flat.own, flat.shard, flat.tag, place, holders, row.gradient_tier)
+                flat.gradient = Gradient(
+                    layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, row.gradient_tier
+                )
             flats.append(flat)
             number += 1
         found.append((unit, flats, row))

@@ -1,12 +1,12 @@
 """Reduction of gradients: from full gradients in slots to this rank's part of their sum over the ranks.
 
-- gradient sharded: after each micro-batch, into a home of its own, where micro-batches are summed;
-- gradient replicated: at the accumulation boundary; micro-batches are summed in the full gradient, and the home lies in
+- gradient sharded: after each micro-batch, into a shard of its own, where micro-batches are summed;
+- gradient replicated: at the accumulation boundary; micro-batches are summed in the full gradient, and the shard lies in
   it where the dtypes allow.
 
-A home on the host is filled from the device when the sum is there, and micro-batches are summed on the host
+A shard on the host is filled from the device when the sum is there, and micro-batches are summed on the host
 (``zeromesh.shard.arrivals``). The copy runs beside the backward: its memory on the device is given back when the
-current stream waits for it. The host waits for it when the home is used, or when memory for such sums has run out.
+current stream waits for it. The host waits for it when the shard is used, or when memory for such sums has run out.
 
 Homes hold sums over ranks and micro-batches. A part of the division that makes a mean may have been done as gradients
 arrived (``predivide``); the update does the rest, once.
@@ -33,12 +33,12 @@ from zeromesh.tiers.memory import empty_on
 
 
 class Reducer:
-    """Fills slots with gradients and reduces them into their homes.
+    """Fills slots with gradients and reduces them into their shards.
 
     Attributes:
         begun: whether a backward has begun since the last update.
         predivide: gradients are divided by it as they arrive.
-        on_home: called when the last sum before an update is on its way to a home on the host, whose ``landed`` tells
+        on_shard: called when the last sum before an update is on its way to a shard on the host, whose ``landed`` tells
             when it is there; again if gradients of weights that are used outside of their unit come later. Sums over
             replicas, shares and ties are made in ``complete``, after it.
     """
@@ -48,7 +48,7 @@ class Reducer:
     ) -> None:
         self.gradients = tuple(gradients)
         self.policy = policy
-        self.on_home: Callable[[Gradient], None] | None = None
+        self.on_shard: Callable[[Gradient], None] | None = None
         self._link = link
         self._leaving: list[_Leaving] = []
         self._on_host = HostSums(self.gradients, policy, mesh.device, link)
@@ -88,27 +88,27 @@ class Reducer:
     def _choose_dtype(self, gradient: Gradient) -> None:
         """Micro-batches are summed where they are kept; what is reduced at once may stay as narrow as the wire."""
         at_once = self.policy.owned and (self.policy.sharded or not self._accumulates)
-        home = self.policy.home_dtype(gradient.layout)
-        gradient.slot_dtype = self.policy.wire_dtype(gradient.layout) if at_once else home
-        at_home = gradient.tier is Tier.DEVICE and gradient.slot_dtype == home
-        gradient.home_in_full = at_home and not self.policy.sharded
+        shard = self.policy.shard_dtype(gradient.layout)
+        gradient.slot_dtype = self.policy.wire_dtype(gradient.layout) if at_once else shard
+        kept = gradient.tier is Tier.DEVICE and gradient.slot_dtype == shard
+        gradient.shard_in_full = kept and not self.policy.sharded
 
     def _converts(self, gradient: Gradient) -> bool:
         return self._group.size > 1 and gradient.slot_dtype != self.policy.wire_dtype(gradient.layout)
 
     @property
-    def home_bytes(self) -> dict[Tier, int]:
-        """Bytes of homes that do not lie in full gradients, by tier."""
+    def shard_bytes(self) -> dict[Tier, int]:
+        """Bytes of shards that do not lie in full gradients, by tier."""
         found = dict.fromkeys(Tier, 0)
         for gradient in self.gradients:
-            if not gradient.home_in_full:
+            if not gradient.shard_in_full:
                 dtype = self._buffer_dtype(gradient)
                 found[gradient.tier] += (gradient.own.stop - gradient.own.start) * dtype.itemsize
         return found
 
     @property
     def arrival_bytes(self) -> int:
-        """On the host, for sums that are added to their homes; where the device is the host there are none."""
+        """On the host, for sums that are added to their shards; where the device is the host there are none."""
         return self._on_host.nbytes
 
     @property
@@ -125,14 +125,14 @@ class Reducer:
         """On the device, for a sum that goes to the host."""
         if gradient.tier is Tier.DEVICE or self._group.size == 1:
             return 0
-        return gradient.layout.shard_size * self.policy.home_dtype(gradient.layout).itemsize
+        return gradient.layout.shard_size * self.policy.shard_dtype(gradient.layout).itemsize
 
     def _buffer_dtype(self, gradient: Gradient) -> torch.dtype:
-        """Return the dtype of the home's own memory; as narrow as the sum on the host, if nothing is added to it."""
-        alone = self._mesh.gradients == 1 and not (self._accumulates or gradient.shared or gradient.holders)
-        home = self.policy.home_dtype(gradient.layout)
-        exact = torch.promote_types(gradient.slot_dtype, home) is home  # a home that is no wider rounds
-        return gradient.slot_dtype if gradient.tier is not Tier.DEVICE and alone and exact else home
+        """Return the dtype of the shard's own memory; as narrow as the sum on the host, if nothing is added to it."""
+        alone = self._mesh.gradients == 1 and not (self._accumulates or gradient.shared or gradient.tied_stages)
+        shard = self.policy.shard_dtype(gradient.layout)
+        exact = torch.promote_types(gradient.slot_dtype, shard) is shard  # a shard that is no wider rounds
+        return gradient.slot_dtype if gradient.tier is not Tier.DEVICE and alone and exact else shard
 
     @property
     def factor(self) -> float:
@@ -172,7 +172,7 @@ class Reducer:
     def _widen(self) -> None:
         """Micro-batches turn out to be summed: from here on in the dtype that sums are kept in."""
         self._accumulates = True
-        if all(gradient.slot_dtype == self.policy.home_dtype(gradient.layout) for gradient in self.gradients):
+        if all(gradient.slot_dtype == self.policy.shard_dtype(gradient.layout) for gradient in self.gradients):
             return
         self.finish()
         for gradient in self.gradients:
@@ -180,7 +180,7 @@ class Reducer:
             self._choose_dtype(gradient)
             if before == gradient.slot_dtype:
                 continue
-            gradient.buffer = None  # a sum that is in it already stays there as the home until the update
+            gradient.buffer = None  # a sum that is in it already stays there as the shard until the update
             if narrow is not None:
                 self._open(gradient)
                 assert gradient.full is not None
@@ -236,7 +236,7 @@ class Reducer:
 
     def _reduce(self, gradient: Gradient, last: bool) -> None:
         if gradient.full is None:
-            if self._group.size == 1 and gradient.home is not None:
+            if self._group.size == 1 and gradient.shard is not None:
                 return
             self._open(gradient)
         assert gradient.full is not None
@@ -252,13 +252,13 @@ class Reducer:
         receive_slot = self._take(self.receives, self._receive_bytes(gradient))
         elements = self._group.receive_elements(gradient.layout.shard_size)
         received = receive_slot.tensor(elements, wire.dtype)
-        out, add, landing = full[gradient.shard], False, None
+        out, add, landing = full[gradient.shard_range], False, None
         if gradient.tier is not Tier.DEVICE:
             if self._group.size > 1:
                 landing = self._take(self.landings, self._landing_bytes(gradient))
-                out = landing.tensor(gradient.layout.shard_size, self.policy.home_dtype(gradient.layout))
-        elif not gradient.home_in_full:
-            out, add = self._buffer(gradient), gradient.home is not None
+                out = landing.tensor(gradient.layout.shard_size, self.policy.shard_dtype(gradient.layout))
+        elif not gradient.shard_in_full:
+            out, add = self._buffer(gradient), gradient.shard is not None
         form = self._mesh.links.reduce
         pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1, form)
         full, slot = gradient.close()
@@ -271,18 +271,18 @@ class Reducer:
             gradient.buffer = empty_on(gradient.tier, elements, dtype, self._mesh.device, self.policy.pinned)
         return gradient.buffer
 
-    def _send_home(self, done: _Reduction) -> Copy:
-        """Begin to copy a sum to the host, where it is copied or added to its home."""
-        gradient, home = done.gradient, done.gradient.home
+    def _send_shard(self, done: _Reduction) -> Copy:
+        """Begin to copy a sum to the host, where it is copied or added to its shard."""
+        gradient, shard = done.gradient, done.gradient.shard
         with span("offload", gradient.unit):
-            dtype = self.policy.home_dtype(gradient.layout)
-            if home is not None and home.itemsize < dtype.itemsize:
+            dtype = self.policy.shard_dtype(gradient.layout)
+            if shard is not None and shard.itemsize < dtype.itemsize:
                 self._accumulates = True  # more is added than was said
                 gradient.land()
-                wide = empty_on(gradient.tier, home.numel(), dtype, self._mesh.device, self.policy.pinned)
-                home = gradient.buffer = wide.copy_(home)
-            target = self._buffer(gradient) if home is None else home
-            return self._on_host.send(gradient, done.out, target, adds=home is not None)
+                wide = empty_on(gradient.tier, shard.numel(), dtype, self._mesh.device, self.policy.pinned)
+                shard = gradient.buffer = wide.copy_(shard)
+            target = self._buffer(gradient) if shard is None else shard
+            return self._on_host.send(gradient, done.out, target, adds=shard is not None)
 
     def _finish(self) -> None:
         """Wait for the oldest reduction and put its result where it belongs."""
@@ -292,8 +292,8 @@ class Reducer:
             done.pending.wait()
         _give(self.receives, done.receive_slot)
         if gradient.tier is not Tier.DEVICE:
-            self._leave(done, self._send_home(done))
-        elif not gradient.home_in_full:
+            self._leave(done, self._send_shard(done))
+        elif not gradient.shard_in_full:
             gradient.expect(self._buffer(gradient))
             _give(self.slots, done.slot)
             _give(self.wires, done.wire_slot)
@@ -301,8 +301,8 @@ class Reducer:
             self._keep(done)
         else:
             if done.wire is not done.full:
-                done.wire[gradient.shard].copy_(done.full[gradient.shard])
-            own, form = done.wire[gradient.shard], self._mesh.links.reduce
+                done.wire[gradient.shard_range].copy_(done.full[gradient.shard_range])
+            own, form = done.wire[gradient.shard_range], self._mesh.links.reduce
             gathering = self._group.all_gather(done.wire, own, gradient.tag + 2, form)
             self._gathering.append(replace(done, pending=gathering))
 
@@ -316,8 +316,8 @@ class Reducer:
             self._leaving.append(_Leaving(copy, self.landings, done.landing))
         while len(self._leaving) > (self._limit if self._link.apart else 0):
             self._release()
-        if done.last and self.on_home is not None:
-            self.on_home(done.gradient)
+        if done.last and self.on_shard is not None:
+            self.on_shard(done.gradient)
 
     def _finish_gathering(self) -> None:
         """Wait for the oldest sum that is sent to all ranks."""
@@ -331,10 +331,10 @@ class Reducer:
     def _keep(self, done: _Reduction) -> None:
         """The sum stays where it is, or joins the one kept before, if more gradients came after a reduction."""
         gradient = done.gradient
-        if gradient.home is None:
+        if gradient.shard is None:
             gradient.keep(done.full, done.slot)
         else:
-            gradient.home.add_(done.full[gradient.own])
+            gradient.shard.add_(done.full[gradient.own])
             _give(self.slots, done.slot)
         _give(self.wires, done.wire_slot)
 
@@ -364,8 +364,8 @@ class Reducer:
         self.finish()
         self._on_host.land()
         for gradient in self.gradients:
-            if gradient.home is None:
-                self._make_home(gradient)
+            if gradient.shard is None:
+                self._make_shard(gradient)
         sum_copies(self.gradients, self._mesh, self.policy, self._limit)
 
     # Changes by the user.
@@ -374,38 +374,38 @@ class Reducer:
         """Multiply all sums by ``factor``, which makes means of them; undone when the next backward begins."""
         if factor != 1.0:
             for gradient in self.gradients:
-                if gradient.home is not None:
-                    gradient.home.mul_(factor)
+                if gradient.shard is not None:
+                    gradient.shard.mul_(factor)
             self._averaged *= factor
 
     def put(self, gradient: Gradient, index: int, value: torch.Tensor, factor: float) -> None:
         """Let ``value`` be the mean gradient of a parameter, from which ``factor`` has made the mean; no messages."""
-        self._settle_home(gradient)
-        if gradient.home is None:
-            self._make_home(gradient)
-        assert gradient.home is not None
+        self._settle_shard(gradient)
+        if gradient.shard is None:
+            self._make_shard(gradient)
+        assert gradient.shard is not None
         segment, part = gradient.layout.segments[index], gradient.part(index)
         first = max(0, gradient.own.start - segment.start)
-        gradient.home[part] = segment.held.cut(value).reshape(-1)[first : first + part.stop - part.start] / factor
+        gradient.shard[part] = segment.held.cut(value).reshape(-1)[first : first + part.stop - part.start] / factor
         gradient.used[index] = self.begun = True
 
     def drop(self, gradient: Gradient, index: int) -> None:
         """Forget what has come for a parameter since the last update; no messages."""
-        self._settle_home(gradient)
+        self._settle_shard(gradient)
         gradient.arrived[index] = gradient.used[index] = False
-        if gradient.home is not None:
-            gradient.home[gradient.part(index)] = 0
-        if not any(gradient.used) and not (gradient.home is not None and bool(gradient.home.any())):
+        if gradient.shard is not None:
+            gradient.shard[gradient.part(index)] = 0
+        if not any(gradient.used) and not (gradient.shard is not None and bool(gradient.shard.any())):
             for slot in gradient.forget():
                 self.slots.give(slot)
 
-    def _settle_home(self, gradient: Gradient) -> None:
+    def _settle_shard(self, gradient: Gradient) -> None:
         self.finish()
         gradient.land()
 
-    def _make_home(self, gradient: Gradient) -> None:
-        """Give a gradient of which nothing is left, on this rank at least, a home of zeros."""
-        if gradient.home_in_full:
+    def _make_shard(self, gradient: Gradient) -> None:
+        """Give a gradient of which nothing is left, on this rank at least, a shard of zeros."""
+        if gradient.shard_in_full:
             self._open(gradient)
             assert gradient.full is not None
             gradient.full[gradient.own] = 0

@@ -20,7 +20,7 @@ from zeromesh.shard.unit import State, Unit
 
 
 class Residency:
-    """Brings units into slots and evicts them.
+    """Loads units into slots and evicts them.
 
     Attributes:
         unit_of: the unit that a storage belongs to, by the storage's address.
@@ -31,7 +31,7 @@ class Residency:
         pool: their slots.
         root_pool: the root's slot.
         on_change: called with a unit and whether its parameters may be used from now on: they are in memory, and stay.
-        ahead: called with the units that will be fetched next, in order, where parameters are to be read before.
+        read_ahead: called with the units that will be fetched next, in order, where parameters are to be read before.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Residency:
         root_pool: Pool,
         mesh: Mesh,
         on_change: Callable[[Unit, bool], None],
-        ahead: Callable[[Iterator[Unit]], None] | None = None,
+        read_ahead: Callable[[Iterator[Unit]], None] | None = None,
     ) -> None:
         self.unit_of = {unit.storage._cdata: unit for unit in (root, *units)}
         self._root = root
@@ -57,7 +57,7 @@ class Residency:
         self._plan: list[int] = []
         self._position = 0
         self._on_change = on_change
-        self._ahead = ahead
+        self._read = read_ahead
 
     # Events.
 
@@ -70,7 +70,7 @@ class Residency:
     def enter(self, unit: Unit) -> None:
         """The unit's forward begins: it is needed now and stays until ``leave``."""
         self._active.append(unit)
-        self._bring(unit)
+        self._load(unit)
 
     def open(self, unit: Unit) -> None:
         """The unit's parameters may be used: it is fetched when the first is, and stays until ``leave``."""
@@ -82,7 +82,7 @@ class Residency:
             self._backward.add(unit)
         elif unit not in self._active:
             self._active.append(unit)
-        self._bring(unit)
+        self._load(unit)
 
     def leave(self, unit: Unit) -> None:
         """The unit's forward ended, or raised; so has every use inside it."""
@@ -112,11 +112,11 @@ class Residency:
             if other.slot is not None and other not in pinned:
                 self.evict(other)
         if needed:
-            self._bring(unit)
+            self._load(unit)
         else:
             self._advance(unit)
             self._prefetch()
-        if last and all(self._units[index].state is not State.HOME for index in self._plan[self._position :]):
+        if last and all(self._units[index].state is not State.AT_REST for index in self._plan[self._position :]):
             self._pool.trim()
 
     def hold(self, unit: Unit, node: int) -> None:
@@ -161,7 +161,7 @@ class Residency:
         if self._mesh.links.gather is not None:
             unit.make_exact(self._mesh)
 
-    def _bring(self, unit: Unit) -> None:
+    def _load(self, unit: Unit) -> None:
         self.need(unit)
         self._on_change(unit, True)
 
@@ -182,7 +182,7 @@ class Residency:
             self._position += distance + 1
 
     def _fetch(self, unit: Unit) -> None:
-        if unit.state is not State.HOME:
+        if unit.state is not State.AT_REST:
             return
         slot = None
         if unit.sharded:
@@ -198,13 +198,13 @@ class Residency:
         self._read_ahead()
         if not self._root.sharded:
             return
-        for ahead, index in enumerate(self._plan[self._position :]):
+        for distance, index in enumerate(self._plan[self._position :]):
             unit = self._units[index]
-            if unit.state is not State.HOME or not unit.sharded:
+            if unit.state is not State.AT_REST or not unit.sharded:
                 continue
             slot = self._pool.take(unit.nbytes)
             if slot is None:
-                victim = self._victim(unit.nbytes, ahead)
+                victim = self._victim(unit.nbytes, distance)
                 if victim is None:
                     return
                 self.evict(victim)
@@ -215,9 +215,9 @@ class Residency:
 
     def _read_ahead(self) -> None:
         """Say what is not in memory, nor on its way, and will be used; nothing where no plan says what."""
-        if self._ahead is not None:
+        if self._read is not None:
             units = [self._root, *(self._units[index] for index in self._plan[self._position :])] if self._plan else []
-            self._ahead(unit for unit in units if unit.state is State.HOME)
+            self._read(unit for unit in units if unit.state is State.AT_REST)
 
     def _victim(self, nbytes: int, sooner_than: int) -> Unit | None:
         """The unit that is needed last, and later than ``sooner_than`` uses from now; None if all are needed."""

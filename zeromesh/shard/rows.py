@@ -14,8 +14,8 @@ import torch
 
 from zeromesh.kernels import halves
 from zeromesh.kernels.update import Halves
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.layout import round_up
-from zeromesh.shard.unit import Flat
 
 RUN = 1 << 20
 """Elements that are joined or split at a time, which bounds the temporaries."""
@@ -86,16 +86,16 @@ class Rows:
             return [first, *states]
         master = torch.zeros(self._elements)
         for part in _runs(self._elements) if known else ():
-            master[part] = halves.join(self._flat.home[part], first[part])
+            master[part] = halves.join(self._flat.shard[part], first[part])
         return [master, *states]
 
     def pack(self, memory: torch.Tensor, master: torch.Tensor) -> None:
         """Split a master that ``unpack`` joined; its upper halves become the parameters at rest."""
         lower = self.raw(memory)[0]
         for part in _runs(self._elements) if self.form.split else ():
-            self._flat.home[part], lower[part] = halves.split(master[part])
+            self._flat.shard[part], lower[part] = halves.split(master[part])
 
     def halves(self, memory: torch.Tensor, piece: int) -> Halves:
         """Return both halves of the master of the piece with this number."""
         local = self._flat.pieces[piece][1]
-        return Halves(self._flat.home[local], self.raw(memory)[0][local])
+        return Halves(self._flat.shard[local], self.raw(memory)[0][local])

@@ -22,15 +22,16 @@ from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.observe.spans import span
 from zeromesh.shard.accumulation import Accumulation
-from zeromesh.shard.ahead import EarlyUpdates, HostUpdate, can_begin_early
+from zeromesh.shard.budget import MemoryBudget, Prepare
 from zeromesh.shard.buffers import ModelBuffers
+from zeromesh.shard.early import EarlyUpdates, HostUpdate, can_begin_early
 from zeromesh.shard.events import Events
 from zeromesh.shard.exchange import join
+from zeromesh.shard.flat import Flat, Materialise
 from zeromesh.shard.gradient import GradientPolicy
 from zeromesh.shard.grads import GradientArrival, Grads
-from zeromesh.shard.guard import Guard, Presence, away_class, gathered_class
+from zeromesh.shard.guard import Guard, Presence, gathered_class, unloaded_class
 from zeromesh.shard.hooks import listen
-from zeromesh.shard.needs import Needs, Prepare, Room
 from zeromesh.shard.norm import squared_norm
 from zeromesh.shard.order import Order
 from zeromesh.shard.place import lay_out, make_units, place_units
@@ -38,7 +39,7 @@ from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.store import Tiers
-from zeromesh.shard.unit import Flat, Materialise, State, Unit
+from zeromesh.shard.unit import State, Unit
 from zeromesh.tiers.link import Link
 from zeromesh.tiers.memory import Staging
 from zeromesh.tiers.traffic import DiskTraffic
@@ -113,33 +114,31 @@ class ShardedModel:
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.accumulation = accumulation or Accumulation(1)
         self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link)
-        early = [flat for flat in self.flats if can_begin_early(flat, mesh)]
-        needs = Needs.of(self.flats, row, mixed, self.reducer.home_bytes[Tier.HOST], early)
-        room = Room() if prepare is None else prepare(needs)
-        self.swap, self.stored = room.swap, room.stored
-        self._states = room.states
+        early_flats = [flat for flat in self.flats if can_begin_early(flat, mesh)]
+        budget = MemoryBudget.of(self.flats, row, mixed, self.reducer.shard_bytes[Tier.HOST], early_flats)
+        self.store = Tiers() if prepare is None else prepare(budget)
+        self.swap, self.stored = self.store.swap, self.store.stored
         self.updated_bytes, self.updated_seconds = 0, 0.0
-        assert self.swap is not None or not (needs.files or needs.packed), "states without a place for them"
-        assert self.stored is not None or not needs.stored, "a tier of files without a place for them"
-        self.store = Tiers(self.swap, self.stored)
+        assert self.swap is not None or not (budget.files or budget.packed), "states without a place for them"
+        assert self.stored is not None or not budget.stored, "a tier of files without a place for them"
         place_units(laid_out, mesh, mixed, materialise, self.link, self.store)
-        self.ahead = EarlyUpdates(room.ahead, self.store, mesh, self.link, room.states, row.pinned)
-        self.reducer.on_home = self.ahead.is_whole if room.ahead else None
+        self.early = EarlyUpdates(self.store, mesh, self.link, row.pinned)
+        self.reducer.on_shard = self.early.is_whole if self.store.early else None
         sizes = [unit.nbytes for unit in rest] if self.sharded else []
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
         self._order = Order([unit for unit in rest if unit.flats])
         self._guards: dict[Unit, Guard] = {}
-        ahead = None if self.stored is None else self.stored.ahead
-        self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, ahead)
+        read_ahead = None if self.stored is None else self.stored.read_ahead
+        self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, read_ahead)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
         settle = self.events.give_up_other
-        self.grads = Grads(self.flats, self.names, self.reducer, self.accumulation, mesh, settle, self.ahead)
+        self.grads = Grads(self.flats, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
         self.grads.install()
         base = self.grads.class_of(nn.Parameter)
         gathered = gathered_class(base, self.events.saved.saving)
-        away = {unit: away_class(base, unit, self.names, self.events.touch) for unit in self.units}
-        self._guards = {unit: Guard(unit, away[unit], gathered) for unit in self.units}
+        unloaded = {unit: unloaded_class(base, unit, self.names, self.events.touch) for unit in self.units}
+        self._guards = {unit: Guard(unit, unloaded[unit], gathered) for unit in self.units}
         self._name_tags()
         self._handles = self._listen()
         self.buffers = ModelBuffers(model, mesh)
@@ -162,7 +161,7 @@ class ShardedModel:
 
     def _switch(self, unit: Unit, here: bool) -> None:
         gathered = unit.sharded and self.events.gathering
-        self._guards[unit].switch(Presence.AWAY if not here else Presence.GATHERED if gathered else Presence.HERE)
+        self._guards[unit].switch(Presence.UNLOADED if not here else Presence.GATHERED if gathered else Presence.LOADED)
 
     def _listen(self) -> list[Any]:
         handles = []
@@ -215,7 +214,7 @@ class ShardedModel:
 
     def is_first(self, flat: Flat) -> bool:
         """Return whether it is the first rank along the pipeline that has these; of tied ones, there are several."""
-        return not flat.holders or flat.holders[0] == self.mesh.group("pipeline").rank
+        return not flat.tied_stages or flat.tied_stages[0] == self.mesh.group("pipeline").rank
 
     @property
     def is_split(self) -> bool:
@@ -268,79 +267,79 @@ class ShardedModel:
         """Name a parameter with a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
         for flat in self.flats:
             gradient = flat.gradient
-            if gradient is None or gradient.home is None or bool(gradient.home.isfinite().all()):
+            if gradient is None or gradient.shard is None or bool(gradient.shard.isfinite().all()):
                 continue
             for _, local, piece in flat.pieces:
-                if not bool(gradient.home[local].isfinite().all()):
+                if not bool(gradient.shard[local].isfinite().all()):
                     return f"; the first parameter concerned on rank {self.mesh.rank} is {piece.name}"
         return ""
 
     def set_gradients(self, factor: float, later: HostUpdate | None = None) -> None:
         """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one.
 
-        But for those on the host that are ``later`` updated from their homes: they have none here.
+        But for those on the host that are ``later`` updated from their shards: they have none here.
         """
         for flat in self.flats:
             gradient = flat.gradient
-            if gradient is None or gradient.home is None:
+            if gradient is None or gradient.shard is None:
                 continue
             late = {index for index, *_ in self._late(flat, later)}
             if len(late) == len(flat.pieces):
                 continue
-            home = gradient.home.to(flat.master.dtype)  # first: 16 bits are too few for what a loss scale leaves
+            shard = gradient.shard.to(flat.master.dtype)  # first: 16 bits are too few for what a loss scale leaves
             if factor != 1.0:
-                home = home.mul(factor) if late else home.mul_(factor)
+                shard = shard.mul(factor) if late else shard.mul_(factor)
             for index, local, piece in flat.pieces:
                 here = gradient.used[index] and index not in late
-                piece.parameter.grad = home[local].view_as(piece.parameter) if here else None
+                piece.parameter.grad = shard[local].view_as(piece.parameter) if here else None
 
     def _late(self, flat: Flat, steps: HostUpdate | None) -> Iterator[tuple[int, slice, Piece]]:
-        """Yield the pieces on the host that are updated from the home of their gradient."""
-        home = None if flat.gradient is None else flat.gradient.home
-        if steps is not None and home is not None and flat.optimizer_tier is not Tier.DEVICE:
-            yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, home))
+        """Yield the pieces on the host that are updated from the shard of their gradient."""
+        shard = None if flat.gradient is None else flat.gradient.shard
+        if steps is not None and shard is not None and flat.optimizer_tier is not Tier.DEVICE:
+            yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, shard))
 
     def updated(self, steps: HostUpdate | None = None) -> None:
-        """After an update: update the rest from the homes of gradients, publish the masters, forget the gradients.
+        """After an update: update the rest from the shards of gradients, publish the masters, forget the gradients.
 
         Args:
             steps: updates what ``set_gradients`` left for later.
         """
         try:
-            counted = self.ahead.counted(steps)
+            counted = self.early.counted(steps)
             if steps is None:
                 self.publish()
             else:
-                self.publish(partial(self._step, steps), counted, partial(self.ahead.adopt, steps))
+                self.publish(partial(self._step, steps), counted, partial(self.early.adopt, steps))
         finally:
             self.forget_gradients()
 
     def _step(self, steps: HostUpdate, flat: Flat) -> None:
-        """Update what rests on the host, and write it home in the same pass."""
+        """Update what rests on the host, and write the parameters in the same pass."""
         late, gradient = list(self._late(flat, steps)), flat.gradient
         if not late:
-            self._write_home(flat)
+            self._write_shard(flat)
             return
         assert gradient is not None
-        assert gradient.home is not None
-        apart = flat.master is not flat.home and not flat.splits
+        assert gradient.shard is not None
+        apart = flat.master is not flat.shard and not flat.splits
         if apart or flat.splits:
             flat.load_shard(write=flat.splits, read=flat.splits)
-        out = self._staging.take(flat.home, flat.parameter_tier) if apart else None
-        self._change(steps, flat, gradient.home, gradient.used, out)
+        out = self._staging.take(flat.shard, flat.parameter_tier) if apart else None
+        self._change(steps, flat, gradient.shard, gradient.used, out)
         if out is not None:
             flat.load_shard(write=True, read=False)  # not before: an update that fails leaves what there was
-            flat.expect(self._staging.send(out, flat.home))
+            flat.expect(self._staging.send(out, flat.shard))
 
     def _change(
-        self, steps: HostUpdate, flat: Flat, home: torch.Tensor, used: Sequence[bool], out: torch.Tensor | None
+        self, steps: HostUpdate, flat: Flat, shard: torch.Tensor, used: Sequence[bool], out: torch.Tensor | None
     ) -> None:  # fmt: skip
-        """Update what rests on the host, whose gradient is in ``home``; the new parameters go to ``out``, too."""
+        """Update what rests on the host, whose gradient is in ``shard``; the new parameters go to ``out``, too."""
         outs = {index: None if out is None else out[local] for index, local, _ in flat.pieces}
         given = {
-            index: Given(piece.parameter, home[local], outs[index], self.store.halves(flat, index))
+            index: Given(piece.parameter, shard[local], outs[index], self.store.halves(flat, index))
             for index, local, piece in flat.pieces
-            if used[index] and steps.takes(piece.parameter, home)
+            if used[index] and steps.takes(piece.parameter, shard)
         }
         began = time.perf_counter()
         with span("update_on_host", flat.gradient.unit if flat.gradient else ""):
@@ -356,24 +355,24 @@ class ShardedModel:
     def _moved(self, given: Given) -> int:
         """Bytes that an update reads and writes: gradient, master and states twice, and the new parameter."""
         parameter, gradient, out, _ = given  # both halves of a master are as large as the whole
-        rest = (1 + self._states) * parameter.nbytes
+        rest = (1 + self.store.states) * parameter.nbytes
         return gradient.nbytes + 2 * rest + (0 if out is None else out.nbytes)
 
-    def _write_home(self, flat: Flat) -> None:
-        if flat.master is not flat.home and not flat.splits:
+    def _write_shard(self, flat: Flat) -> None:
+        if flat.master is not flat.shard and not flat.splits:
             flat.load_shard(write=True, read=False)
-            flat.home.copy_(flat.master)
+            flat.shard.copy_(flat.master)
 
     def publish(
         self, update: Callable[[Flat], None] | None = None, counted: Collection[Flat] = (),
         adopt: Callable[[Flat], None] | None = None,
     ) -> None:  # fmt: skip
-        """The masters have changed: write them home and send the new parameters on their way, in the order of use.
+        """The masters have changed: write them to the shards and send the new parameters on their way, in the order of use.
 
         Args:
-            update: changes the masters of a flat buffer and writes them home.
+            update: changes the masters of a flat buffer and writes its shard.
             counted: those that were updated during the backward.
-            adopt: writes these home.
+            adopt: writes their shards.
         """
         self.rest()
         for unit in self.units:
@@ -388,12 +387,12 @@ class ShardedModel:
                         assert adopt is not None
                         adopt(flat)
                     elif flat not in idle:
-                        (update or self._write_home)(next(present))
+                        (update or self._write_shard)(next(present))
                 if not self.sharded and any(flat.gathers for flat in unit.flats):
                     self._renew(unit)
             next(present, None)
         if self.stored is not None:
-            self.stored.ahead(units)  # the next forward begins with these
+            self.stored.read_ahead(units)  # the next forward begins with these
         self._settle()  # the next forward waits for the last copies, the host does not
 
     @property
@@ -406,7 +405,7 @@ class ShardedModel:
         return self.swap is not None and flat in self.swap and not (flat.gradient and any(flat.gradient.used))
 
     def rest(self) -> None:
-        """Bring every unit home: what rests there is about to change."""
+        """Evict every unit: what rests there is about to change."""
         self._finish_fetches()
         if self.sharded:
             self.residency.evict_all()
@@ -414,13 +413,13 @@ class ShardedModel:
     def _renew(self, unit: Unit) -> None:
         """Start to gather what changed; the unit's forward waits for it."""
         assert unit.state is State.FETCHED, (unit, unit.state)
-        unit.state = State.HOME
+        unit.state = State.AT_REST
         self._switch(unit, False)
         unit.begin_fetch(self.mesh, None)
 
     def forget_gradients(self) -> None:
         """Drop the gradients of the micro-batches so far, as ``zero_grad``."""
-        self.ahead.begin()
+        self.early.begin()
         self.reducer.reset()
         for flat in self.flats:
             for _, _, piece in flat.pieces:
@@ -456,17 +455,17 @@ class ShardedModel:
                 for unit in units
                 for flat in unit.flats
                 for index, segment in enumerate(flat.layout.segments)
-                if segment.held.split is not None and index not in flat.joined
+                if segment.held.split is not None and index not in flat.unbound
             ]
             try:
                 for flat, index, segment in joined:
                     flat.parameters[index].data = join(segment.held, flat.views[index], self.mesh)
-                    flat.joined.add(index)
+                    flat.unbound.add(index)
                 yield
             finally:
                 for flat, index, _ in joined:
                     flat.parameters[index].data = flat.views[index]
-                    flat.joined.discard(index)
+                    flat.unbound.discard(index)
 
     def take_value(self, flat: Flat, index: int, rank: int) -> None:
         """Give every rank, and the masters, the value that rank ``rank`` has of a gathered parameter."""
@@ -484,19 +483,19 @@ class ShardedModel:
     def memory(self) -> Iterator[tuple[str, str, int]]:
         """Yield the largest allocations of this rank: (state, tier, bytes)."""
         for flat in self.flats:
-            rest, tier = (flat.home, flat.parameter_tier) if self.sharded else (flat.full, Tier.DEVICE)
+            rest, tier = (flat.shard, flat.parameter_tier) if self.sharded else (flat.full, Tier.DEVICE)
             if tier is not Tier.NVME:
                 yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
-            if flat.master is not flat.home and not flat.keeps_states:
+            if flat.master is not flat.shard and not flat.keeps_states:
                 yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
         if self.swap is not None:
             yield "optimizer", self.swap.tier.value, self.swap.nbytes
             yield "slot", "host", self.swap.host_bytes
-        yield "slot", "host", self.ahead.nbytes
+        yield "slot", "host", self.early.nbytes
         if self.stored is not None:
             yield "parameter", "nvme", self.stored.nbytes
             yield "slot", "host", self.stored.host_bytes
-        for tier, size in self.reducer.home_bytes.items():
+        for tier, size in self.reducer.shard_bytes.items():
             yield "gradient", tier.value, size
         yield "slot" if self.reducer.policy.sharded else "gradient", "device", self.reducer.full_bytes
         reducer = self.reducer
@@ -521,14 +520,14 @@ class ShardedModel:
 
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
-        self.ahead.drop()
+        self.early.drop()
         self.reducer.finish()
         self._finish_fetches()
         self.link.synchronize()
         for handle in self._handles:
             handle.remove()
         self.grads.remove()
-        Room(self.swap, self.stored).close()
+        self.store.close()
 
     def _finish_fetches(self) -> None:
         """Nothing is to be sent from, or to land in, memory that changes."""
@@ -539,6 +538,6 @@ class ShardedModel:
         self._settle()
 
     def _settle(self) -> None:
-        """Wait for all copies to and from the homes of parameters."""
+        """Wait for all copies to and from the shards of parameters."""
         for flat in self.flats:
             flat.settle()

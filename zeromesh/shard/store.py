@@ -1,18 +1,21 @@
-"""Storage of flat buffers whose states rest off the device: which tier has them, and the only way to load them.
+"""Storage of flat buffers whose states rest off the device.
 
-``Flat.load_states`` and ``Flat.load_shard`` end here. Masters and optimizer states are with ``Swap`` if they rest in
-files or in halves, parameters with ``Stored`` if they rest in files; all else is always in memory.
+``Flat.load_states`` and ``Flat.load_shard`` end here. ``Swap`` has masters and optimizer states that rest in files or
+in halves, ``Stored`` has parameters that rest in files; all else is always in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import astuple
+from pathlib import Path
 
 from zeromesh.kernels.update import Halves
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.swap import Swap
-from zeromesh.shard.unit import Flat
+from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Tiers:
@@ -21,10 +24,16 @@ class Tiers:
     Args:
         swap: has the masters and optimizer states of its flat buffers; None: all are in memory.
         stored: has the parameters of its flat buffers; None: all are in memory.
+        early: flat buffers that are updated during the backward.
+        states: number of optimizer states, at the most, that are like the parameter.
     """
 
-    def __init__(self, swap: Swap | None = None, stored: Stored | None = None) -> None:
+    def __init__(
+        self, swap: Swap | None = None, stored: Stored | None = None, early: Sequence[Flat] = (), states: int = 0
+    ) -> None:
         self.swap, self.stored = swap, stored
+        self.early, self.states = early, states
+        self._files = [files for files in (swap, stored) if files is not None]
         self._before_states: list[Callable[[Flat], None]] = []
 
     def before_states(self, listener: Callable[[Flat], None]) -> None:
@@ -76,3 +85,18 @@ class Tiers:
         streamed = nullcontext(iter(flats)) if self.swap is None else closing(self.swap.stream(flats, write))
         with streamed as present:
             yield from present
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the files; None where there are none."""
+        return next((files.folder for files in self._files if files.folder is not None), None)
+
+    def disk_traffic(self) -> DiskTraffic | None:
+        """Return the traffic of the files so far; None where there are none."""
+        found = [traffic for files in self._files if (traffic := files.traffic()) is not None]
+        return None if not found else DiskTraffic(*map(sum, zip(*map(astuple, found), strict=True)))
+
+    def close(self) -> None:
+        """Delete the files."""
+        for files in self._files:
+            files.close()

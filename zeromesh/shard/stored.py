@@ -1,8 +1,8 @@
 """Parameters that rest on NVMe: in host memory only while they are read ahead, used, or written behind.
 
 Of each flat buffer the file has one region, with this rank's part of the parameters in the dtype that is computed with.
-While the region is in memory, ``Flat.home`` is a view of the buffer that it was read into; at other times it is absent,
-as masters are in ``shard/swap.py``.
+While the region is in memory, ``Flat.shard`` is a view of the buffer that it was read into; at other times it is
+unloaded, as masters are in ``shard/swap.py``.
 
 What is read ahead follows the residency's plan. To fetch a unit is a collective, whose order must be the same on all
 ranks, so it never depends on which read has ended: who needs a flat buffer waits for that one.
@@ -22,17 +22,18 @@ import torch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.slots import largest
-from zeromesh.shard.unit import Flat, Unit
+from zeromesh.shard.unit import Unit
 from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.memory import absent, empty_on
+from zeromesh.tiers.memory import empty_on, unloaded
 from zeromesh.tiers.nvme import Disk, FileStore, PendingRequest, Region
 from zeromesh.tiers.swap_file import aligned
 from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Stored:
-    """Brings the homes of flat buffers from NVMe into memory, one at a time, and back.
+    """Loads the shards of flat buffers from NVMe into memory, one at a time, and back.
 
     Args:
         flats: whose.
@@ -58,8 +59,8 @@ class Stored:
         except BaseException:
             self._store.close()
             raise
-        self._most_ahead = disk.buffers - 1
-        self._ahead: dict[Flat, tuple[Buffer, PendingRequest]] = {}
+        self._most_reading = disk.buffers - 1
+        self._reading: dict[Flat, tuple[Buffer, PendingRequest]] = {}
         self._behind: deque[tuple[Buffer, PendingRequest]] = deque()
         self._here: tuple[Flat, Buffer] | None = None
         self._dirty = self._known = False
@@ -88,7 +89,7 @@ class Stored:
         return self._store.traffic()
 
     def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have one flat buffer's home in memory until another one's is asked for, or others are read ahead.
+        """Have one flat buffer's shard in memory until another one's is asked for, or others are read ahead.
 
         Args:
             flat: whose.
@@ -96,7 +97,7 @@ class Stored:
             read: False: what is on the disk does not matter, and is zeros.
 
         Raises:
-            OSError: the disk failed, now or earlier: from then on nothing is brought.
+            OSError: the disk failed, now or earlier: from then on nothing is loaded.
         """
         if self._failure is not None:
             raise self._failure
@@ -111,7 +112,7 @@ class Stored:
             _bind(flat, self._here[1].tensor(flat.layout.shard_size, flat.layout.dtype))
         self._known, self._dirty = self._known or write, self._dirty or write
 
-    def ahead(self, units: Iterable[Unit]) -> None:
+    def read_ahead(self, units: Iterable[Unit]) -> None:
         """Begin to read what units will need, in their order, as far as there is room; forget what others were to need.
 
         Where the disk fails, the next ``load`` says so.
@@ -131,30 +132,30 @@ class Stored:
             self._finish_write()
         wanted: dict[Flat, None] = {}
         for flat in (flat for unit in units for flat in unit.flats if flat in self._regions):
-            if len(wanted) >= self._most_ahead:
+            if len(wanted) >= self._most_reading:
                 break
             wanted[flat] = None
-        for flat in [flat for flat in self._ahead if flat not in wanted]:
+        for flat in [flat for flat in self._reading if flat not in wanted]:
             self._forget(flat)
         for flat in wanted:
-            if flat in self._ahead:
+            if flat in self._reading:
                 continue
             region = self._regions[flat]
             buffer = self._pool.take(region.padded)
             if buffer is None:
                 return
             try:
-                self._ahead[flat] = buffer, self._store.read(region, buffer)
+                self._reading[flat] = buffer, self._store.read(region, buffer)
             except BaseException:
                 self._pool.give(buffer)
                 raise
 
     def _take(self, flat: Flat, read: bool) -> Buffer:
         """A buffer with the flat buffer's region, or with zeros."""
-        if not read and flat in self._ahead:
+        if not read and flat in self._reading:
             self._forget(flat)
         region = self._regions[flat]
-        buffer, pending = self._ahead.pop(flat, (None, None))
+        buffer, pending = self._reading.pop(flat, (None, None))
         buffer = buffer or self._free(region)
         try:
             if read:
@@ -174,17 +175,17 @@ class Stored:
                 with span("wait_disk"):
                     self._finish_write()
             else:
-                self._forget(next(reversed(self._ahead)))
+                self._forget(next(reversed(self._reading)))
         return buffer
 
     def _put_away(self) -> None:
-        """Begin to write what ``load`` has loaded, if it may be others now, and let it be absent."""
+        """Begin to write what ``load`` has loaded, if it may be others now, and let it be unloaded."""
         if self._here is None:
             return
         (flat, buffer), self._here = self._here, None
         dirty, self._dirty = self._dirty, False
         region = self._regions[flat]
-        _bind(flat, absent(flat.home))
+        _bind(flat, unloaded(flat.shard))
         try:
             # What is frozen comes back after each use, as somebody might have changed it; nearly always it is the same.
             if dirty and (flat.layout.trainable or not self._store.holds(region, buffer)):
@@ -205,7 +206,7 @@ class Stored:
 
     def _forget(self, flat: Flat) -> None:
         """Nobody will ask for what is read ahead, nor whether it went well."""
-        self._give(self._ahead.pop(flat)[0])
+        self._give(self._reading.pop(flat)[0])
 
     def _give(self, buffer: Buffer) -> None:
         """Return a buffer, when what is under way with it has ended, well or not."""
@@ -216,12 +217,12 @@ class Stored:
 
 
 def buffer_bytes(flats: Sequence[Flat], disk: Disk) -> list[int]:
-    """Return the size of each buffer in host memory, so that the largest homes fit at once."""
+    """Return the size of each buffer in host memory, so that the largest shards fit at once."""
     return largest((aligned(flat.layout.shard_size * flat.layout.dtype.itemsize) for flat in flats), disk.buffers)
 
 
-def _bind(flat: Flat, home: torch.Tensor) -> None:
-    """Let the home, and of what is frozen the master, be in some memory, or in none."""
-    flat.home = home
+def _bind(flat: Flat, shard: torch.Tensor) -> None:
+    """Let the shard, and of what is frozen the master, be in some memory, or in none."""
+    flat.shard = shard
     if not flat.layout.trainable:
-        flat.master = home
+        flat.master = shard

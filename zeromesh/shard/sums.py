@@ -1,7 +1,7 @@
 """Sums of reduced gradients over ranks that hold the same parameters: replicas, tensor ranks, tied stages.
 
 They are made once per update, when each rank has its part of the sum over its shard group. All ranks call each
-function, with gradients that all have a home.
+function, with gradients that all have a shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIES_TAG = 64
 
 
 def sum_copies(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy, limit: int) -> None:
-    """Sum homes over all ranks that hold copies of them.
+    """Sum shards over all ranks that hold copies of them.
 
     Args:
         gradients: all gradients of the model, in the same order on every rank.
@@ -44,26 +44,26 @@ def sum_copies(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy
 def count_once(gradients: Sequence[Gradient], mesh: Mesh) -> None:
     """Keep each sum on the first of the ranks that hold copies of it and zero the others, before more is added."""
     for gradient in gradients:
-        if gradient.home is None:
+        if gradient.shard is None:
             continue
         if mesh.replicate.rank > 0 or not counts(gradient, mesh):
-            gradient.home.zero_()
+            gradient.shard.zero_()
         for ranges in gradient.shared.values():
             for start, stop, first in ranges:
                 if not first:
-                    gradient.home[start:stop] = 0
+                    gradient.shard[start:stop] = 0
 
 
 def counts(gradient: Gradient, mesh: Mesh) -> bool:
     """Return whether this rank's stage is the one that counts a parameter of several stages."""
-    return not gradient.holders or gradient.holders[0] == mesh.group("pipeline").rank
+    return not gradient.tied_stages or gradient.tied_stages[0] == mesh.group("pipeline").rank
 
 
 def _sum_replicas(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy, limit: int) -> None:
     sums: deque[tuple[Gradient, torch.Tensor, Callable[[], Pending]]] = deque()
     for gradient in gradients:
-        assert gradient.home is not None
-        wire = gradient.home.to(mesh.device, policy.wire_dtype(gradient.layout))
+        assert gradient.shard is not None
+        wire = gradient.shard.to(mesh.device, policy.wire_dtype(gradient.layout))
         sums.append((gradient, wire, mesh.replicate.begin_all_reduce(wire, gradient.tag + 3, mesh.links.reduce)))
         if len(sums) > limit:
             _end_sum(*sums.popleft())
@@ -72,11 +72,11 @@ def _sum_replicas(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPol
 
 
 def _end_sum(gradient: Gradient, wire: torch.Tensor, send: Callable[[], Pending]) -> None:
-    assert gradient.home is not None
+    assert gradient.shard is not None
     with span("sum_replicas", gradient.unit):
         send().wait()
-        if wire is not gradient.home:
-            gradient.home.copy_(wire)
+        if wire is not gradient.shard:
+            gradient.shard.copy_(wire)
 
 
 def _sum_shares(gradients: Sequence[Gradient], mesh: Mesh) -> None:
@@ -86,9 +86,9 @@ def _sum_shares(gradients: Sequence[Gradient], mesh: Mesh) -> None:
         waiting: list[torch.Tensor] = []
         elements = 0
         for gradient in gradients:
-            assert gradient.home is not None
+            assert gradient.shard is not None
             for start, stop, _ in gradient.shared.get(sharers, ()):
-                part = gradient.home[start:stop]
+                part = gradient.shard[start:stop]
                 if waiting and (part.dtype != waiting[0].dtype or elements + part.numel() > SHARES):
                     _sum_together(waiting, group)
                     waiting, elements = [], 0
@@ -111,16 +111,16 @@ def _sum_together(parts: Sequence[torch.Tensor], group: Group) -> None:
 def _sum_ties(gradients: Sequence[Gradient], mesh: Mesh) -> None:
     """Sum gradients of parameters that several stages have, in the order of stages; a use on one counts on all."""
     group = mesh.group("pipeline")
-    for number, gradient in enumerate(tied for tied in gradients if tied.holders):
-        assert gradient.home is not None
-        used = torch.tensor(gradient.used, dtype=gradient.home.dtype, device=group.device)
-        own = torch.cat([gradient.home.to(group.device), used])
-        rows = {place: own if place == group.rank else torch.empty_like(own) for place in gradient.holders}
-        others = [place for place in gradient.holders if place != group.rank]
+    for number, gradient in enumerate(tied for tied in gradients if tied.tied_stages):
+        assert gradient.shard is not None
+        used = torch.tensor(gradient.used, dtype=gradient.shard.dtype, device=group.device)
+        own = torch.cat([gradient.shard.to(group.device), used])
+        rows = {place: own if place == group.rank else torch.empty_like(own) for place in gradient.tied_stages}
+        others = [place for place in gradient.tied_stages if place != group.rank]
         sends, receives = dict.fromkeys(others, own), {place: rows[place] for place in others}
         group.send_and_receive(sends, receives, TIES_TAG + number, "tied gradients").wait()
-        total = rows[gradient.holders[0]].clone()
-        for place in gradient.holders[1:]:
+        total = rows[gradient.tied_stages[0]].clone()
+        for place in gradient.tied_stages[1:]:
             total += rows[place]
-        gradient.home.copy_(total[: gradient.home.numel()])
-        gradient.use(total[gradient.home.numel() :].bool().tolist())
+        gradient.shard.copy_(total[: gradient.shard.numel()])
+        gradient.use(total[gradient.shard.numel() :].bool().tolist())

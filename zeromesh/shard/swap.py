@@ -2,7 +2,7 @@
 
 They rest on NVMe, or in fewer bytes on the host, or both: of each flat buffer one block, which ``zeromesh.shard.rows``
 lays out. While a block is used, the master, the pieces and the states are views of it, or of what was unpacked. At
-other times they are *absent*: of the same shape and dtype, without memory of their own, and NaN to whoever looks.
+other times they are *unloaded*: of the same shape and dtype, without memory of their own, and NaN to whoever looks.
 
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
 """
@@ -20,11 +20,11 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import Halves
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.rows import Rows, StateForm
 from zeromesh.shard.slots import largest
 from zeromesh.shard.stored import Stored
-from zeromesh.shard.unit import Flat
-from zeromesh.tiers.memory import absent, empty_on, is_absent
+from zeromesh.tiers.memory import empty_on, is_unloaded, unloaded
 from zeromesh.tiers.nvme import Disk, FileStore
 from zeromesh.tiers.places import File, Memory, Place
 from zeromesh.tiers.swap_file import aligned
@@ -35,14 +35,14 @@ Names = Callable[[nn.Parameter], Sequence[str]]
 
 
 class Swap:
-    """Brings masters and states of flat buffers, in turn or one at a time, and takes them back.
+    """Loads masters and states of flat buffers, in turn or one at a time, and takes them back.
 
     Args:
         dtypes: of the masters, by flat buffer.
         form: in which they rest.
         disk: where; None: on the host.
         mesh: the file's name has the rank.
-        ahead: of which there is a spare place, for ``provisional``.
+        early: of which there is a spare place, for ``provisional``.
         pinned: whether host memory is page-locked where there is a GPU.
         stored: has parameters that rest in files; a master in halves is joined with its parameter.
 
@@ -56,7 +56,7 @@ class Swap:
 
     def __init__(
         self, dtypes: Mapping[Flat, torch.dtype], form: StateForm, disk: Disk | None, mesh: Mesh,
-        ahead: Collection[Flat] = (), pinned: bool = True, stored: Stored | None = None,
+        early: Collection[Flat] = (), pinned: bool = True, stored: Stored | None = None,
     ) -> None:  # fmt: skip
         self._rows = {flat: Rows(flat, dtype, form) for flat, dtype in dtypes.items()}
         sizes: dict[Hashable, int] = {flat: rows.nbytes for flat, rows in self._rows.items()}
@@ -69,7 +69,7 @@ class Swap:
             self._place = Memory(sizes, allocate)
         else:
             store = FileStore(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
-            self._place = File(sizes, store, buffer_bytes(list(self._rows.values()), disk), allocate, ahead)
+            self._place = File(sizes, store, buffer_bytes(list(self._rows.values()), disk), allocate, early)
         self.tier = Tier.HOST if disk is None else Tier.NVME
         self.nbytes = self._place.nbytes
         self.folder = self._place.folder
@@ -237,16 +237,16 @@ class Swap:
             piece.parameter.data = master[local].view(piece.parameter.shape)
 
     def _unbind(self, flat: Flat, values: Sequence[torch.Tensor]) -> None:
-        """Take what may lie elsewhere into the rows, and let everything be absent."""
-        flat.master, self._streamed = absent(flat.master), None
+        """Take what may lie elsewhere into the rows, and let everything be unloaded."""
+        flat.master, self._streamed = unloaded(flat.master), None
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
                 if name in state:
                     value, place = state[name], row[local]
                     if value.data_ptr() != place.data_ptr():  # the optimizer has just made it, or a checkpoint gave it
                         place.copy_(value.reshape(-1))
-                    state[name] = absent(value)
-            piece.parameter.data = absent(piece.parameter.data)
+                    state[name] = unloaded(value)
+            piece.parameter.data = unloaded(piece.parameter.data)
 
     def _states(self, parameter: nn.Parameter) -> Iterator[tuple[dict[str, torch.Tensor], str]]:
         """The states of a parameter that have rows, which the optimizer may not have made yet."""
@@ -256,7 +256,7 @@ class Swap:
 
 def _bind_state(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
     if name in state:
-        if not is_absent(state[name]):
+        if not is_unloaded(state[name]):
             value.copy_(state[name])
         state[name] = value
 

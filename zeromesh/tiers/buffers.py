@@ -25,7 +25,7 @@ class Transfer(Protocol):
         """Return whether it has ended, well or not."""
 
     def settle(self) -> None:
-        """Wait until it has ended; raises what went wrong, unless somebody was told."""
+        """Wait until it has ended; raises what went wrong, unless it was raised before."""
 
 
 class Buffer:

@@ -106,17 +106,17 @@ def _lock_pages(storage: torch.UntypedStorage) -> None:
     weakref.finalize(storage, runtime.cudaHostUnregister, address)
 
 
-def absent(like: torch.Tensor) -> torch.Tensor:
+def unloaded(like: torch.Tensor) -> torch.Tensor:
     """NaN (of whole numbers: 0) of the same shape and dtype, in the memory of one number; nobody can write to it."""
     value = torch.nan if like.is_floating_point() or like.is_complex() else 0
     found = torch.full((), value, dtype=like.dtype).expand(like.shape)
-    setattr(found, _ABSENT, True)
+    setattr(found, _UNLOADED, True)
     return found
 
 
-def is_absent(value: torch.Tensor) -> bool:
-    """Return whether it is from ``absent``."""
-    return hasattr(value, _ABSENT)
+def is_unloaded(value: torch.Tensor) -> bool:
+    """Return whether it is from ``unloaded``."""
+    return hasattr(value, _UNLOADED)
 
 
-_ABSENT = "_rests_elsewhere"
+_UNLOADED = "_rests_elsewhere"

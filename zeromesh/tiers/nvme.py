@@ -44,7 +44,7 @@ class PendingRequest:
         self._meter = meter
         self._patience = patience
         self._error: BaseException | None = None
-        self._told = False
+        self._raised = False
         self._ended = threading.Condition()
 
     def done(self) -> bool:
@@ -77,8 +77,8 @@ class PendingRequest:
                         self._requests,
                         self._meter.traffic().rate / 1e6,
                     )
-        if self._error is not None and not self._told:
-            self._told = True
+        if self._error is not None and not self._raised:
+            self._raised = True
             raise self._error
 
     def end_one(self, error: BaseException | None) -> None:
@@ -276,7 +276,7 @@ class FileStore:
             for region in self._provisional:
                 assert region._next is not None
                 assert region._next.transfer is not None
-                region._next.transfer.wait()  # also what somebody was told before
+                region._next.transfer.wait()  # also an error that was raised before
         except BaseException:
             self.drop()
             raise
@@ -347,7 +347,7 @@ class FileStore:
 
 
 def _settle(used: _Place | Buffer) -> None:
-    """Wait for what is done with a place or a buffer; what goes wrong is raised, unless somebody was told."""
+    """Wait for what is done with a place or a buffer; what goes wrong is raised, unless it was raised before."""
     if used.transfer is not None:
         used.transfer.settle()
 

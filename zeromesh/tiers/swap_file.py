@@ -64,7 +64,7 @@ class SwapFile:
         self._inode = os.fstat(self._plain).st_ino
         self._owner = os.getpid()
         self._descriptor = self._plain
-        self._told_deleted = False
+        self._warned_deleted = False
         try:
             self._open_direct()
         except BaseException:
@@ -138,8 +138,8 @@ class SwapFile:
                 f"{self.path} was changed by somebody else: it has {status.st_size:,} bytes and had {self.nbytes:,}; "
                 "what it held is lost; start again from the last checkpoint, and keep others out of the folder",
             )
-        if not status.st_nlink and not self._told_deleted:
-            self._told_deleted = True
+        if not status.st_nlink and not self._warned_deleted:
+            self._warned_deleted = True
             _log.warning("%s was deleted by somebody else; its space is taken until this process ends", self.path)
 
     def read(self, memory: memoryview, offset: int) -> None:

@@ -30,10 +30,10 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.kernels.update import Given, UpdateStep, update
 from zeromesh.kernels.update import UpdatePiece as Elements
 from zeromesh.model.placement import Tier
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient, Landing
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.swap import Swap
-from zeromesh.shard.unit import Flat
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import empty_on, zeros_on
 
@@ -68,7 +68,7 @@ def can_begin_early(flat: Flat, mesh: Mesh) -> bool:
     gradient = flat.gradient
     if gradient is None or flat.optimizer_tier is Tier.DEVICE:
         return False
-    return mesh.replicate.size == 1 and not gradient.shared and not gradient.holders
+    return mesh.replicate.size == 1 and not gradient.shared and not gradient.tied_stages
 
 
 @dataclass
@@ -77,7 +77,7 @@ class _Next:
 
     Attributes:
         output: the parameter as it is computed with; None where that is the master.
-        sent: when ``output`` has left for the parameter's home.
+        sent: when ``output`` has left for the parameter's shard.
         master, states: None and empty for what rests in files. States are in the order of pieces.
     """
 
@@ -95,12 +95,12 @@ class _Task:
         steps: of each piece, in order.
         states: of each piece, that are read.
         seen: tensors whose version counts say whether somebody has written to them meanwhile, with these counts.
-        landed: to be waited for before ``home`` is used; None: it is there.
+        landed: to be waited for before ``shard`` is used; None: it is there.
         done: whether it was computed.
     """
 
     flat: Flat
-    home: torch.Tensor
+    shard: torch.Tensor
     factor: float
     steps: list[UpdateStep]
     states: list[tuple[torch.Tensor, ...]]
@@ -114,24 +114,22 @@ class EarlyUpdates:
     """Begins updates during the backward, and knows afterwards which of them count.
 
     Args:
-        flats: of which this rank may do so.
-        store: has the states that rest in files.
+        store: has the states that rest in files, and knows which flat buffers are updated so.
         mesh: for its device.
         link: to the device.
-        states: of the optimizer, at the most, that are like the parameter.
         pinned: whether host memory is page-locked.
 
     Attributes:
         steps: asked for at the first gradient of an update that is whole; None: nothing begins early.
     """
 
-    def __init__(self, flats: Sequence[Flat], store: Tiers, mesh: Mesh, link: Link, states: int, pinned: bool) -> None:
+    def __init__(self, store: Tiers, mesh: Mesh, link: Link, pinned: bool) -> None:
         self.steps: Callable[[], HostUpdate | None] | None = None
-        self._flats = {id(flat.gradient): flat for flat in flats}
+        self._flats = {id(flat.gradient): flat for flat in store.early}
         self._swap = store.swap
         self._device, self._pinned = mesh.device, pinned
         self._link = link
-        self._states = states
+        self._states = store.states
         self._next: dict[Flat, _Next] = {}
         self._tasks: dict[Flat, _Task] = {}
         self._update: HostUpdate | None = None
@@ -178,16 +176,16 @@ class EarlyUpdates:
             if self._swap is not None:
                 self._swap.flush()
             self._stopping, self._error, self._queue = False, None, SimpleQueue()
-            self._thread = threading.Thread(target=self._work, name="update ahead", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="early update", daemon=True)
             self._thread.start()
         self._tasks[flat] = task
         self._queue.put(task)
 
     def _task(self, flat: Flat, gradient: Gradient, steps: HostUpdate) -> _Task | None:
         """Return the update to compute; None if the optimizer's own step does it, or makes the states first."""
-        home = gradient.home
-        assert home is not None
-        if not all(steps.takes(piece.parameter, home) for _, _, piece in flat.pieces):
+        shard = gradient.shard
+        assert shard is not None
+        if not all(steps.takes(piece.parameter, shard) for _, _, piece in flat.pieces):
             return None
         coming = [steps.coming(piece.parameter) for _, _, piece in flat.pieces]
         found = [entry for entry in coming if entry is not None]
@@ -200,12 +198,12 @@ class EarlyUpdates:
         versions = [(tensor, tensor._version) for tensor in seen]
         memory = self._memory(flat, states, on_disk)
         taken = [step for step, _ in found]
-        return _Task(flat, home, steps.factor, taken, states, versions, memory, gradient.landed)
+        return _Task(flat, shard, steps.factor, taken, states, versions, memory, gradient.landed)
 
     def _memory(self, flat: Flat, states: list[tuple[torch.Tensor, ...]], on_disk: bool) -> _Next:
         if flat not in self._next:
             elements, place = flat.own.stop - flat.own.start, (self._device, self._pinned)
-            output = zeros_on(Tier.HOST, elements, flat.home.dtype, *place) if flat.home is not flat.master else None
+            output = zeros_on(Tier.HOST, elements, flat.shard.dtype, *place) if flat.shard is not flat.master else None
             self._next[flat] = _Next(output)
             if not on_disk:
                 self._next[flat].master = zeros_on(Tier.HOST, elements, flat.master.dtype, *place)
@@ -218,7 +216,7 @@ class EarlyUpdates:
         return memory
 
     def _work(self) -> None:
-        """The thread: one update after the other, until it is told to stop."""
+        """The thread: one update after the other, until None arrives."""
         try:
             if self._swap is None:
                 while (task := self._queue.get()) is not None and not self._stopping:
@@ -282,7 +280,7 @@ class EarlyUpdates:
         return found
 
     def adopt(self, steps: HostUpdate, flat: Flat) -> None:
-        """Let the update of one flat buffer count, and send the new parameters home."""
+        """Let the update of one flat buffer count, and send the new parameters to its shard."""
         task = self._tasks.pop(flat)
         memory = task.next
         for number, (_, local, piece) in enumerate(flat.pieces):
@@ -293,12 +291,12 @@ class EarlyUpdates:
             if new:
                 memory.states[number] = task.states[number]
         if memory.master is not None:
-            apart, before = flat.home is not flat.master, flat.master
+            apart, before = flat.shard is not flat.master, flat.master
             flat.master, memory.master = memory.master, before
             if not apart:
-                flat.home = flat.master
+                flat.shard = flat.master
         if memory.output is not None:
-            memory.sent = flat.send_home(memory.output, self._link)
+            memory.sent = flat.send_shard(memory.output, self._link)
 
     def drop(self) -> None:
         """Forget what was computed; what an update needs is as it was before the backward."""
@@ -355,11 +353,11 @@ def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
     memory.sent.wait()
     if task.landed is not None:
         task.landed.wait()
-    task.seen.append((task.home, task.home._version))  # not before: what comes may be added to it
+    task.seen.append((task.shard, task.shard._version))  # not before: what comes may be added to it
     pieces = []
     for number, (_, local, piece) in enumerate(task.flat.pieces):
         output = None if memory.output is None else memory.output[local]
-        fixed = task.steps[number], task.home[local]
+        fixed = task.steps[number], task.shard[local]
         if rows:
             count = len(task.states[number])
             pieces.append(Elements(*fixed, rows[0][local], tuple(row[local] for row in rows[1 : 1 + count]), output))
@@ -374,7 +372,7 @@ def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
 def _holds(task: _Task, steps: HostUpdate) -> bool:
     """Return whether what was computed is what is asked for."""
     flat = task.flat
-    if flat.gradient is None or flat.gradient.home is not task.home or steps.factor != task.factor:
+    if flat.gradient is None or flat.gradient.shard is not task.shard or steps.factor != task.factor:
         return False
     if any(tensor._version != version for tensor, version in task.seen):
         return False

@@ -9,11 +9,11 @@ import torch
 
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.units import bytes_text
-from zeromesh.shard.ahead import next_bytes
+from zeromesh.shard.early import next_bytes
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.rows import Rows, StateForm
-from zeromesh.shard.stored import Stored
-from zeromesh.shard.swap import Swap, unpacked_bytes
-from zeromesh.shard.unit import Flat
+from zeromesh.shard.store import Tiers
+from zeromesh.shard.swap import unpacked_bytes
 
 NEXT = "next copies of optimizer states"
 
@@ -22,8 +22,8 @@ PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Memory that one rank needs off the device.
+class MemoryBudget:
+    """Memory budget of one rank off the device.
 
     Attributes:
         files: flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
@@ -49,8 +49,8 @@ class Needs:
     @classmethod
     def of(
         cls, flats: Sequence[Flat], row: PlacementRow, mixed: bool, gradient: int, early: Sequence[Flat] = ()
-    ) -> Needs:
-        """Return the needs of flat buffers that are laid out.
+    ) -> MemoryBudget:
+        """Return the budget of flat buffers that are laid out.
 
         Args:
             flats: all.
@@ -83,7 +83,7 @@ class Needs:
         form = replace(self.form, states=states)
         return [Rows(flat, dtype, form) for flat, dtype in (self.files | self.packed).items()]
 
-    def ahead(self, share: float) -> list[Flat]:
+    def first_early(self, share: float) -> list[Flat]:
         """Those of ``early`` that come first, as many as are no more than this share of all their elements."""
         sizes = {flat: flat.own.stop - flat.own.start for flat in self.early}
         left, found = share * sum(sizes.values()), []
@@ -94,51 +94,23 @@ class Needs:
             found.append(flat)
         return found
 
-    def host(self, states: int, buffers: int = 0, ahead: Sequence[Flat] = ()) -> dict[str, int]:
+    def host(self, states: int, buffers: int = 0, early: Sequence[Flat] = ()) -> dict[str, int]:
         """Bytes in host memory by what they are for.
 
         Args:
             states: of the optimizer, that are like the parameter.
             buffers: bytes, of files.
-            ahead: what is updated during the backward.
+            early: what is updated during the backward.
         """
-        copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in ahead)
+        copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in early)
         rows = self.rows(states)
         rest = self.master + states * self.per_state + (0 if self.files else sum(of.nbytes for of in rows))
         sizes = (self.parameter, self.gradient, rest, buffers + unpacked_bytes(rows), copies)
         return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
 
 
-@dataclass(frozen=True)
-class Room:
-    """Storage that was opened within the budget.
-
-    Attributes:
-        swap: for masters and optimizer states in files; None: there are none.
-        stored: for parameters in files; None: there are none.
-        ahead: what is updated during the backward.
-        states: of the optimizer, at the most, that are like the parameter.
-    """
-
-    swap: Swap | None = None
-    stored: Stored | None = None
-    ahead: Sequence[Flat] = ()
-    states: int = 0
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the files' buffers in host memory."""
-        return sum(files.host_bytes for files in (self.swap, self.stored) if files is not None)
-
-    def close(self) -> None:
-        """Delete the files."""
-        for files in (self.swap, self.stored):
-            if files is not None:
-                files.close()
-
-
-Prepare = Callable[[Needs], Room]
-"""Called before anything is placed, by all ranks: sees that there is room, and opens the files, if any are needed."""
+Prepare = Callable[[MemoryBudget], Tiers]
+"""Called by all ranks before anything is placed: checks the budget and opens the files, if any are needed."""
 
 
 def require_host_memory(parts: dict[str, int], available: int, limit: int | None) -> None:

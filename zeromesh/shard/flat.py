@@ -1,0 +1,356 @@
+"""Flat buffers: the parameters of a unit that share one layout, where they rest and where they are computed with.
+
+Note on the names of tensors:
+
+- ``full``: the flat buffer of a layout, all parameters, as computed with. It is a view of the unit's own storage, to
+  which ``parameter.data`` is bound. Fetching puts memory into that storage and evicting takes it out, so that views
+  which the unit itself holds see the memory again when it is back. A storage that others hold views of is left to them,
+  and the unit gets another; what autograd saves is no view, but tells where one lies.
+- ``shard``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
+- ``master``: what the optimizer updates. For 16-bit parameters it is fp32: where parameters are sharded they rest in it
+  and are converted as they are fetched, elsewhere it is a copy beside them. For others it is ``shard`` itself. If the
+  optimizer's tier is not the parameters', or parameters rest on NVMe, it is a copy on that tier in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zeromesh.comm.collectives import Pending
+from zeromesh.comm.mesh import Mesh
+from zeromesh.kernels import halves
+from zeromesh.model.piece import Piece
+from zeromesh.model.placement import Placement, PlacementRow, Tier
+from zeromesh.shard.deferred import Source
+from zeromesh.shard.gradient import Gradient
+from zeromesh.shard.layout import Layout, Segment
+from zeromesh.tiers.link import DONE, Copy, Link
+from zeromesh.tiers.memory import zeros_on
+
+VALUES_TAG = 11
+"""Tag on the pipeline axis of the values of parameters that several stages have."""
+
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+Materialise = Callable[[str, nn.Parameter], Source | None]
+"""Given a parameter and its name, gives it its value if it has none yet, or returns where to read it from."""
+
+
+class Store(Protocol):
+    """Storage of flat buffers; see ``zeromesh.shard.store``."""
+
+    def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have the master and the optimizer states in memory."""
+
+    def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have this rank's parameters in memory."""
+
+    def keeps_states(self, flat: Flat) -> bool:
+        """Return whether the states are in memory only while they are loaded."""
+
+    def splits(self, flat: Flat) -> bool:
+        """Return whether the master is kept in halves, one of which is the parameter."""
+
+
+class Flat:
+    """The parameters of a unit that share one layout, with their shard, master and gradient.
+
+    Args:
+        layout: where each parameter lies.
+        parameters: in the order of the layout's segments.
+        number: unique over the model, the same on every rank.
+        tied_stages: places along the pipeline whose stages have these parameters, where several do.
+    """
+
+    def __init__(
+        self, layout: Layout, parameters: Sequence[nn.Parameter], number: int, row: PlacementRow, mesh: Mesh,
+        tied_stages: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.layout = layout
+        self.tied_stages = tuple(tied_stages)
+        self.parameters = tuple(parameters)
+        self.tag = 16 + 4 * number
+        start = mesh.shard.rank * layout.shard_size
+        self.shard_range = slice(start, start + layout.shard_size)
+        self.own = self.shard_range if row.optimizer is Placement.SHARDED else slice(0, layout.size)
+        self.parameter_tier = row.parameter_tier
+        self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
+        self.store: Store | None = None  # from ``Unit.place`` on
+        self.gradient: Gradient | None = None
+        self.full = torch.empty(0)
+        self.views: tuple[torch.Tensor, ...] = ()
+        self.versions: list[int] = []
+        self._shard = torch.empty(0)
+        self._copy = DONE  # the last to or from the shard's memory
+        self.master = torch.empty(0)
+        self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
+        self.exposed: set[int] = set()  # parameters whose ``data`` somebody has asked for, and may have written to
+        self.unbound: set[int] = set()  # parameters that are whole for a while, and not bound to their views
+
+    def load_states(self, write: bool = False, read: bool = True) -> None:
+        """Have the master and the optimizer states in memory until those of another flat buffer are loaded.
+
+        Args:
+            write: write the memory back to where the states rest afterwards.
+            read: False: the stored values do not matter, as all of the memory will be overwritten.
+        """
+        if self.store is not None:
+            self.store.load_states(self, write, read)
+
+    def load_shard(self, write: bool = False, read: bool = True) -> None:
+        """Have ``shard`` in memory until that of another flat buffer is loaded; see ``load_states``."""
+        if self.store is not None:
+            self.store.load_shard(self, write, read)
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if the master and the optimizer states are in memory only while they are loaded."""
+        return self.store is not None and self.store.keeps_states(self)
+
+    @property
+    def splits(self) -> bool:
+        """True if one half of the master is the parameter."""
+        return self.store is not None and self.store.splits(self)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's parameters at rest, after any copy to or from them; see ``settle``."""
+        self.settle()
+        return self._shard
+
+    @shard.setter
+    def shard(self, shard: torch.Tensor) -> None:
+        self._shard = shard
+
+    def settle(self) -> None:
+        """Wait for the last copy to or from the shard: the host where it lies there, else the current stream."""
+        copy, self._copy = self._copy, DONE
+        if self.parameter_tier is Tier.DEVICE:
+            copy.order()
+        else:
+            copy.wait()
+
+    def expect(self, copy: Copy) -> None:
+        """Whoever uses the shard next waits for a copy of new parameters to it."""
+        self._copy = copy
+
+    def send_shard(self, values: torch.Tensor, link: Link) -> Copy:
+        """Begin to copy new parameters, on the host, of its shape, to the shard; they may be changed after the copy."""
+        if self.parameter_tier is Tier.DEVICE:
+            copy = link.to_device(self.shard, values)
+            self.expect(copy)
+            return copy
+        self.load_shard(write=True, read=False)
+        self.shard.copy_(values)
+        return DONE
+
+    def begin_fetch(self, mesh: Mesh, link: Link) -> list[Pending]:
+        """Start to gather the parameters; from the host this rank's part is copied first, beside what is computed.
+
+        The copy waits for all that was launched so far, and so for the last kernels of the unit that had the slot.
+        """
+        form = mesh.links.gather if self.rounds else None
+        self.load_shard()
+        if self.parameter_tier is Tier.DEVICE:
+            return [mesh.shard.all_gather(self.full, self.shard, self.tag, form)]
+        part = self.full[self.shard_range]
+        self._copy = copy = link.to_device(part, self._shard, self._copy)
+        with link.behind():
+            return [Pending(then=copy.order), mesh.shard.all_gather(self.full, part, self.tag, form)]
+
+    def write_back(self, link: Link) -> None:
+        """Take what the parameters are now, in memory, into their shard; the memory may be given up then."""
+        self.load_shard(write=True, read=False)
+        if self.parameter_tier is Tier.DEVICE:
+            self.shard.copy_(self.full[self.own])
+        else:
+            self._copy = link.to_host(self._shard, self.full[self.own], self._copy)
+            self._copy.order()
+
+    @property
+    def gathers(self) -> bool:
+        """True if an update changes parts of ``full`` on other ranks."""
+        return self.layout.trainable and self.own.stop - self.own.start < self.layout.size
+
+    @property
+    def rounds(self) -> bool:
+        """True if what is gathered may be rounded: it is not read back, as its true value lies in the master."""
+        return self.layout.trainable and not _shares(self.master, self.full)
+
+    @property
+    def apart(self) -> bool:
+        """True if the master is another tensor than ``shard`` because of where they rest."""
+        on_disk = self.parameter_tier is Tier.NVME
+        elsewhere = on_disk or self.optimizer_tier is not self.parameter_tier
+        return self.layout.trainable and elsewhere
+
+    def fill(self, row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
+        """Take the parameters' values, those of the first rank, into ``shard`` (or ``full``) and ``master``.
+
+        With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded. Where
+        parameters are sharded, only one at a time is whole; of those that are read from a source, only the part that
+        this rank keeps.
+        """
+        layout, sharded = self.layout, row.parameter is Placement.SHARDED
+        dtype, elements = self.master_dtype(mixed), self.own.stop - self.own.start
+        if not sharded:
+            self.shard = self.full[self.own]
+        elif self.parameter_tier is Tier.NVME:
+            self.load_shard(write=True, read=False)
+        else:
+            # On the host, what is fetched is not to be converted each time.
+            rest = layout.dtype if self.apart or self.parameter_tier is not Tier.DEVICE else dtype
+            self.shard = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
+        self.master = self.shard
+        if self.keeps_states:
+            self.load_states(write=True, read=False)
+            self.master.zero_()
+        elif self.apart or self.shard.dtype != dtype:
+            self.master = zeros_on(self.optimizer_tier, elements, dtype, mesh.device, row.pinned)
+        for start, stop in () if sharded else layout.gaps:
+            self.full[start:stop] = 0
+        for parameter, segment, view in zip(self.parameters, layout.segments, self.views, strict=True):
+            unmade = parameter.is_meta
+            source = materialise(segment.name, parameter) if materialise is not None else None
+            value = _first_ranks_value(parameter, mesh, unmade, self.tied_stages) if source is None else None
+            parameter.data, parameter.grad = view, None
+            if value is not None:
+                self.put(segment, segment.held.cut(value.view(segment.held.whole)).reshape(-1))
+            elif source is not None:
+                self._read(segment, source, self.shard_range if sharded else slice(0, layout.size))
+        self.watch()
+        if layout.trainable:
+            self.pieces = tuple(self._make_pieces())
+
+    def master_dtype(self, mixed: bool) -> torch.dtype:
+        """Return the dtype of the master; ``mixed`` as for ``fill``."""
+        return (
+            torch.float32 if mixed and self.layout.trainable and self.layout.dtype in SIXTEEN_BIT else self.layout.dtype
+        )
+
+    def bind(self, storage: torch.UntypedStorage, offset: int) -> None:
+        """Lay ``full`` and the views of it into a storage, which has memory, from this byte on."""
+        layout = self.layout
+        empty = torch.empty(0, dtype=layout.dtype, device=storage.device)
+        self.full = empty.set_(storage, offset // layout.dtype.itemsize, (layout.size,), (1,))
+        self.views = tuple(self.full[s.start : s.stop].view(s.shape) for s in layout.segments)
+
+    def watch(self) -> None:
+        """From here on notice what others do to the parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.versions = [parameter._version for parameter in self.parameters]
+
+    def put(self, segment: Segment, value: torch.Tensor, first: int = 0) -> None:
+        """Take a parameter's value, 1-D, into shard and master, and into ``full`` where that is where it rests.
+
+        ``value`` begins with the parameter's element ``first``, and has all that this rank keeps.
+        """
+        start = segment.start + first
+        if not self.splits:
+            sharded = not _shares(self.shard, self.full)
+            self.load_shard(write=True)
+            _put(value, start, self.shard if sharded else self.full, self.shard_range.start if sharded else 0)
+        if self.master is not self.shard:
+            self.load_states(write=True)
+            _put(value, start, self.master, self.own.start, self.splits)
+
+    def _read(self, segment: Segment, source: Source, kept: slice) -> None:
+        """Read the part of a parameter that lies in a range of the layout."""
+        start, stop = max(segment.start, kept.start), min(segment.stop, kept.stop)
+        if start < stop:
+            first = start - segment.start
+            value = segment.held.read(source.read, first, stop - segment.start)
+            if value.numel() != stop - start:
+                raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
+            # Never narrower than what it goes to, where it would be compared with what is there.
+            wide = torch.promote_types(value.dtype, self.master.dtype)
+            self.put(segment, value.to(dtype=wide), first)
+
+    def take_changes(self) -> None:
+        """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into shard and master.
+
+        In place only while the parameters are in memory. Torch does not count changes through ``parameter.data``, so
+        that the values of parameters whose ``data`` was asked for are taken in any case.
+
+        Raises:
+            RuntimeError: a parameter got another shape, dtype or device, or is trainable now and was not.
+        """
+        changed = False
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            members = zip(self.parameters, self.views, self.versions, self.layout.segments, strict=True)
+            for index, (parameter, view, version, segment) in enumerate(members):
+                if index in self.unbound:
+                    continue
+                if parameter.requires_grad and not self.layout.trainable:
+                    raise RuntimeError(
+                        f"parameter {segment.name} was frozen when initialize was called, and is trainable now; set "
+                        "requires_grad before initialize, or freeze later what shall not be trained yet"
+                    )
+                bound = parameter.is_set_to(view)
+                # A view that somebody kept shares the version count, and may be written to while there is nothing here.
+                there = view.untyped_storage().nbytes() > 0
+                unchanged = parameter._version == version and index not in self.exposed
+                if bound and (unchanged or not there):
+                    continue
+                if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+                    raise RuntimeError(
+                        f"parameter {segment.name} has become {parameter.dtype} of shape {tuple(parameter.shape)} on "
+                        f"{parameter.device}, but was placed as {view.dtype} of shape {tuple(view.shape)} on "
+                        f"{view.device}; change the model before initialize"
+                    )
+                changed = True
+                self.put(segment, parameter.detach().reshape(-1))
+                if not bound:
+                    if there:
+                        view.copy_(parameter)
+                    parameter.data = view
+        self.exposed.clear()
+        if changed:
+            self.watch()
+
+    def _make_pieces(self) -> Iterator[tuple[int, slice, Piece]]:
+        for index, start, stop in self.layout.owned(self.own.start, self.own.stop):
+            segment = self.layout.segments[index]
+            local = slice(start - self.own.start, stop - self.own.start)
+            parameter = nn.Parameter(self.master[local])
+            piece = Piece(segment.name, segment.held, start - segment.start, stop - segment.start, parameter)
+            yield index, local, piece
+
+
+def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, tied_stages: Sequence[int]) -> torch.Tensor:
+    """1-D, on the mesh's device, in the parameter's own dtype. What was ``unmade`` is of nobody else's memory."""
+    value = parameter.detach().to(mesh.device).reshape(-1)
+    stages = mesh.group("pipeline")
+    first = mesh.group("stage").rank == 0
+    if not (first and stages.rank == (tied_stages or [stages.rank])[0]) and not unmade:
+        value = torch.empty_like(value)  # the memory of a user's own is not written to
+    if tied_stages and first:
+        others = dict.fromkeys(tied_stages[1:], value) if stages.rank == tied_stages[0] else {}
+        source = {} if others else {tied_stages[0]: value}
+        stages.send_and_receive(others, source, VALUES_TAG, "tied parameters").wait()
+    mesh.group("stage").broadcast(value)
+    return value
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors lie in the same memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _put(value: torch.Tensor, at: int, buffer: torch.Tensor, first: int, split: bool = False) -> None:
+    """Copy what lies in ``buffer`` of a value; they begin with the layout's elements ``at`` and ``first``.
+
+    ``split``: the buffer is the master of a parameter that is one half of it, and rounded so.
+    """
+    start, stop = max(at, first), min(at + value.numel(), first + buffer.numel())
+    if start < stop:
+        target, part = buffer[start - first : stop - first], value[start - at : stop - at].to(buffer.device)
+        if part.itemsize >= target.itemsize:
+            target.copy_(part)
+        else:  # what was not changed keeps the bits that the narrower dtype lacks
+            narrow = halves.split(target)[0] if split and part.dtype is torch.bfloat16 else target.to(part.dtype)
+            target.copy_(torch.where(narrow == part, target, part.to(target.dtype)))
