@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import RankFailure, run_ranks
-from zeromesh.pipeline.actions import INSTEAD, OF_STAGE, Action, Kind, Schedule, ScheduleError, parse
-from zeromesh.pipeline.elsewhere import Elsewhere, counting, counts
-from zeromesh.pipeline.run import Interpreter
-from zeromesh.pipeline.stage import Stages
+from zeromesh.pipeline.runtime.elsewhere import Elsewhere, counting, counts
+from zeromesh.pipeline.runtime.run import Interpreter
+from zeromesh.pipeline.runtime.stage import Stages
+from zeromesh.pipeline.schedule.actions import INSTEAD, OF_STAGE, Action, Kind, Schedule, ScheduleError, parse
 
 WIDTH, SAMPLES, MICROBATCHES = 8, 2, 4
 

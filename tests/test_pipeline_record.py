@@ -18,12 +18,12 @@ from test_pipeline import ADAMW, SAMPLES, batches, build, cross_entropy
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.observe.spans import Clock
-from zeromesh.pipeline.actions import COMPUTE, Action, Kind, parse
-from zeromesh.pipeline.execution import dependencies, most_held_by_rank
-from zeromesh.pipeline.generators import generate
-from zeromesh.pipeline.picture import Panel, panels, panels_png, trace
-from zeromesh.pipeline.record import Recorded, Recorder, gather
-from zeromesh.pipeline.simulate import Costs, TimedAction, Timeline, simulate
+from zeromesh.pipeline.runtime.record import Recorded, Recorder, gather
+from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind, parse
+from zeromesh.pipeline.schedule.execution import dependencies, most_held_by_rank
+from zeromesh.pipeline.schedule.generators import generate
+from zeromesh.pipeline.schedule.picture import Panel, panels, panels_png, trace
+from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 MICROBATCHES = 8
@@ -280,7 +280,7 @@ def test_clocks_of_other_nodes_are_put_beside_the_first_ones(nodes: list[int], a
 def test_waiting_is_told_apart_from_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 1.0, 3.0, 7.0, 8.0, 9.0])
     clock = Clock(lambda: next(moments), lambda begin, end: end - begin, lambda mark: None)
-    monkeypatch.setattr("zeromesh.pipeline.record.clock_of", lambda device: clock)
+    monkeypatch.setattr("zeromesh.pipeline.runtime.record.clock_of", lambda device: clock)
     recorder = Recorder(torch.device("cpu"))
     with recorder.doing():
         recorder.arrived()

@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from harness import run_command
 from zeromesh.cli.main import app
-from zeromesh.pipeline.actions import parse
-from zeromesh.pipeline.generators import NAMES, generate
-from zeromesh.pipeline.lowering import add_messages, forward_only
+from zeromesh.pipeline.schedule.actions import parse
+from zeromesh.pipeline.schedule.generators import NAMES, generate
+from zeromesh.pipeline.schedule.lowering import add_messages, forward_only
 
 
 def call(*options: str | Path) -> Result:

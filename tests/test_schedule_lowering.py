@@ -8,12 +8,19 @@ from itertools import combinations
 import pytest
 
 from test_schedule_generators import random_costs
-from zeromesh.pipeline.actions import COMPUTE, Action, Kind, Schedule, parse
-from zeromesh.pipeline.execution import most_held_by_rank
-from zeromesh.pipeline.generators import ROWS, generate
-from zeromesh.pipeline.lowering import add_fetches, add_messages, add_offload, add_recompute, add_update, forward_only
-from zeromesh.pipeline.simulate import Costs, simulate
-from zeromesh.pipeline.validate import validate
+from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind, Schedule, parse
+from zeromesh.pipeline.schedule.execution import most_held_by_rank
+from zeromesh.pipeline.schedule.generators import ROWS, generate
+from zeromesh.pipeline.schedule.lowering import (
+    add_fetches,
+    add_messages,
+    add_offload,
+    add_recompute,
+    add_update,
+    forward_only,
+)
+from zeromesh.pipeline.schedule.simulate import Costs, simulate
+from zeromesh.pipeline.schedule.validate import validate
 
 SENDS, RECEIVES = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT), (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from zeromesh.pipeline.actions import Action, Kind
-from zeromesh.pipeline.generators import ROWS, generate
-from zeromesh.pipeline.lowering import add_messages, add_recompute, add_update
-from zeromesh.pipeline.picture import grid, png, svg, trace
-from zeromesh.pipeline.simulate import Costs, TimedAction, simulate
+from zeromesh.pipeline.schedule.actions import Action, Kind
+from zeromesh.pipeline.schedule.generators import ROWS, generate
+from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute, add_update
+from zeromesh.pipeline.schedule.picture import grid, png, svg, trace
+from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

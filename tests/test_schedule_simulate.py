@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zeromesh.pipeline.actions import Kind, ScheduleError, parse
-from zeromesh.pipeline.generators import generate
-from zeromesh.pipeline.lowering import add_messages
-from zeromesh.pipeline.simulate import Costs, simulate
+from zeromesh.pipeline.schedule.actions import Kind, ScheduleError, parse
+from zeromesh.pipeline.schedule.generators import generate
+from zeromesh.pipeline.schedule.lowering import add_messages
+from zeromesh.pipeline.schedule.simulate import Costs, simulate
 
 TWO = """\
 microbatches: 2

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, loop, parse, vee
-from zeromesh.pipeline.generators import NAMES, generate
-from zeromesh.pipeline.lowering import add_fetches, add_messages, add_offload, add_recompute, add_update, forward_only
-from zeromesh.pipeline.validate import validate
+from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop, parse, vee
+from zeromesh.pipeline.schedule.generators import NAMES, generate
+from zeromesh.pipeline.schedule.lowering import (
+    add_fetches,
+    add_messages,
+    add_offload,
+    add_recompute,
+    add_update,
+    forward_only,
+)
+from zeromesh.pipeline.schedule.validate import validate
 
 FOLDER = Path(__file__).parent / "schedules"
 

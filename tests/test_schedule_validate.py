@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, parse
-from zeromesh.pipeline.generators import ROWS, generate
-from zeromesh.pipeline.lowering import add_fetches, add_messages, add_offload, add_update
-from zeromesh.pipeline.simulate import Costs
-from zeromesh.pipeline.validate import validate
+from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, parse
+from zeromesh.pipeline.schedule.generators import ROWS, generate
+from zeromesh.pipeline.schedule.lowering import add_fetches, add_messages, add_offload, add_update
+from zeromesh.pipeline.schedule.simulate import Costs
+from zeromesh.pipeline.schedule.validate import validate
 
 GOOD = """\
 microbatches: 2

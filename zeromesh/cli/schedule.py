@@ -7,13 +7,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeromesh.pipeline import picture
-from zeromesh.pipeline.actions import Schedule, ScheduleError, parse
-from zeromesh.pipeline.execution import FREES, execute, most_held_by_rank, most_held_by_stage
-from zeromesh.pipeline.generators import ROWS, SEARCH, Shape, generate, shape_of
-from zeromesh.pipeline.lowering import add_messages
-from zeromesh.pipeline.simulate import Costs, Timeline, simulate
-from zeromesh.pipeline.validate import validate
+from zeromesh.pipeline.schedule import picture
+from zeromesh.pipeline.schedule.actions import Schedule, ScheduleError, parse
+from zeromesh.pipeline.schedule.execution import FREES, execute, most_held_by_rank, most_held_by_stage
+from zeromesh.pipeline.schedule.generators import ROWS, SEARCH, Shape, generate, shape_of
+from zeromesh.pipeline.schedule.lowering import add_messages
+from zeromesh.pipeline.schedule.simulate import Costs, Timeline, simulate
+from zeromesh.pipeline.schedule.validate import validate
 from zeromesh.train.screen import write
 
 

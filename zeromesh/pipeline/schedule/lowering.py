@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeromesh.pipeline.actions import COMPUTE, MESSAGES, Action, Kind, Schedule
-from zeromesh.pipeline.execution import execute, received_by
-from zeromesh.pipeline.simulate import Costs, simulate
+from zeromesh.pipeline.schedule.actions import COMPUTE, MESSAGES, Action, Kind, Schedule
+from zeromesh.pipeline.schedule.execution import execute, received_by
+from zeromesh.pipeline.schedule.simulate import Costs, simulate
 
 BACKWARDS = (Kind.INPUT, Kind.BACKWARD)
 LAST = (Kind.WEIGHT, Kind.BACKWARD)

@@ -14,11 +14,11 @@ from torch import Tensor
 from zeromesh.comm.collectives import Group, Pending
 from zeromesh.model.linear import Kept
 from zeromesh.model.randomness import drawing_from, random_state
-from zeromesh.pipeline.actions import Action, Kind, Schedule
-from zeromesh.pipeline.lowering import BACKWARDS, LAST
-from zeromesh.pipeline.record import Recorder
-from zeromesh.pipeline.stage import Handed, Header, Stages, TensorForm
-from zeromesh.pipeline.validate import require_run
+from zeromesh.pipeline.runtime.record import Recorder
+from zeromesh.pipeline.runtime.stage import Handed, Header, Stages, TensorForm
+from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule
+from zeromesh.pipeline.schedule.lowering import BACKWARDS, LAST
+from zeromesh.pipeline.schedule.validate import require_run
 
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
 """Tag on the pipeline axis; messages of one tag between two ranks arrive in the order of sending."""

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError
-from zeromesh.pipeline.simulate import Costs
+from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError
+from zeromesh.pipeline.schedule.simulate import Costs
 
 FORWARD, INPUT, WEIGHT, BACKWARD = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD
 

@@ -17,10 +17,10 @@ import torch
 from zeromesh.comm.collectives import Group
 from zeromesh.observe.spans import clock_of
 from zeromesh.observe.trace import free_path
-from zeromesh.pipeline.actions import COMPUTE, MESSAGES, Kind, Schedule
-from zeromesh.pipeline.execution import most_held_by_rank, received_by
-from zeromesh.pipeline.picture import Panel, panels, panels_png, trace
-from zeromesh.pipeline.simulate import Costs, TimedAction, Timeline, simulate
+from zeromesh.pipeline.schedule.actions import COMPUTE, MESSAGES, Kind, Schedule
+from zeromesh.pipeline.schedule.execution import most_held_by_rank, received_by
+from zeromesh.pipeline.schedule.picture import Panel, panels, panels_png, trace
+from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
 MEETINGS = 5
 """Times that ranks meet to compare their clocks, where these are of several nodes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-from zeromesh.pipeline.actions import COMPUTE, MESSAGES, Action, Kind, Schedule, ScheduleError
+from zeromesh.pipeline.schedule.actions import COMPUTE, MESSAGES, Action, Kind, Schedule, ScheduleError
 
 FREES, TAKES = (Kind.WEIGHT, Kind.BACKWARD, Kind.OFFLOAD), (Kind.FORWARD, Kind.RELOAD)
 """After these the activations of a micro-batch are no longer, or are from then on, on the device."""

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from zeromesh.pipeline.actions import INSTEAD, MESSAGES, OF_STAGE, RECEIVES, Action, Kind, Schedule, ScheduleError
-from zeromesh.pipeline.execution import execute, held, received_by
-from zeromesh.pipeline.simulate import Costs
+from zeromesh.pipeline.schedule.actions import (
+    INSTEAD,
+    MESSAGES,
+    OF_STAGE,
+    RECEIVES,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+)
+from zeromesh.pipeline.schedule.execution import execute, held, received_by
+from zeromesh.pipeline.schedule.simulate import Costs
 
 REPEATED = (Kind.FETCH,)
 """Kinds of actions that may occur more than once."""

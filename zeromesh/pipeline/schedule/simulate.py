@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from zeromesh.pipeline.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
-from zeromesh.pipeline.execution import FREES, TAKES, dependencies, execute
+from zeromesh.pipeline.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
+from zeromesh.pipeline.schedule.execution import FREES, TAKES, dependencies, execute
 
 PerStage = float | Sequence[float]
 """One number for all stages, or one for each."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from zeromesh.pipeline.actions import Kind
-from zeromesh.pipeline.simulate import TimedAction, Timeline
+from zeromesh.pipeline.schedule.actions import Kind
+from zeromesh.pipeline.schedule.simulate import TimedAction, Timeline
 
 COLOURS = {
     Kind.FORWARD: ("forward", "#7fb2e5"),
