@@ -40,7 +40,7 @@ from zeromesh.pipeline.schedule.actions import Schedule
 from zeromesh.pipeline.schedule.execution import most_held_by_rank
 from zeromesh.pipeline.schedule.generators import ROWS, SEARCH, Shape, generate
 from zeromesh.pipeline.schedule.lowering import add_messages
-from zeromesh.pipeline.schedule.picture import Panel, panels
+from zeromesh.pipeline.schedule.picture import Panel, svg
 from zeromesh.pipeline.schedule.simulate import simulate
 
 BUBBLE, STEP = 0.03, 0.05
@@ -296,14 +296,14 @@ def main() -> None:
             rows.append(row_of(run, recorded, [of_rank[number][1] for of_rank in found]))
             if run == Run(run.name, max(given.ranks), middle) and run.name in SHOWN:
                 each = sorted(recorded, key=lambda one: one.measured.makespan)[len(recorded) // 2]
-                drawn += [Panel(f"{run.name}, {p.title}", p.timeline, p.notes) for p in each.panels()]
+                drawn += [Panel(p.timeline, f"{run.name}, {p.title}", p.notes) for p in each.panels()]
     result: dict[str, Any] = {
         "date": date, "name": path.stem, "commit": commit(), "machine": machine(), "torch": torch.__version__,
         "seconds": seconds, "rounds": given.rounds, "rows": rows,
     }  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".svg").write_text(panels(drawn, "Stages that sleep"))
+    path.with_suffix(".svg").write_text(svg(drawn, "Stages that sleep", is_seconds=True))
     target = path.with_suffix(".md")
     target.write_text(page(result))
     link(target, f"bubbles of pipelines whose stages sleep; {machine()}.")

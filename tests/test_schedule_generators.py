@@ -35,9 +35,6 @@ def random_costs(draw: random.Random, stages: int) -> Costs:
         some(), some(), some(),
         backward=draw.choice((None, some())),
         latency=draw.choice((0.0, 0.3, 2.0)),
-        size=draw.choice((0.0, some())),
-        bandwidth=draw.choice((1.0, 10.0)),
-        other={kind: draw.uniform(0, 4) for kind in (Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD, Kind.RELOAD)},
         activation=draw.choice((1.0, [draw.choice((0.5, 1.0, 2.0)) for _ in range(stages)])),
     )  # fmt: skip
 
