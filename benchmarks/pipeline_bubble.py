@@ -32,16 +32,16 @@ from page import lines_of, link
 from zeromesh.comm.environment import init_distributed, shutdown
 from zeromesh.comm.mesh import Mesh
 from zeromesh.launcher.launch import launch
-from zeromesh.pipeline.actions import Schedule
-from zeromesh.pipeline.execution import most_held_by_rank
-from zeromesh.pipeline.generators import ROWS, SEARCH, Shape, generate
-from zeromesh.pipeline.lowering import add_messages
-from zeromesh.pipeline.picture import Panel, panels
-from zeromesh.pipeline.record import Recorded, Recorder, gather
-from zeromesh.pipeline.run import Interpreter, Messages
-from zeromesh.pipeline.simulate import simulate
-from zeromesh.pipeline.stage import Stages
-from zeromesh.pipeline.weights import Kept
+from zeromesh.pipeline.runtime.record import Recorded, Recorder, gather
+from zeromesh.pipeline.runtime.run import Interpreter, Messages
+from zeromesh.pipeline.runtime.stage import Stages
+from zeromesh.pipeline.runtime.weights import Kept
+from zeromesh.pipeline.schedule.actions import Schedule
+from zeromesh.pipeline.schedule.execution import most_held_by_rank
+from zeromesh.pipeline.schedule.generators import ROWS, SEARCH, Shape, generate
+from zeromesh.pipeline.schedule.lowering import add_messages
+from zeromesh.pipeline.schedule.picture import Panel, svg
+from zeromesh.pipeline.schedule.simulate import simulate
 
 BUBBLE, STEP = 0.03, 0.05
 """Aims: so much may a bubble differ from its formula, and the time of a step, in parts of it, from the simulator's."""
@@ -153,7 +153,7 @@ class Work(nn.Module):
         return x.sum()
 
     def stage_loss(self, stage: int, batch: Tensor, kept: Kept | None, trains: bool) -> Tensor:
-        """See ``zeromesh.pipeline.run.Work``."""
+        """See ``zeromesh.pipeline.runtime.run.Work``."""
         block = self.stages[stage]
         block.seconds, block.graph = self.times[stage], Graph()
         if kept is not None:
@@ -296,14 +296,14 @@ def main() -> None:
             rows.append(row_of(run, recorded, [of_rank[number][1] for of_rank in found]))
             if run == Run(run.name, max(given.ranks), middle) and run.name in SHOWN:
                 each = sorted(recorded, key=lambda one: one.measured.makespan)[len(recorded) // 2]
-                drawn += [Panel(f"{run.name}, {p.title}", p.timeline, p.notes) for p in each.panels()]
+                drawn += [Panel(p.timeline, f"{run.name}, {p.title}", p.notes) for p in each.panels()]
     result: dict[str, Any] = {
         "date": date, "name": path.stem, "commit": commit(), "machine": machine(), "torch": torch.__version__,
         "seconds": seconds, "rounds": given.rounds, "rows": rows,
     }  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".svg").write_text(panels(drawn, "Stages that sleep"))
+    path.with_suffix(".svg").write_text(svg(drawn, "Stages that sleep", is_seconds=True))
     target = path.with_suffix(".md")
     target.write_text(page(result))
     link(target, f"bubbles of pipelines whose stages sleep; {machine()}.")

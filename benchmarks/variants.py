@@ -198,8 +198,8 @@ class Part(nn.Module):
 
 def parts(model: Decoder, autocast: bool) -> list[Part]:
     """A decoder's stages, cut as ZeroMesh cuts it: by operations, with those of the head."""
-    from zeromesh.pipeline.cut import examine
-    from zeromesh.pipeline.partition import starts_of
+    from zeromesh.pipeline.runtime.cut import examine
+    from zeromesh.pipeline.schedule.partition import starts_of
 
     starts = starts_of("best", examine(model, []), dist.get_world_size())
     return [Part(model, *ends, autocast) for ends in pairwise([*starts, len(model.blocks)])]

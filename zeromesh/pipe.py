@@ -16,7 +16,7 @@ from torch import nn
 
 from zeromesh.activation.checkpoint import checkpoint
 from zeromesh.model.chain import Chain, Function, Shared
-from zeromesh.pipeline.partition import WAYS
+from zeromesh.pipeline.schedule.partition import WAYS
 from zeromesh.shard.deferred import is_deferred, recording
 
 if TYPE_CHECKING:

@@ -21,15 +21,15 @@ from zeromesh.config.parts import Pipeline
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import tensors_of
 from zeromesh.model.linear import Kept, keeping
-from zeromesh.pipeline.actions import Schedule
-from zeromesh.pipeline.cut import Blocks, Place, take_away
-from zeromesh.pipeline.generators import generate
-from zeromesh.pipeline.lowering import add_messages, add_recompute, forward_only
-from zeromesh.pipeline.partition import starts_of
-from zeromesh.pipeline.record import Recorded, Recorder, gather
-from zeromesh.pipeline.run import Interpreter, Messages, Work
-from zeromesh.pipeline.stage import Stages
-from zeromesh.pipeline.weights import postpone, roots_of
+from zeromesh.pipeline.runtime.cut import Place, take_away
+from zeromesh.pipeline.runtime.record import Recorded, Recorder, gather
+from zeromesh.pipeline.runtime.run import Interpreter, Messages, Work
+from zeromesh.pipeline.runtime.stage import Stages
+from zeromesh.pipeline.runtime.weights import postpone, roots_of
+from zeromesh.pipeline.schedule.actions import Schedule
+from zeromesh.pipeline.schedule.generators import generate
+from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute, forward_only
+from zeromesh.pipeline.schedule.partition import Blocks, starts_of
 from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger("zeromesh")

@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from harness import run_command
 from zeromesh.cli.main import app
-from zeromesh.pipeline.actions import parse
-from zeromesh.pipeline.generators import NAMES, generate
-from zeromesh.pipeline.lowering import add_messages, forward_only
+from zeromesh.pipeline.schedule.actions import parse
+from zeromesh.pipeline.schedule.generators import NAMES, generate
+from zeromesh.pipeline.schedule.lowering import add_messages, forward_only
 
 
 def call(*options: str | Path) -> Result:
@@ -89,9 +89,9 @@ def test_a_file_is_checked(tmp_path: Path) -> None:
     assert shown.exit_code == 2
     assert "error: done twice on rank 1 at position " in shown.stderr
     assert ">F1.3<" in shown.stderr
-    file.write_text("microbatches: 1\nplacement: 0\nrank 0: F0.0 OFFLOAD0.0 RELOAD0.0 B0.0\n")
+    file.write_text("microbatches: 1\nplacement: 0\nrank 0: F0.0 OFFLOAD0.0 B0.0\n")
     shown = call("--check", file)
-    assert (shown.exit_code, "error: not run on rank 0 at position 1, OFFLOAD0.0" in shown.stderr) == (2, True)
+    assert (shown.exit_code, "line 3, 'OFFLOAD0.0': an action is one of" in shown.stderr) == (2, True)
     file.write_text("rank 0: Q\n")
     shown = call("--check", file)
     assert (shown.exit_code, "line 1, 'Q'" in shown.stderr) == (2, True)

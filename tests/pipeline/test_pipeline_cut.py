@@ -25,10 +25,10 @@ from torch import Tensor, nn
 import zeromesh
 from huggingface_models import MODELS, Model
 from zeromesh.batches import loss_of
-from zeromesh.pipeline.cut import Blocks, Cut, examine, take_away
-from zeromesh.pipeline.partition import starts_of
-from zeromesh.pipeline.samples import ModelInput
-from zeromesh.pipeline.stage import Handed, Header, Stages
+from zeromesh.pipeline.runtime.cut import examine, take_away
+from zeromesh.pipeline.runtime.samples import ModelInput
+from zeromesh.pipeline.runtime.stage import Handed, Header, Stages
+from zeromesh.pipeline.schedule.partition import Blocks, Cut, starts_of
 
 Call = Callable[[Any], Tensor]
 """From a model to its loss."""

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import RankFailure, run_ranks
-from zeromesh.pipeline.actions import INSTEAD, OF_STAGE, Action, Kind, Schedule, ScheduleError, parse
-from zeromesh.pipeline.elsewhere import Elsewhere, counting, counts
-from zeromesh.pipeline.run import Interpreter
-from zeromesh.pipeline.stage import Stages
+from zeromesh.pipeline.runtime.elsewhere import Elsewhere, counting, counts
+from zeromesh.pipeline.runtime.run import Interpreter
+from zeromesh.pipeline.runtime.stage import Stages
+from zeromesh.pipeline.schedule.actions import parse
 
 WIDTH, SAMPLES, MICROBATCHES = 8, 2, 4
 
@@ -270,10 +270,9 @@ class Losses:
     """Notes what is to be differentiated."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.roots, self.called = model, [], False
+        self.model, self.roots = model, []
 
     def stage_loss(self, stage: int, batch: Any, kept: Any, trains: bool) -> Tensor:
-        self.called = True
         return self.model(*batch)
 
     def stage_backward(self, stage: int, roots: Any, *_: Any) -> None:
@@ -287,17 +286,6 @@ def test_a_loss_is_differentiated_even_if_it_has_no_graph() -> None:
     stages = Stages(work.model, [f"layers.{number}" for number in range(4)], (0,))
     losses = Interpreter(stages, Here(), work).run(schedule, 0, [torch.randn(2, SAMPLES, WIDTH)], [0])
     assert [float(root) for root in work.roots] == [float(loss) for loss in losses]
-
-
-@pytest.mark.parametrize("kind", INSTEAD)
-def test_an_action_that_no_run_does_is_refused_before_anything_is_computed(kind: Kind) -> None:
-    work = Losses(Detached())
-    action = Action(kind, 0, None if kind in OF_STAGE else 0)
-    actions = Action(Kind.FORWARD, 0, 0), action, Action(Kind.BACKWARD, 0, 0)
-    stages = Stages(work.model, [f"layers.{number}" for number in range(4)], (0,))
-    with pytest.raises(ScheduleError, match=f"not run on rank 0 at position 1, {action}: .*leave it out"):
-        Interpreter(stages, Here(), work).run(Schedule(1, (0,), (actions,)), 0, [torch.randn(2, SAMPLES, WIDTH)], [0])
-    assert not work.called
 
 
 def refusal() -> str | None:

@@ -25,7 +25,7 @@ from zeromesh import pretrained
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.config.settings import Settings
 from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec, settings_of
-from zeromesh.pipeline.cut import examine, take_away
+from zeromesh.pipeline.runtime.cut import examine, take_away
 from zeromesh.pretrained import FileTensor
 from zeromesh.shard import deferred
 from zeromesh.training_data import Position

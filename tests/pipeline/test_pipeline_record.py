@@ -18,12 +18,12 @@ from test_pipeline import ADAMW, SAMPLES, batches, build, cross_entropy
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 from zeromesh.observe.spans import Clock
-from zeromesh.pipeline.actions import COMPUTE, Action, Kind, parse
-from zeromesh.pipeline.execution import dependencies, most_held_by_rank
-from zeromesh.pipeline.generators import generate
-from zeromesh.pipeline.picture import Panel, panels, panels_png, trace
-from zeromesh.pipeline.record import Recorded, Recorder, gather
-from zeromesh.pipeline.simulate import Costs, TimedAction, Timeline, simulate
+from zeromesh.pipeline.runtime.record import Recorded, Recorder, gather
+from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind, parse
+from zeromesh.pipeline.schedule.execution import dependencies, most_held_by_rank
+from zeromesh.pipeline.schedule.generators import generate
+from zeromesh.pipeline.schedule.picture import Panel, png, svg, trace
+from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 MICROBATCHES = 8
@@ -280,7 +280,7 @@ def test_clocks_of_other_nodes_are_put_beside_the_first_ones(nodes: list[int], a
 def test_waiting_is_told_apart_from_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 1.0, 3.0, 7.0, 8.0, 9.0])
     clock = Clock(lambda: next(moments), lambda begin, end: end - begin, lambda mark: None)
-    monkeypatch.setattr("zeromesh.pipeline.record.clock_of", lambda device: clock)
+    monkeypatch.setattr("zeromesh.pipeline.runtime.record.clock_of", lambda device: clock)
     recorder = Recorder(torch.device("cpu"))
     with recorder.doing():
         recorder.arrived()
@@ -295,8 +295,8 @@ def test_waiting_is_told_apart_from_computing(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_picture_has_timelines_one_above_the_other_on_one_axis() -> None:
     long, short = simulate(parse(TEXT), Costs(0.2, 0.2, 0.2)), simulate(parse(TEXT), Costs(0.1, 0.1, 0.1))
-    drawn = [Panel("one & one", long, ["a", "b"]), Panel("other", short, ["c", "<d>"])]
-    root = ElementTree.fromstring(panels(drawn, "both"))
+    drawn = [Panel(long, "one & one", ["a", "b"]), Panel(short, "other", ["c", "<d>"])]
+    root = ElementTree.fromstring(svg(drawn, "both", is_seconds=True))
     texts = [text.text for text in root.iter(f"{SPACE}text")]
     assert {"both", "one & one", "other", "a", "b", "c", "<d>"} <= set(texts)
     boxes = [group.find(f"{SPACE}rect") for group in root.iter(f"{SPACE}g")]
@@ -305,7 +305,7 @@ def test_a_picture_has_timelines_one_above_the_other_on_one_axis() -> None:
     assert len(boxes) == len(steps)
     scale = 1000 / long.makespan
     for step, box, name in zip(steps, boxes, names, strict=True):
-        assert name == f"{step.action}: {1e3 * step.start:.3f} to {1e3 * step.end:.3f} ms"
+        assert name == f"{step.action}: {1e3 * step.start:.6g} to {1e3 * step.end:.6g} ms"
         assert float(box.get("x")) == pytest.approx(58 + step.start * scale, abs=0.01)
         assert float(box.get("width")) == pytest.approx((step.end - step.start) * scale, abs=0.01)
     rows = sorted({float(box.get("y")) for box in boxes})
@@ -315,7 +315,7 @@ def test_a_picture_has_timelines_one_above_the_other_on_one_axis() -> None:
 
 def test_the_picture_is_drawn_through_matplotlib_too(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert panels_png(tmp_path / "a.png", an_example().panels(), "a")
+    assert png(tmp_path / "a.png", an_example().panels(), "a", is_seconds=True)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

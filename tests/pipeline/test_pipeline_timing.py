@@ -18,9 +18,10 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from zeromesh.batches import loss_of
-from zeromesh.pipeline import timing
-from zeromesh.pipeline.cut import Blocks, examine
-from zeromesh.pipeline.samples import ModelInput
+from zeromesh.pipeline.runtime import timing
+from zeromesh.pipeline.runtime.cut import examine
+from zeromesh.pipeline.runtime.samples import ModelInput
+from zeromesh.pipeline.schedule.partition import Blocks
 
 WIDTH = 4
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, MESHES, SAMPLES, batches, build, compare
 from zeromesh.model.linear import Columns, Kept, keeping, multiply
-from zeromesh.pipeline.weights import postpone, roots_of
+from zeromesh.pipeline.runtime.weights import postpone, roots_of
 
 
 def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list[str]]]:

@@ -10,12 +10,12 @@ from itertools import product
 
 import pytest
 
-from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, loop
-from zeromesh.pipeline.execution import most_held_by_rank, most_held_by_stage
-from zeromesh.pipeline.generators import NAMES, ROWS, SEARCH, generate, shape_of
-from zeromesh.pipeline.listing import ListRule, ListScheduler
-from zeromesh.pipeline.simulate import Costs, simulate
-from zeromesh.pipeline.validate import validate
+from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop
+from zeromesh.pipeline.schedule.execution import most_held_by_rank, most_held_by_stage
+from zeromesh.pipeline.schedule.generators import NAMES, ROWS, SEARCH, generate, shape_of
+from zeromesh.pipeline.schedule.listing import ListRule, ListScheduler
+from zeromesh.pipeline.schedule.simulate import Costs, simulate
+from zeromesh.pipeline.schedule.validate import validate
 
 RANKS = (1, 2, 3, 4, 6, 8)
 
@@ -35,9 +35,6 @@ def random_costs(draw: random.Random, stages: int) -> Costs:
         some(), some(), some(),
         backward=draw.choice((None, some())),
         latency=draw.choice((0.0, 0.3, 2.0)),
-        size=draw.choice((0.0, some())),
-        bandwidth=draw.choice((1.0, 10.0)),
-        other={kind: draw.uniform(0, 4) for kind in (Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD, Kind.RELOAD)},
         activation=draw.choice((1.0, [draw.choice((0.5, 1.0, 2.0)) for _ in range(stages)])),
     )  # fmt: skip
 

@@ -8,12 +8,11 @@ from itertools import combinations
 import pytest
 
 from test_schedule_generators import random_costs
-from zeromesh.pipeline.actions import COMPUTE, Action, Kind, Schedule, parse
-from zeromesh.pipeline.execution import most_held_by_rank
-from zeromesh.pipeline.generators import ROWS, generate
-from zeromesh.pipeline.lowering import add_fetches, add_messages, add_offload, add_recompute, add_update, forward_only
-from zeromesh.pipeline.simulate import Costs, simulate
-from zeromesh.pipeline.validate import validate
+from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind, Schedule, parse
+from zeromesh.pipeline.schedule.generators import ROWS, generate
+from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute, forward_only
+from zeromesh.pipeline.schedule.simulate import Costs, simulate
+from zeromesh.pipeline.schedule.validate import validate
 
 SENDS, RECEIVES = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT), (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
@@ -84,13 +83,8 @@ def check_passes(seed: int, largest: int) -> None:
     draw = random.Random(seed)
     schedule, costs = some_schedule(draw, largest)
     stages = [stage for stage in range(schedule.stages) if draw.random() < 0.7]
-    tied = [draw.sample(range(schedule.stages), draw.randint(1, schedule.stages)) for _ in range(draw.randint(0, 2))]
-    slots, ahead = draw.randint(1, 3), draw.randint(1, 3)
     passes = {
-        (Kind.FETCH, Kind.REDUCE): lambda s: add_fetches(s, slots, draw.randint(0, 2)),
         (Kind.RECOMPUTE,): lambda s: add_recompute(s, stages),
-        (Kind.OFFLOAD, Kind.RELOAD): lambda s: add_offload(s, stages, ahead),
-        (Kind.TIE, Kind.UPDATE): lambda s: add_update(s, tied),
         SENDS + RECEIVES: lambda s: add_messages(s, costs),
     }
     chosen = draw.sample(list(passes), draw.randint(1, len(passes)))
@@ -98,7 +92,7 @@ def check_passes(seed: int, largest: int) -> None:
     for kinds in chosen:
         after = passes[kinds](before)
         assert without(after, kinds) == before.ranks
-        validate(after, rendezvous=True, plan=True)
+        validate(after, rendezvous=True)
         before = after
     assert parse(str(before)) == before
     simulate(before, costs)
@@ -134,54 +128,12 @@ def test_messages_are_added_once() -> None:
         add_messages(add_messages(generate("1f1b", 2, 2)))
 
 
-def test_a_stage_is_fetched_once_where_it_is_alone_and_reduced_after_its_last_backward() -> None:
-    assert words(add_fetches(generate("1f1b", 2, 2)), 0) == "FETCH0 F0.0 F0.1 B0.0 B0.1 REDUCE0"
-    assert words(add_fetches(generate("zb-h1", 1, 2))) == "FETCH0 F0.0 I0.0 W0.0 F0.1 I0.1 W0.1 REDUCE0"
-
-
-def test_fetches_begin_early_and_only_for_what_is_not_there() -> None:
-    schedule = generate("breadth-first", 1, 2, 2)
-    assert words(schedule) == "F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 B0.0 B0.1"
-    texts = {
-        (1, 0): "FETCH0 F0.0 F0.1 FETCH1 F1.0 F1.1 B1.0 B1.1 REDUCE1 FETCH0 B0.0 B0.1 REDUCE0",
-        (1, 1): "FETCH0 F0.0 FETCH1 F0.1 F1.0 F1.1 B1.0 FETCH0 B1.1 REDUCE1 B0.0 B0.1 REDUCE0",
-        (2, 0): "FETCH0 F0.0 F0.1 FETCH1 F1.0 F1.1 B1.0 B1.1 REDUCE1 B0.0 B0.1 REDUCE0",
-    }
-    for (slots, ahead), text in texts.items():
-        assert words(add_fetches(schedule, slots, ahead)) == text
-
-
-def test_a_fetch_does_not_begin_before_the_stage_was_last_used() -> None:
-    schedule = parse("microbatches: 1\nplacement: 0 0\nrank 0: F0.0 F1.0 B1.0 B0.0")
-    assert words(add_fetches(schedule, 1, 9)) == "FETCH0 FETCH1 F0.0 FETCH0 F1.0 B1.0 REDUCE1 B0.0 REDUCE0"
-
-
 def test_recomputation_stands_before_each_backward_of_its_stages_and_fills_waiting_time() -> None:
     schedule = add_recompute(generate("zb-h1", 2, 2), [0])
     assert words(schedule, 0) == "F0.0 F0.1 RECOMPUTE0.0 I0.0 W0.0 RECOMPUTE0.1 I0.1 W0.1"
     assert words(schedule, 1) == words(generate("zb-h1", 2, 2), 1)
     # Rank 0 would wait from 2 to 3 for the first gradient: recomputing then makes the whole no longer.
     assert simulate(schedule).ranks[0][2].start == 2
-
-
-def test_offloaded_activations_are_back_in_time_and_take_no_memory_in_between() -> None:
-    schedule = generate("gpipe", 1, 4)
-    assert words(add_offload(schedule)) == (
-        "F0.0 OFFLOAD0.0 F0.1 OFFLOAD0.1 F0.2 OFFLOAD0.2 RELOAD0.0 F0.3 OFFLOAD0.3 RELOAD0.1 B0.0 RELOAD0.2 B0.1 "
-        "RELOAD0.3 B0.2 B0.3"
-    )
-    assert most_held_by_rank(schedule) == [4]
-    assert most_held_by_rank(add_offload(schedule)) == [2]
-    one = generate("1f1b", 1, 4)
-    assert add_offload(one) == one
-    with pytest.raises(ValueError, match="ahead is 0; it must be at least 1"):
-        add_offload(schedule, ahead=0)
-
-
-def test_the_end_of_a_step_sums_ties_in_one_order_and_updates_all_stages() -> None:
-    schedule = add_update(generate("zb-v", 2, 1), ties=[(0, 3), (1, 3)])
-    assert words(schedule, 0).endswith("TIE0.0 TIE3.0 TIE3.1 UPDATE0 UPDATE3")
-    assert words(schedule, 1).endswith("TIE1.1 UPDATE1 UPDATE2")
 
 
 def test_forwards_alone_are_valid_for_evaluation_only() -> None:

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from zeromesh.pipeline.actions import Action, Kind
-from zeromesh.pipeline.generators import ROWS, generate
-from zeromesh.pipeline.lowering import add_messages, add_recompute, add_update
-from zeromesh.pipeline.picture import grid, png, svg, trace
-from zeromesh.pipeline.simulate import Costs, TimedAction, simulate
+from zeromesh.pipeline.schedule.actions import Action, Kind
+from zeromesh.pipeline.schedule.generators import ROWS, generate
+from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute
+from zeromesh.pipeline.schedule.picture import Panel, grid, png, svg, trace
+from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -58,8 +58,8 @@ def test_times_that_are_no_multiples_of_each_other_keep_their_order_and_take_a_c
 
 def test_the_svg_has_a_box_per_computation_at_its_time() -> None:
     for name in ROWS:
-        timeline = simulate(add_update(add_messages(add_recompute(generate(name, 2, 4)))))
-        root = ElementTree.fromstring(svg(timeline, "a < b & c"))
+        timeline = simulate(add_messages(add_recompute(generate(name, 2, 4))))
+        root = ElementTree.fromstring(svg([Panel(timeline)], "a < b & c"))
         boxes = {group.find(f"{SPACE}title").text: group.find(f"{SPACE}rect") for group in root.iter(f"{SPACE}g")}
         steps = {
             f"{step.action}: {step.start:g} to {step.end:g}": step
@@ -81,10 +81,10 @@ def test_the_png_is_drawn_where_matplotlib_is_and_left_out_where_it_is_not(
 ) -> None:
     pytest.importorskip("matplotlib")
     timeline = simulate(generate("zb-v", 2, 3))
-    assert png(tmp_path / "a.png", timeline, "zb-v")
+    assert png(tmp_path / "a.png", [Panel(timeline)], "zb-v")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not png(tmp_path / "b.png", timeline)
+    assert not png(tmp_path / "b.png", [Panel(timeline)])
     assert not (tmp_path / "b.png").exists()
 
 
@@ -107,7 +107,7 @@ def test_a_trace_has_a_process_of_each_name_and_a_thread_of_each_rank() -> None:
 def test_a_schedule_that_computes_nothing_has_an_empty_picture() -> None:
     nothing = simulate(generate("1f1b", 2, 2), Costs(0, 0, 0))
     assert grid(nothing) == ""
-    assert ElementTree.fromstring(svg(nothing)).tag == f"{SPACE}svg"
+    assert ElementTree.fromstring(svg([Panel(nothing)])).tag == f"{SPACE}svg"
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("interleaved-1f1b", 4), ("zb-h1", 4), ("zb-v", 4)])
@@ -115,4 +115,4 @@ def test_the_pictures_in_the_documentation_are_what_is_drawn(name: str, ranks: i
     schedule = generate(name, ranks, 8)
     file = Path(__file__).parents[2] / "docs" / "pictures" / f"{name}.svg"
     title = f"{name}: {schedule.stages} stages, {ranks} ranks, 8 micro-batches"
-    assert file.read_text() == svg(simulate(schedule), title)
+    assert file.read_text() == svg([Panel(simulate(schedule))], title)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zeromesh.pipeline.actions import Kind, ScheduleError, parse
-from zeromesh.pipeline.generators import generate
-from zeromesh.pipeline.lowering import add_messages
-from zeromesh.pipeline.simulate import Costs, simulate
+from zeromesh.pipeline.schedule.actions import ScheduleError, parse
+from zeromesh.pipeline.schedule.generators import generate
+from zeromesh.pipeline.schedule.lowering import add_messages
+from zeromesh.pipeline.schedule.simulate import Costs, simulate
 
 TWO = """\
 microbatches: 2
@@ -22,25 +22,23 @@ def times(text: str, costs: Costs) -> list[dict[str, tuple[float, float]]]:
 
 
 def test_each_action_begins_when_its_rank_is_free_and_its_needs_are_there() -> None:
-    found = times(TWO, Costs(forward=[1, 2], input=3, weight=[1, 5], latency=0.5, size=4, bandwidth=8))
-    # A message takes 0.5 + 4/8 = 1; a whole backward of stage 1 takes 3 + 5, one of stage 0 takes 3 + 1.
+    found = times(TWO, Costs(forward=[1, 2], input=3, weight=[1, 5], latency=1))
+    # A whole backward of stage 1 takes 3 + 5, one of stage 0 takes 3 + 1.
     assert found == [
         {"F0.0": (0, 1), "F0.1": (1, 2), "I0.0": (8, 11), "W0.0": (11, 12), "B0.1": (18, 22)},
         {"F1.0": (2, 4), "I1.0": (4, 7), "F1.1": (7, 9), "B1.1": (9, 17), "W1.0": (17, 22)},
     ]
 
 
-def test_bubbles_makespan_and_what_is_held_over_time() -> None:
-    timeline = simulate(parse(TWO), Costs(forward=[1, 2], input=3, weight=[1, 5], latency=0.5, size=4, bandwidth=8))
+def test_bubbles_and_makespan() -> None:
+    timeline = simulate(parse(TWO), Costs(forward=[1, 2], input=3, weight=[1, 5], latency=1))
     assert timeline.makespan == 22
     assert timeline.bubbles == [12 / 10, 0]
     assert timeline.bubble == 12 / 10
-    assert timeline.held(0) == [(0, 0), (0, 1), (1, 2), (12, 1), (22, 0)]
-    assert timeline.held(1) == [(0, 0), (2, 1), (7, 2), (17, 1), (22, 0)]
 
 
-def test_a_backward_of_its_own_cost_and_a_boundary_s_size_both_ways() -> None:
-    costs = Costs(backward=[5, 1.5], size=[3, 100], bandwidth=1)
+def test_a_backward_of_its_own_cost_and_messages_both_ways() -> None:
+    costs = Costs(backward=[5, 1.5], latency=3)
     assert times("microbatches: 1\nplacement: 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0", costs) == [
         {"F0.0": (0, 1), "B0.0": (9.5, 14.5)},
         {"F1.0": (4, 5), "B1.0": (5, 6.5)},
@@ -59,16 +57,9 @@ def test_written_out_messages_take_the_time_of_those_understood() -> None:
         assert simulate(add_messages(plain), costs).makespan == simulate(plain, costs).makespan
 
 
-def test_what_goes_on_beside_the_computation_keeps_no_rank_busy_but_is_waited_for() -> None:
-    actions = "FETCH0 FETCH1 F0.0 F1.0 B1.0 REDUCE1 RECOMPUTE0.0 B0.0 REDUCE0 UPDATE0"
-    text = f"microbatches: 1\nplacement: 0 0\nrank 0: {actions}"
-    costs = Costs(recompute=0.5, other={Kind.FETCH: 1.5, Kind.REDUCE: 4.0})
-    found = times(text, costs)[0]
-    assert (found["FETCH0"], found["FETCH1"]) == ((0, 1.5), (0, 1.5))
-    assert (found["F0.0"], found["F1.0"], found["B1.0"]) == ((1.5, 2.5), (2.5, 3.5), (3.5, 5.5))
-    assert (found["REDUCE1"], found["RECOMPUTE0.0"], found["B0.0"]) == ((5.5, 9.5), (5.5, 6), (6, 8))
-    assert (found["REDUCE0"], found["UPDATE0"]) == ((8, 12), (12, 12))
-    assert simulate(parse(text), costs).makespan == 12
+def test_a_recomputation_takes_as_long_as_the_forward() -> None:
+    found = times("microbatches: 1\nplacement: 0\nrank 0: F0.0 RECOMPUTE0.0 B0.0", Costs(forward=1.5))[0]
+    assert found == {"F0.0": (0, 1.5), "RECOMPUTE0.0": (1.5, 3), "B0.0": (3, 5)}
 
 
 def test_the_bubble_counts_from_a_rank_s_first_to_its_last_computation() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, loop, parse, vee
-from zeromesh.pipeline.generators import NAMES, generate
-from zeromesh.pipeline.lowering import add_fetches, add_messages, add_offload, add_recompute, add_update, forward_only
-from zeromesh.pipeline.validate import validate
+from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop, parse, vee
+from zeromesh.pipeline.schedule.generators import NAMES, generate
+from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute, forward_only
+from zeromesh.pipeline.schedule.validate import validate
 
 FOLDER = Path(__file__).parent / "schedules"
 
@@ -34,10 +34,7 @@ def known() -> dict[str, Schedule]:
         for ranks, microbatches in ((2, 4), (3, 6), (4, 8))
     }
     found["interleaved-1f1b-2x5-group-3"] = generate("interleaved-1f1b", 2, 5, 3, group=3)
-    found["1f1b-3x4-all-passes"] = add_update(
-        add_messages(add_fetches(add_offload(add_recompute(generate("1f1b", 3, 4), [0, 2]), [1]))), [(0, 2)]
-    )
-    found["interleaved-1f1b-2x4-fetches"] = add_messages(add_fetches(generate("interleaved-1f1b", 2, 4)))
+    found["1f1b-3x4-recompute"] = add_messages(add_recompute(generate("1f1b", 3, 4), [0, 2]))
     found["zb-v-2x4-messages"] = add_messages(generate("zb-v", 2, 4))
     found["loop-2x3-forward-only"] = add_messages(forward_only((0, 1, 0, 1), 3))
     return found
@@ -48,12 +45,7 @@ def test_known_schedules_are_what_they_were(name: str) -> None:
     text = (FOLDER / f"{name}.txt").read_text()
     assert str(known()[name]) == text
     assert parse(text) == known()[name]
-    validate(
-        parse(text),
-        rendezvous=True,
-        training=not name.endswith("forward-only"),
-        plan="passes" in name or "fetches" in name,
-    )
+    validate(parse(text), rendezvous=True, training=not name.endswith("forward-only"))
 
 
 def test_there_is_no_file_that_no_schedule_is_compared_with() -> None:
@@ -75,7 +67,7 @@ def test_text_and_schedule_are_the_same() -> None:
 
 
 def test_every_kind_of_action_has_a_text_of_its_own() -> None:
-    actions = [Action(kind, 3, None if kind in ("FETCH", "REDUCE", "UPDATE") else 12) for kind in Kind]
+    actions = [Action(kind, 3, 12) for kind in Kind]
     schedule = Schedule(13, (0, 0, 0, 0), (tuple(actions),))
     assert len({str(action) for action in actions}) == len(Kind)
     assert parse(str(schedule)) == schedule
@@ -92,8 +84,8 @@ def test_comments_and_empty_lines_do_not_count() -> None:
     [
         (("F0.1", "X0.1"), 3, "X0.1", "an action is one of F, I, W, B,"),
         (("F0.1", "F0-1"), 3, "F0-1", "an action is one of"),
-        (("F0.1", "F0"), 3, "F0", "with a micro-batch, as in F0.1"),
-        (("F0.1", "FETCH0.1"), 3, "FETCH0.1", "without a micro-batch, as in FETCH0"),
+        (("F0.1", "F0"), 3, "F0", "with a stage and a micro-batch, as in F0.1"),
+        (("F0.1", "FETCH0"), 3, "FETCH0", "an action is one of"),
         (("rank 1", "rank 2"), 4, "rank 2", "this is the line of rank 1"),
         (("rank 1", "order 1"), 4, "order", "a line begins with"),
         (("placement: 0 1", "placement: 0 one"), 2, "one", "whole number"),

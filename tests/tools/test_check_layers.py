@@ -30,7 +30,7 @@ def tree(root: Path, **files: str) -> Path:
     (root / "zeromesh" / "__init__.py").touch()
     for key, text in files.items():
         file = root / "zeromesh" / (key.replace("__", "/") + ".py")
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         (file.parent / "__init__.py").touch()
         file.write_text(text)
     return root
@@ -63,6 +63,11 @@ def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
         ),
         ("cli__main", "import zeromesh.novel.thing", ":1 imports zeromesh.novel.thing: novel is in no layer"),
         ("model__row", "from torch import distributed", ":1 imports torch.distributed: model must not import"),
+        (
+            "pipeline__schedule__actions",
+            "import torch",
+            ":1 imports torch: pipeline.schedule must not import torch",
+        ),
         ("model__row", "import torch.distributed.tensor", ":1 imports torch.distributed.tensor: model must not import"),
     ],
 )

@@ -7,13 +7,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeromesh.pipeline import picture
-from zeromesh.pipeline.actions import Schedule, ScheduleError, parse
-from zeromesh.pipeline.execution import FREES, execute, most_held_by_rank, most_held_by_stage
-from zeromesh.pipeline.generators import ROWS, SEARCH, Shape, generate, shape_of
-from zeromesh.pipeline.lowering import add_messages
-from zeromesh.pipeline.simulate import Costs, Timeline, simulate
-from zeromesh.pipeline.validate import validate
+from zeromesh.pipeline.schedule import picture
+from zeromesh.pipeline.schedule.actions import LAST, Schedule, ScheduleError, parse
+from zeromesh.pipeline.schedule.execution import execute, most_held_by_rank, most_held_by_stage
+from zeromesh.pipeline.schedule.generators import ROWS, SEARCH, Shape, generate, shape_of
+from zeromesh.pipeline.schedule.lowering import add_messages
+from zeromesh.pipeline.schedule.simulate import Costs, Timeline, simulate
+from zeromesh.pipeline.schedule.validate import validate
 from zeromesh.train.screen import write
 
 
@@ -74,7 +74,7 @@ def show(
 def check(file: Path) -> None:
     """Say whether the schedule in a file can be run, for training or, if it has only forwards, for evaluation."""
     schedule = parse(file.read_text(encoding="utf-8"))
-    training = any(kind in FREES for kind, _, _ in schedule.present)
+    training = any(kind in LAST for kind, _, _ in schedule.present)
     validate(schedule, training=training)
     write(f"valid: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches\n")
     try:
@@ -107,11 +107,11 @@ def _write(files: ScheduleFiles, timeline: Timeline, title: str) -> None:
     if files.text:
         files.text.write_text(f"# {title}\n{add_messages(timeline.schedule)}", encoding="utf-8")
     if files.svg:
-        files.svg.write_text(picture.svg(timeline, title), encoding="utf-8")
+        files.svg.write_text(picture.svg([picture.Panel(timeline)], title), encoding="utf-8")
     if files.trace:
         steps = [step for row in timeline.ranks for step in row]
         files.trace.write_text(json.dumps(picture.trace({"predicted": steps})), encoding="utf-8")
-    if files.png and not picture.png(files.png, timeline, title):
+    if files.png and not picture.png(files.png, [picture.Panel(timeline)], title):
         raise ValueError(
             f"{files.png} was not drawn: that needs matplotlib; pip install 'zeromesh[plots]', or take --svg"
         )

@@ -30,8 +30,8 @@ from zeromesh.tensor.sequence import Stack, find_stacks
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.context.applied import SpreadSequences
-    from zeromesh.pipeline.cut import Blocks
-    from zeromesh.pipeline.samples import ModelInput
+    from zeromesh.pipeline.runtime.samples import ModelInput
+    from zeromesh.pipeline.schedule.partition import Blocks
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
 
@@ -104,7 +104,7 @@ def plan_stages(
         if chosen.record is not None:
             _log.warning("pipeline.record is set, but mesh.pipeline is 1: there are no stages, and nothing is recorded")
         return None
-    from zeromesh.pipeline.cut import describe_stages, examine
+    from zeromesh.pipeline.runtime.cut import describe_stages, examine
     from zeromesh.pipelined import Pipelined, agreed
 
     sample = None if loader is None else _sample(loader, loss_fn, mesh.device)
@@ -126,7 +126,7 @@ def plan_stages(
 
 def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torch.device) -> Blocks:
     """Return the blocks with the measured time of each."""
-    from zeromesh.pipeline.timing import measured
+    from zeromesh.pipeline.runtime.timing import measured
 
     precision = settings.precision
 
@@ -157,7 +157,7 @@ def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torc
 
 def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> ModelInput | None:
     """Return the first samples of the data, as the model will get them; None where they cannot be read."""
-    from zeromesh.pipeline.samples import ModelInput, undisturbed
+    from zeromesh.pipeline.runtime.samples import ModelInput, undisturbed
 
     def read() -> ModelInput:
         own = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls

@@ -1,1 +1,1 @@
-"""Pipeline parallelism's schedules as data: made, completed, checked, timed and drawn without torch."""
+"""Pipeline parallelism: schedules as data in ``schedule``, without torch; what runs them in ``runtime``."""

@@ -17,7 +17,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.config.settings import Resolved, Settings
 from zeromesh.config.train import RunSettings, TextData
 from zeromesh.context.order import require_length
-from zeromesh.pipeline.cut import examine
+from zeromesh.pipeline.runtime.cut import examine
 from zeromesh.pipelined import Pipelined
 from zeromesh.shard.find import find_units
 from zeromesh.tensor.derive import derive

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.model.containers import tensors_of
-from zeromesh.pipeline.cut import Blocks
-from zeromesh.pipeline.elsewhere import Elsewhere
-from zeromesh.pipeline.samples import ModelInput, undisturbed
-from zeromesh.pipeline.stage import Handed, Stages, TensorForm
-from zeromesh.pipeline.trace import copy_of
+from zeromesh.pipeline.runtime.elsewhere import Elsewhere
+from zeromesh.pipeline.runtime.samples import ModelInput, undisturbed
+from zeromesh.pipeline.runtime.stage import Handed, Stages, TensorForm
+from zeromesh.pipeline.runtime.trace import copy_of
+from zeromesh.pipeline.schedule.partition import Blocks
 
 Prepare = Callable[[nn.Module], Callable[..., Any]]
 """Makes a copy of the model ready, as training would, and gives what is to be called in its place."""

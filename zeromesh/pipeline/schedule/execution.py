@@ -5,27 +5,18 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-from zeromesh.pipeline.actions import COMPUTE, MESSAGES, Action, Kind, Schedule, ScheduleError
-
-FREES, TAKES = (Kind.WEIGHT, Kind.BACKWARD, Kind.OFFLOAD), (Kind.FORWARD, Kind.RELOAD)
-"""After these the activations of a micro-batch are no longer, or are from then on, on the device."""
+from zeromesh.pipeline.schedule.actions import LAST, MESSAGES, Action, Kind, Schedule, ScheduleError
 
 
 def input_gradient(schedule: Schedule, stage: int, microbatch: int) -> Action:
-    """The action that gives the stage before what it waits for."""
+    """Return the action that gives the stage before the gradient of its outputs."""
     split = Action(Kind.INPUT, stage, microbatch)
     return split if split in schedule.present else Action(Kind.BACKWARD, stage, microbatch)
 
 
 def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """Return the actions that must precede an action; optional ones only if the schedule has them."""
+    """Yield the actions that must precede an action; a recomputation only if the schedule has it."""
     kind, stage, microbatch = action
-    if microbatch is None or kind is Kind.TIE:
-        yield from _of_the_end(schedule, kind, stage)
-        return
-    optional = []
-    if kind in COMPUTE:
-        optional.append(Action(Kind.FETCH, stage))
     if kind is Kind.FORWARD:
         if stage > 0:
             yield _from_neighbour(schedule, action, Kind.RECEIVE_ACTIVATION, Action(kind, stage - 1, microbatch))
@@ -34,7 +25,9 @@ def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
         if stage < schedule.stages - 1:
             after = input_gradient(schedule, stage + 1, microbatch)
             yield _from_neighbour(schedule, action, Kind.RECEIVE_GRADIENT, after)
-        optional += [Action(Kind.RECOMPUTE, stage, microbatch), Action(Kind.RELOAD, stage, microbatch)]
+        again = Action(Kind.RECOMPUTE, stage, microbatch)
+        if again in schedule.present:
+            yield again
     elif kind is Kind.WEIGHT:
         yield Action(Kind.INPUT, stage, microbatch)
     elif kind is Kind.SEND_GRADIENT:
@@ -43,13 +36,8 @@ def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
         yield Action(Kind.SEND_ACTIVATION, stage - 1, microbatch)
     elif kind is Kind.RECEIVE_GRADIENT:
         yield Action(Kind.SEND_GRADIENT, stage + 1, microbatch)
-    elif kind is Kind.RELOAD:
-        yield Action(Kind.OFFLOAD, stage, microbatch)
     else:
         yield Action(Kind.FORWARD, stage, microbatch)
-        if kind is Kind.RECOMPUTE:
-            optional.append(Action(Kind.RELOAD, stage, microbatch))
-    yield from (other for other in optional if other in schedule.present)
 
 
 def _from_neighbour(schedule: Schedule, action: Action, receive: Kind, made: Action) -> Action:
@@ -58,30 +46,8 @@ def _from_neighbour(schedule: Schedule, action: Action, receive: Kind, made: Act
     return action._replace(kind=receive) if apart and schedule.has_messages else made
 
 
-def _of_the_end(schedule: Schedule, kind: Kind, stage: int) -> Iterator[Action]:
-    if kind is Kind.FETCH:
-        return
-    before = [
-        Action(last, stage, number) for last in (Kind.WEIGHT, Kind.BACKWARD) for number in range(schedule.microbatches)
-    ]
-    if kind is not Kind.REDUCE:
-        before.append(Action(Kind.REDUCE, stage))
-    if kind is Kind.UPDATE:
-        before += [Action(Kind.TIE, stage, tie) for tie in schedule.ties]
-    yield from (action for action in before if action in schedule.present)
-
-
-def _meets(schedule: Schedule, action: Action, rendezvous: bool) -> Iterator[Action]:
-    """Return the positions that other ranks must have reached for an action."""
-    if action.kind is Kind.TIE:
-        meeting = schedule.ties[action.microbatch].values()
-        yield from meeting if action in meeting else ()
-    elif rendezvous and action.kind in MESSAGES:
-        yield received_by(action)
-
-
 def received_by(send: Action) -> Action:
-    """The receive of what a send sends."""
+    """Return the receive of a send."""
     kind, distance = MESSAGES[send.kind]
     return Action(kind, send.stage + distance, send.microbatch)
 
@@ -116,9 +82,8 @@ def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int
                 reached.add(action)
                 awake.extend(waiting.pop((True, action), ()))
             missing = next(((False, need) for need in dependencies(schedule, action) if need not in done), None)
-            missing = missing or next(
-                ((True, other) for other in _meets(schedule, action, rendezvous) if other not in reached), None
-            )
+            if missing is None and rendezvous and action.kind in MESSAGES and received_by(action) not in reached:
+                missing = True, received_by(action)
             if missing:
                 waiting[missing].append(rank)
                 waits[rank] = missing[1]
@@ -162,7 +127,7 @@ def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[
         rows = []
         for kind, stage, _ in actions:
             size = 1.0 if sizes is None else sizes[stage]
-            now[stage] += size * ((kind in TAKES) - (kind in FREES))
+            now[stage] += size * ((kind is Kind.FORWARD) - (kind in LAST))
             rows.append((stage, now[stage]))
         found.append(rows)
     return found

@@ -17,8 +17,8 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.observe.operations import FORMULAS
-from zeromesh.pipeline.samples import LENGTH, ModelInput, longest_of, samples_of, undisturbed
-from zeromesh.pipeline.stage import _Gate
+from zeromesh.pipeline.runtime.samples import LENGTH, ModelInput, longest_of, samples_of, undisturbed
+from zeromesh.pipeline.runtime.stage import _Gate
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,9 @@ from torch import Tensor
 from zeromesh.comm.collectives import Group, Pending
 from zeromesh.model.linear import Kept
 from zeromesh.model.randomness import drawing_from, random_state
-from zeromesh.pipeline.actions import Action, Kind, Schedule
-from zeromesh.pipeline.lowering import BACKWARDS, LAST
-from zeromesh.pipeline.record import Recorder
-from zeromesh.pipeline.stage import Handed, Header, Stages, TensorForm
-from zeromesh.pipeline.validate import require_run
+from zeromesh.pipeline.runtime.record import Recorder
+from zeromesh.pipeline.runtime.stage import Handed, Header, Stages, TensorForm
+from zeromesh.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule
 
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
 """Tag on the pipeline axis; messages of one tag between two ranks arrive in the order of sending."""
@@ -147,11 +145,7 @@ class Interpreter:
 
         Returns:
             The losses, detached, in the order of micro-batches; none unless the last stage is here.
-
-        Raises:
-            ScheduleError: an action of any rank that is for plans only; before anything is done.
         """
-        require_run(schedule)
         run = _Running(self, schedule, batches, signatures, recorder)
         noted: AbstractContextManager[None] = nullcontext()
         actions = schedule.ranks[rank]
@@ -201,7 +195,6 @@ class _Running:
 
     def do(self, action: Action, last: bool) -> None:
         """Do one action; ``last`` if it is its stage's last backward."""
-        assert action.microbatch is not None  # those without a micro-batch are refused before the run
         if action.kind in BACKWARDS:
             self._backward(action.stage, action.microbatch, last)
         elif action.kind is Kind.WEIGHT:

@@ -20,10 +20,10 @@ from fractions import Fraction
 from functools import partial
 from itertools import product, zip_longest
 
-from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError, loop, vee
-from zeromesh.pipeline.execution import most_held_by_rank
-from zeromesh.pipeline.listing import ListRule, ListScheduler
-from zeromesh.pipeline.simulate import Costs, simulate
+from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop, vee
+from zeromesh.pipeline.schedule.execution import most_held_by_rank
+from zeromesh.pipeline.schedule.listing import ListRule, ListScheduler
+from zeromesh.pipeline.schedule.simulate import Costs, simulate
 
 SEARCH = "search"
 PATIENCE = (0.0, 0.5, 1.0)

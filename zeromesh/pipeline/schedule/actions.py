@@ -40,42 +40,16 @@ class Kind(StrEnum):
     """From the next stage."""
     RECOMPUTE = "RECOMPUTE"
     """Activations again, from the stage's input."""
-    OFFLOAD = "OFFLOAD"
-    """Activations leave the device."""
-    RELOAD = "RELOAD"
-    """Activations come back."""
-    FETCH = "FETCH"
-    """The stage's units come into slots."""
-    REDUCE = "REDUCE"
-    """The stage's gradients are reduced to their home."""
-    TIE = "TIE"
-    """Gradients of a parameter that several stages have are summed; the number is the tie's, not a micro-batch's.
-    A rank with several of the stages adds up its own, and meets the other ranks at the last."""
-    UPDATE = "UPDATE"
 
-
-OF_STAGE = frozenset({Kind.FETCH, Kind.REDUCE, Kind.UPDATE})
-"""These are done for a stage as a whole, and have no micro-batch."""
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE})
 """These keep the device busy."""
 
-_BY_UNITS = "a run fetches and reduces sharded units by itself, with zero_optimization.stage; leave it out"
-_BY_ENGINE = "a run sums tied gradients and updates by itself after the schedule; leave it out"
-_OFFLOAD = (
-    "a run leaves activations where they are; leave it out, and write RECOMPUTE before the backward "
-    '("pipeline": {"recompute": true}) or set activation_checkpointing.cpu_checkpointing'
-)
+BACKWARDS = (Kind.INPUT, Kind.BACKWARD)
+"""These give the gradient that the stage before waits for."""
 
-INSTEAD = {
-    Kind.OFFLOAD: _OFFLOAD,
-    Kind.RELOAD: _OFFLOAD,
-    Kind.FETCH: _BY_UNITS,
-    Kind.REDUCE: _BY_UNITS,
-    Kind.TIE: _BY_ENGINE,
-    Kind.UPDATE: _BY_ENGINE,
-}
-"""Kinds for plans, which are checked, timed and drawn, but never run -> what does their work in a run."""
+LAST = (Kind.WEIGHT, Kind.BACKWARD)
+"""After these a stage no longer holds the activations of a micro-batch."""
 
 MESSAGES = {
     Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
@@ -88,20 +62,20 @@ RECEIVES = frozenset(kind for kind, _ in MESSAGES.values())
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
+    """One action of a rank.
 
     Attributes:
         kind: what.
         stage: one of this rank's own, for messages too.
-        microbatch: its number, or that of a tie; None for what is done for the stage as a whole.
+        microbatch: its number, from 0.
     """
 
     kind: Kind
     stage: int
-    microbatch: int | None = None
+    microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.stage}" + ("" if self.microbatch is None else f".{self.microbatch}")
+        return f"{self.kind}{self.stage}.{self.microbatch}"
 
 
 class ScheduleError(ValueError):
@@ -156,18 +130,8 @@ class Schedule:
 
     @cached_property
     def has_messages(self) -> bool:
-        """True if sends and receives are among the actions, and not left to be understood."""
+        """True if sends and receives are among the actions."""
         return any(kind in MESSAGES for kind, _, _ in self.present)
-
-    @cached_property
-    def ties(self) -> dict[int | None, dict[int, Action]]:
-        """Return the ranks of each tie, and the last action of each, at which it meets the others."""
-        found: dict[int | None, dict[int, Action]] = {}
-        for rank, actions in enumerate(self.ranks):
-            for action in actions:
-                if action.kind is Kind.TIE:
-                    found.setdefault(action.microbatch, {})[rank] = action
-        return found
 
     def of_rank(self, rank: int) -> list[int]:
         """The stages of a rank; the n-th one is its n-th chunk."""
@@ -190,12 +154,12 @@ def vee(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 _KINDS = {kind.value: kind for kind in Kind}
-_ACTION = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
+_ACTION = re.compile(r"([A-Z]+)(\d+)\.(\d+)")
 _LINE = re.compile(r"(microbatches|placement|rank (\d+)):(.*)")
 
 
 def parse(text: str) -> Schedule:
-    """Read what ``str`` of a schedule writes.
+    """Read the text of a schedule, as ``str`` of it gives it.
 
     Raises:
         ScheduleError: naming the line and the word.
@@ -232,11 +196,7 @@ def _action(word: str, line: int) -> Action:
     match = _ACTION.fullmatch(word)
     if not match or match[1] not in _KINDS:
         raise _unread(line, word, f"an action is one of {', '.join(Kind)} with a stage and a micro-batch, as in F0.1")
-    kind = _KINDS[match[1]]
-    if (match[3] is None) != (kind in OF_STAGE):
-        rule = f"without a micro-batch, as in {kind}0" if kind in OF_STAGE else f"with a micro-batch, as in {kind}0.1"
-        raise _unread(line, word, f"{kind} is written {rule}")
-    return Action(kind, int(match[2]), None if match[3] is None else int(match[3]))
+    return Action(_KINDS[match[1]], int(match[2]), int(match[3]))
 
 
 def _unread(line: int, word: str, rule: str) -> ScheduleError:
@@ -244,7 +204,7 @@ def _unread(line: int, word: str, rule: str) -> ScheduleError:
 
 
 SHOWN = 6
-"""So many actions before and after a fault are shown."""
+"""Actions that are shown before and after a fault."""
 
 
 def _around(schedule: Schedule, rank: int, position: int) -> str:

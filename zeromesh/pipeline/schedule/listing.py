@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zeromesh.pipeline.actions import Action, Kind, Schedule, ScheduleError
-from zeromesh.pipeline.simulate import Costs
+from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError
+from zeromesh.pipeline.schedule.simulate import Costs
 
 FORWARD, INPUT, WEIGHT, BACKWARD = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD
 
@@ -56,7 +56,7 @@ class ListScheduler:
         self._sizes = costs.activations(len(placement))
         self._time = {(kind, stage): costs.time(kind, stage) for kind in rule.priority for stage in stages}
         apart = [stage > 0 and placement[stage - 1] != placement[stage] for stage in stages]
-        self._message = [costs.message(stage - 1, stage) if apart[stage] else 0.0 for stage in stages]
+        self._message = [costs.latency if apart[stage] else 0.0 for stage in stages]
         self._done = {(kind, stage): 0 for kind in rule.priority for stage in stages}
         self._end: dict[tuple[Kind, int, int], float] = {}
 

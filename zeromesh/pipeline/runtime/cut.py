@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
 from zeromesh.model.chain import Chain
-from zeromesh.pipeline.elsewhere import Elsewhere
-from zeromesh.pipeline.samples import ModelInput
-from zeromesh.pipeline.trace import ModelTrace, trace
+from zeromesh.pipeline.runtime.elsewhere import Elsewhere
+from zeromesh.pipeline.runtime.samples import ModelInput
+from zeromesh.pipeline.runtime.trace import ModelTrace, trace
+from zeromesh.pipeline.schedule.partition import Blocks, Cut
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -21,61 +21,6 @@ Place = tuple[nn.Module, str]
 """Place of a parameter: the module, and its name there."""
 
 REMEDY = "name others in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A model cut into stages.
-
-    Attributes:
-        blocks: their names, in the order in which they are called.
-        starts: the first block of each stage.
-        stages: by parameter, under the first of its names, the stages that need it, ascending. Several where it is
-            tied.
-        buffers: by name, of all that it has, the stage whose values of it count; outside of blocks all have it.
-    """
-
-    blocks: tuple[str, ...]
-    starts: tuple[int, ...]
-    stages: Mapping[str, tuple[int, ...]]
-    buffers: Mapping[str, int]
-
-    def stage_of(self, block: int) -> int:
-        """The stage of a block, by its number."""
-        return max(stage for stage, start in enumerate(self.starts) if start <= block)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks of a model. What is computed between a block and the next belongs to that block.
-
-    Attributes:
-        names: in the order in which they are called. Each may be the first of a stage.
-        types: the names of their classes.
-        uses: by parameter, under the first of its names, the numbers of the blocks that need it, ascending.
-        parameters: how many elements each needs.
-        operations: floating-point operations of each; None where they could not be counted.
-        buffers: by name, of all that it has, the number of the first block that has it.
-        seconds: forward and backward of each; None where they were not measured.
-        sample: what the model can be called with, as far as that is known.
-        finer: patterns of smaller blocks inside of them.
-    """
-
-    names: tuple[str, ...]
-    types: tuple[str, ...]
-    uses: Mapping[str, tuple[int, ...]]
-    parameters: tuple[float, ...]
-    operations: tuple[float, ...] | None
-    buffers: Mapping[str, int] = field(default_factory=dict)
-    seconds: tuple[float, ...] | None = None
-    sample: ModelInput | None = field(default=None, compare=False)
-    finer: tuple[str, ...] = ()
-
-    def cut(self, starts: Sequence[int]) -> Cut:
-        """The model cut before these blocks."""
-        cut = Cut(self.names, tuple(starts), {}, {})
-        stages = {name: tuple(sorted({cut.stage_of(b) for b in blocks})) for name, blocks in self.uses.items()}
-        return Cut(cut.blocks, cut.starts, stages, {name: cut.stage_of(block) for name, block in self.buffers.items()})
 
 
 def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput | None = None) -> Blocks:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.pipeline.elsewhere import counting, counts
-from zeromesh.pipeline.twice import Parameters
+from zeromesh.pipeline.runtime.elsewhere import counting, counts
+from zeromesh.pipeline.runtime.twice import Parameters
 
 
 @dataclass(frozen=True)

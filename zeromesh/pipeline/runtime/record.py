@@ -17,10 +17,10 @@ import torch
 from zeromesh.comm.collectives import Group
 from zeromesh.observe.spans import clock_of
 from zeromesh.observe.trace import free_path
-from zeromesh.pipeline.actions import COMPUTE, MESSAGES, Kind, Schedule
-from zeromesh.pipeline.execution import most_held_by_rank, received_by
-from zeromesh.pipeline.picture import Panel, panels, panels_png, trace
-from zeromesh.pipeline.simulate import Costs, TimedAction, Timeline, simulate
+from zeromesh.pipeline.schedule.actions import COMPUTE, MESSAGES, Kind, Schedule
+from zeromesh.pipeline.schedule.execution import most_held_by_rank, received_by
+from zeromesh.pipeline.schedule.picture import Panel, png, svg, trace
+from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
 MEETINGS = 5
 """Times that ranks meet to compare their clocks, where these are of several nodes."""
@@ -125,8 +125,8 @@ class Recorded:
         most = tuple(int(count) for count in most_held_by_rank(self.measured.schedule))
         return [
             Panel(
-                f"{name}: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble:.1%}",
                 timeline,
+                f"{name}: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble:.1%}",
                 [f"{bubble:.1%}, {count} held" for bubble, count in zip(timeline.bubbles, held, strict=True)],
             )
             for name, timeline, held in (
@@ -147,12 +147,12 @@ class Recorded:
         folder.mkdir(parents=True, exist_ok=True)
         picture, image, spans = (free_path(folder / f"{name}{ending}") for ending in (".svg", ".png", ".json"))
         title = name.replace("_", " ")
-        picture.write_text(panels(self.panels(), title), encoding="utf-8")
+        picture.write_text(svg(self.panels(), title, is_seconds=True), encoding="utf-8")
         timelines = {"predicted": self.predicted, "measured": self.measured}
         processes = {name: [step for row in each.ranks for step in row] for name, each in timelines.items()}
         waits = {"measured": [step for row in self.waits for step in row]}
         spans.write_text(json.dumps(trace(processes, waits)), encoding="utf-8")
-        return [picture, image, spans] if panels_png(image, self.panels(), title) else [picture, spans]
+        return [picture, image, spans] if png(image, self.panels(), title, is_seconds=True) else [picture, spans]
 
 
 def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Schedule) -> Recorded:

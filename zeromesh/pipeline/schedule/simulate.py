@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-from zeromesh.pipeline.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
-from zeromesh.pipeline.execution import FREES, TAKES, dependencies, execute
+from zeromesh.pipeline.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
+from zeromesh.pipeline.schedule.execution import dependencies, execute
 
 PerStage = float | Sequence[float]
 """One number for all stages, or one for each."""
@@ -16,49 +15,33 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of actions in any unit of time, bytes, and bytes per unit of time.
+    """Times of actions, in any unit, and memory of activations.
 
     Attributes:
-        forward: time of a micro-batch's forward.
+        forward: time of a micro-batch's forward, and of its recomputation.
         input: of its input gradient.
         weight: of its weight gradient.
         backward: of both at once; the sum of both if left out.
-        recompute: of a forward again; as the forward if left out.
-        latency: of a message, whatever its size.
-        size: bytes that a stage sends to the next one, and as many come back.
-        bandwidth: bytes per unit of time between two ranks.
+        latency: of a message between two ranks.
         activation: memory of what a stage keeps of a micro-batch for its backward.
-        other: time of other kinds; they go on beside the computation.
     """
 
     forward: PerStage = 1.0
     input: PerStage = 1.0
     weight: PerStage = 1.0
     backward: PerStage | None = None
-    recompute: PerStage | None = None
     latency: float = 0.0
-    size: PerStage = 0.0
-    bandwidth: float = math.inf
     activation: PerStage = 1.0
-    other: Mapping[Kind, float] = field(default_factory=dict)
 
     def time(self, kind: Kind, stage: int) -> float:
-        """Return the time that an action of this kind takes the stage's rank."""
-        if kind is Kind.FORWARD or (kind is Kind.RECOMPUTE and self.recompute is None):
+        """Return the time that an action of this kind takes the stage's rank; 0 of messages, which it begins only."""
+        if kind in (Kind.FORWARD, Kind.RECOMPUTE):
             return of_stage(self.forward, stage)
-        if kind is Kind.BACKWARD and self.backward is None:
-            return of_stage(self.input, stage) + of_stage(self.weight, stage)
-        given = {
-            Kind.INPUT: self.input,
-            Kind.WEIGHT: self.weight,
-            Kind.BACKWARD: self.backward,
-            Kind.RECOMPUTE: self.recompute,
-        }.get(kind)
-        return self.other.get(kind, 0.0) if given is None else of_stage(given, stage)
-
-    def message(self, first: int, second: int) -> float:
-        """Return the time of a message between neighbouring stages."""
-        return self.latency + of_stage(self.size, min(first, second)) / self.bandwidth
+        if kind is Kind.BACKWARD and self.backward is not None:
+            return of_stage(self.backward, stage)
+        needs_input, needs_weight = kind in (Kind.INPUT, Kind.BACKWARD), kind in (Kind.WEIGHT, Kind.BACKWARD)
+        time = of_stage(self.input, stage) if needs_input else 0.0
+        return time + of_stage(self.weight, stage) if needs_weight else time
 
     def activations(self, stages: int) -> list[float]:
         """Memory of one micro-batch's activations, by stage."""
@@ -116,21 +99,12 @@ class Timeline:
         """The largest of any rank."""
         return max(self.bubbles, default=0.0)
 
-    def held(self, stage: int) -> list[tuple[float, int]]:
-        """From when on a stage holds the activations of how many micro-batches."""
-        rows, count = [(0.0, 0)], 0
-        for step in self.ranks[self.schedule.placement[stage]]:
-            if step.action.stage == stage and step.action.kind in TAKES + FREES:
-                count += 1 if step.action.kind in TAKES else -1
-                rows.append((step.start if step.action.kind in TAKES else step.end, count))
-        return rows
-
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Follow a schedule, with or without its messages written out.
 
-    A rank does its actions in order. Only computation keeps it busy: messages, fetches and the like are begun in their
-    turn and go on beside it, and what needs them waits.
+    A rank does its actions in order. Only computation keeps it busy: messages are begun in their turn and go on beside
+    it, and what needs them waits.
 
     Raises:
         ScheduleError: ranks wait for each other for ever.
@@ -144,7 +118,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         needed = 0.0
         for other in dependencies(schedule, action):
             away = schedule.placement[other.stage] != rank
-            needed = max(needed, ready[other] + (costs.message(other.stage, action.stage) if away else 0.0))
+            needed = max(needed, ready[other] + (costs.latency if away else 0.0))
         # A receive is begun before its message is there.
         start = free[rank] if action.kind in RECEIVES else max(free[rank], needed)
         end = start + costs.time(action.kind, action.stage)

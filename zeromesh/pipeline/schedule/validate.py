@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from zeromesh.pipeline.actions import INSTEAD, MESSAGES, OF_STAGE, RECEIVES, Action, Kind, Schedule, ScheduleError
-from zeromesh.pipeline.execution import execute, held, received_by
-from zeromesh.pipeline.simulate import Costs
-
-REPEATED = (Kind.FETCH,)
-"""Kinds of actions that may occur more than once."""
+from zeromesh.pipeline.schedule.actions import (
+    MESSAGES,
+    RECEIVES,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+)
+from zeromesh.pipeline.schedule.execution import execute, held, received_by
+from zeromesh.pipeline.schedule.simulate import Costs
 
 
 def validate(
@@ -18,17 +22,15 @@ def validate(
     costs: Costs | None = None,
     rendezvous: bool = False,
     training: bool = True,
-    plan: bool = False,
 ) -> None:
-    """Check all that can go wrong while a schedule is run.
+    """Check that a schedule is complete, that its messages match, and that its ranks get to its end.
 
     Args:
         schedule: with or without its messages.
         memory: what activations may take on a rank; 1 for each micro-batch and stage, unless the costs say otherwise.
         costs: for what activations take.
-        rendezvous: whether ranks must also get to the end where a send waits for its receive.
-        training: whether there must be backwards; without, there must be none.
-        plan: accept actions that are timed and drawn, but that no run does.
+        rendezvous: also check that ranks get to the end where a send waits for its receive.
+        training: require backwards; else there must be none.
 
     Raises:
         ScheduleError: the first fault, with its kind, its place and what would be right.
@@ -40,24 +42,8 @@ def validate(
     execute(schedule)
     if rendezvous:
         execute(schedule, rendezvous=True)
-    if not plan:
-        require_run(schedule)
     if memory is not None and training:
         _check_memory(schedule, memory, costs or Costs())
-
-
-def require_run(schedule: Schedule) -> None:
-    """Check that a run does all actions of a schedule.
-
-    Raises:
-        ScheduleError: the first action that is for plans only, with what to write instead.
-    """
-    if not any(kind in INSTEAD for kind, _, _ in schedule.present):
-        return
-    for rank, actions in enumerate(schedule.ranks):
-        for position, action in enumerate(actions):
-            if action.kind in INSTEAD:
-                raise ScheduleError("not run", INSTEAD[action.kind], schedule, rank, position)
 
 
 def _check_places(schedule: Schedule) -> None:
@@ -75,16 +61,13 @@ def _check_places(schedule: Schedule) -> None:
             place = schedule, rank, position
             if not 0 <= action.stage < schedule.stages:
                 raise ScheduleError("unknown stage", f"there are stages 0 to {schedule.stages - 1}", *place)
-            numbered = action.kind not in OF_STAGE
-            if (action.microbatch is not None) != numbered:
-                raise ScheduleError("unknown micro-batch", f"{action.kind} has {'one' if numbered else 'none'}", *place)
-            if numbered and action.kind is not Kind.TIE and action.microbatch not in range(schedule.microbatches):
+            if action.microbatch not in range(schedule.microbatches):
                 last = schedule.microbatches - 1
                 raise ScheduleError("unknown micro-batch", f"there are micro-batches 0 to {last}", *place)
             if schedule.placement[action.stage] != rank:
                 right = schedule.placement[action.stage]
                 raise ScheduleError("wrong rank", f"stage {action.stage} is on rank {right}; move it there", *place)
-            if action in seen and action.kind not in REPEATED:
+            if action in seen:
                 raise ScheduleError("done twice", "it has been done already; leave one of them out", *place)
             seen.add(action)
 
