@@ -41,8 +41,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zeromesh.config.train import ModelShape
-from zeromesh.observe.inventory import memory
-from zeromesh.observe.process import peak_bytes
+from zeromesh.observe.machine import memory, peak_bytes
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.architectures.flops import parameters, training_flops_per_token
 

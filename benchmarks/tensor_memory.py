@@ -35,7 +35,7 @@ from worker import LARGE
 from zeromesh import initialize
 from zeromesh.comm.environment import init_distributed, shutdown
 from zeromesh.launcher.launch import launch
-from zeromesh.observe.process import live_bytes
+from zeromesh.observe.machine import live_bytes
 
 SPLIT = ("parameter", "gradient", "optimizer")
 LINES = {

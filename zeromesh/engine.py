@@ -25,8 +25,7 @@ from zeromesh.model.containers import map_tensors
 from zeromesh.observe.monitors import Monitor, learning_values
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.spans import span
-from zeromesh.optim.answers import answer
-from zeromesh.optim.bound import bind
+from zeromesh.optim.bound import answer, bind
 from zeromesh.replicas import require_equal_replicas
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shortage import Explained, explain

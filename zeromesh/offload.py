@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zeromesh.comm.agreement import attempt, share
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.parts import Aio
-from zeromesh.observe.inventory import memory
+from zeromesh.observe.machine import memory
 from zeromesh.optim.host import count_states, states_of
 from zeromesh.shard.budget import NEXT, PARTS, MemoryBudget, Prepare, require_host_memory
 from zeromesh.shard.flat import Flat

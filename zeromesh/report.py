@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.collectives import Traffic
 from zeromesh.model.placement import Tier
-from zeromesh.observe.process import live_bytes, peak_bytes
+from zeromesh.observe.machine import live_bytes, peak_bytes
 from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:

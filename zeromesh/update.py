@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.stragglers import Stragglers
 from zeromesh.observe.spans import span
-from zeromesh.optim.answers import answer
+from zeromesh.optim.bound import answer
 from zeromesh.optim.host import HostSteps
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.replicas import require_equal_replicas

@@ -16,7 +16,7 @@ from zeromesh.cli import doctor as module
 from zeromesh.cli.doctor import doctor
 from zeromesh.comm import links
 from zeromesh.comm.environment import VARIABLES, Environment, device_of_group
-from zeromesh.observe import inventory
+from zeromesh.observe import machine as observed
 
 COMMAND = ["-m", "zeromesh.cli.main", "doctor"]
 
@@ -28,8 +28,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.destroy_process_group()
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(inventory, "DISK_BYTES", 4 << 20)
-    monkeypatch.setattr(inventory, "MEMORY_BYTES", 4 << 20)
+    monkeypatch.setattr(observed, "DISK_BYTES", 4 << 20)
+    monkeypatch.setattr(observed, "MEMORY_BYTES", 4 << 20)
 
 
 def examined(capsys: pytest.CaptureFixture[str], folder: Path) -> tuple[bool, dict[str, Any]]:
@@ -179,7 +179,7 @@ def test_a_link_much_slower_than_the_others_of_its_kind_is_a_problem() -> None:
 
 
 def sound_machine(folder: Path) -> dict[str, Any]:
-    found = inventory.inventory(folder)
+    found = observed.inventory(folder)
     found["memory"] |= {"available_bytes": 8 << 30, "shared_bytes": 8 << 30}
     found["disk"] |= {"free_bytes": 100 << 30}
     return found | {"unused_gpus": 0}
@@ -200,17 +200,17 @@ def test_what_stands_in_the_way_is_a_problem(
     tmp_path: Path, part: str | None, change: dict[str, Any], problem: str
 ) -> None:
     machine = sound_machine(tmp_path)
-    assert inventory.problems(machine) == []
+    assert observed.problems(machine) == []
     worse = copy.deepcopy(machine)
     (worse if part is None else worse[part]).update(change)
-    [found] = inventory.problems(worse)
+    [found] = observed.problems(worse)
     assert problem in found["problem"]
     assert found["remedy"]
 
 
 def test_a_folder_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
-    machine = sound_machine(tmp_path) | {"disk": inventory.disk(tmp_path / "none")}
-    [found] = inventory.problems(machine)
+    machine = sound_machine(tmp_path) | {"disk": observed.disk(tmp_path / "none")}
+    [found] = observed.problems(machine)
     assert "none cannot be used: No such file or directory" in found["problem"]
 
 
@@ -233,4 +233,4 @@ def test_the_lowest_limit_of_the_control_groups_counts(
         file = tmp_path / "fs" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
-    assert inventory.memory_limit(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == limit
+    assert observed.memory_limit(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == limit

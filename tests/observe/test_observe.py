@@ -11,8 +11,7 @@ from rich.console import Console
 
 from zeromesh.observe import machine
 from zeromesh.observe.machine import measured_flops, peak_flops
-from zeromesh.observe.metrics import MetricsLog, read_metrics
-from zeromesh.observe.pictures import loss_picture
+from zeromesh.observe.metrics import MetricsLog, loss_picture, read_metrics
 from zeromesh.observe.progress import Display, Figures
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 

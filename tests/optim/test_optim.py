@@ -310,7 +310,6 @@ def test_fp32_pieces_agree_with_one_rank(name):
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("AdamV", {}, 'did you mean "Adam'),
         ("adamw", {"weight_decey": 0.1}, 'weight_decey.*did you mean "weight_decay"'),
         ("adamw", {"learning_rate": 0.1}, r'optimizer\.params\.learning_rate is no parameter.*did you mean "lr"'),
         ("adamw", {"lr": "3e-4"}, r'optimizer\.params\.lr = "3e-4" must be a number; write it without the quotes'),

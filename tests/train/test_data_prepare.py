@@ -24,7 +24,7 @@ import zeromesh.train.data.encode as encode_module
 import zeromesh.train.data.making as making_module
 from test_data_indexed import published
 from zeromesh.config.train import TextData
-from zeromesh.observe.reading import ReadingBar
+from zeromesh.observe.progress import ReadingBar
 from zeromesh.train.data.encode import Encoder, Side, encode_all
 from zeromesh.train.data.indexed import IndexedWriter
 from zeromesh.train.data.prepare import Changed, prepare

@@ -35,7 +35,7 @@ from zeromesh.comm.environment import (
 from zeromesh.comm.launchers import MPI
 from zeromesh.comm.links import SPEED, measure, mesh_of_nodes
 from zeromesh.launcher.launch import RankFailure, launch
-from zeromesh.observe.inventory import inventory, problems
+from zeromesh.observe.machine import inventory, problems
 from zeromesh.observe.units import bytes_text
 from zeromesh.train.screen import make_console, write
 

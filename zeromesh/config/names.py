@@ -40,7 +40,7 @@ def check_optimizer(name: str) -> str:
 
     if name.lower() in GONE_OPTIMIZERS:
         raise ValueError(f"is not available; {GONE_OPTIMIZERS[name.lower()]}")
-    return _check(name, OPTIMIZERS, _classes(torch.optim, torch.optim.Optimizer), "torch.optim")
+    return _check(name, OPTIMIZERS, public_classes(torch.optim, torch.optim.Optimizer), "torch.optim")
 
 
 def check_scheduler(name: str) -> str:
@@ -52,19 +52,19 @@ def check_scheduler(name: str) -> str:
             "needs a metric in every step, which the engine does not have; leave the scheduler out, make one over the "
             "optimizer that initialize returns, and call its step(metric) yourself"
         )
-    return _check(name, SCHEDULERS, _classes(lr_scheduler, lr_scheduler.LRScheduler), "torch.optim.lr_scheduler")
+    return _check(name, SCHEDULERS, public_classes(lr_scheduler, lr_scheduler.LRScheduler), "torch.optim.lr_scheduler")
 
 
-def _classes(module: object, base: type) -> list[str]:
-    """Names of the public subclasses of ``base`` in ``module``."""
+def public_classes(module: object, base: type) -> dict[str, type]:
+    """Return the public subclasses of ``base`` in ``module``, by name in lower case."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     found = {name: value for name, value in public.items() if isinstance(value, type) and value is not base}
-    return [name for name, value in found.items() if issubclass(value, base)]
+    return {name.lower(): value for name, value in found.items() if issubclass(value, base)}
 
 
-def _check(name: str, ours: tuple[str, ...], theirs: list[str], module: str) -> str:
-    if name.lower() in {known.lower() for known in (*ours, *theirs)}:
+def _check(name: str, ours: tuple[str, ...], theirs: dict[str, type], module: str) -> str:
+    if name.lower() in {*map(str.lower, ours), *theirs}:
         return name
-    suggestion = nearest(name, (*ours, *theirs))
+    suggestion = nearest(name, (*ours, *(cls.__name__ for cls in theirs.values())))
     remedy = f"did you mean {show(suggestion)}?" if suggestion else "choose one of them"
     raise ValueError(f"must be one of {', '.join(ours)}, or a class of {module}; {remedy}")

@@ -1,11 +1,43 @@
-"""Peak rates of the machine."""
+"""The machine: versions, devices, processor, memory and disk, their measured speeds, and the memory of this process."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
 import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from zeromesh.kernels.native import examine
+
+EXTRAS = {
+    "mpi4py": "mpi",
+    "transformers": "hf",
+    "peft": "hf",
+    "datasets": "datasets",
+    "matplotlib": "plots",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
+"""Optional packages, and the extra of ZeroMesh that brings each."""
+
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm")
+"""Flags of processors that say how fast matrix products are, as Linux names them."""
+
+DISK_BYTES = 64 << 20
+DISK_SECONDS = 2.0
+MEMORY_BYTES = 256 << 20
 
 DENSE_16BIT_FLOPS: dict[str, float] = {
     "B200": 2250e12,
@@ -23,6 +55,228 @@ DENSE_16BIT_FLOPS: dict[str, float] = {
 """Operations per second of 16-bit matrix products without sparsity, from the makers' data sheets, by a part of the
 device's name; the first that fits counts."""
 
+BURSTS = 5
+PAUSE_SECONDS = 0.1
+
+
+def installed(package: str) -> str | None:
+    """Version of a package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, Any]:
+    """``{python, torch, zeromesh, packages}``; a package that is missing has no version, but a command."""
+    packages = {
+        name: {"version": installed(name), "install": f"pip install 'zeromesh[{extra}]'"}
+        for name, extra in EXTRAS.items()
+    }
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "zeromesh": installed("zeromesh"),
+        "packages": packages,
+    }
+
+
+def devices() -> list[dict[str, Any]]:
+    """Accelerators that torch can use: ``{type, index, name, memory_bytes, free_bytes}``; None where it is unknown."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    found = []
+    for index in range(torch.accelerator.device_count()):
+        device = {"type": accelerator.type, "index": index, "name": None, "memory_bytes": None, "free_bytes": None}
+        if accelerator.type == "cuda":
+            free, total = torch.cuda.mem_get_info(index)
+            device |= {"name": torch.cuda.get_device_name(index), "memory_bytes": total, "free_bytes": free}
+        found.append(device)
+    return found
+
+
+def unused_gpus() -> int:
+    """Nvidia's devices that the system has and torch cannot use."""
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return 0 if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" else there
+
+
+def processor() -> dict[str, Any]:
+    """``{model, cores, instructions}``: cores that this process may use, and which of ``INSTRUCTIONS`` they have."""
+    lines = _lines("/proc/cpuinfo")
+    values = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = set((values.get("flags") or values.get("Features") or "").split())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "model": values.get("model name") or platform.processor() or platform.machine(),
+        "cores": cores,
+        "instructions": [name for name in INSTRUCTIONS if name in flags],
+    }
+
+
+def memory() -> dict[str, Any]:
+    """``{total_bytes, available_bytes, limit_bytes, shared_bytes, shared_free_bytes}``; None where it is unknown.
+
+    The limit is the lowest that a control group of this process sets; ``shared`` is /dev/shm.
+    """
+    values = {key: int(rest.split()[0]) * 1024 for key, _, rest in (x.partition(":") for x in _lines("/proc/meminfo"))}
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return {
+        "total_bytes": values.get("MemTotal"),
+        "available_bytes": values.get("MemAvailable"),
+        "limit_bytes": memory_limit(),
+        "shared_bytes": shared and shared.total,
+        "shared_free_bytes": shared and shared.free,
+    }
+
+
+def memory_limit(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes of host memory that the control groups of this process allow it; None for no limit."""
+    limits = []
+    for line in _lines(groups):
+        _, kinds, name = line.split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        top, file = (Path(root, "memory"), "memory.limit_in_bytes") if kinds else (Path(root), "memory.max")
+        folder = Path(f"{top}{name}")
+        for place in (folder, *folder.parents):
+            text = "".join(_lines(str(place / file))).strip()
+            if text.isdecimal() and int(text) < 1 << 60:  # the first version's word for none is a huge number
+                limits.append(int(text))
+            if place == top:
+                break
+    return min(limits, default=None)
+
+
+def memory_bandwidth(threads: int) -> float:
+    """Bytes per second that all cores together read and write in copies of memory larger than most caches."""
+    available = memory()["available_bytes"] or 8 * MEMORY_BYTES
+    count = max(1 << 20, min(MEMORY_BYTES, available // 8))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        source = torch.ones(count, dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        best = float("inf")
+        for _ in range(5):
+            start = time.perf_counter()
+            target.copy_(source)
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(before)
+    return 2 * count / best
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    """``{folder, free_bytes, write_bytes_per_second, read_bytes_per_second, error}`` of a folder.
+
+    A file of ``DISK_BYTES``, or what can be written in ``DISK_SECONDS``, is written and synced. It is read after the
+    system was asked to forget it; the speed is None where it cannot be asked. What a disk or its controller keeps in a
+    memory of their own counts as theirs.
+    """
+    found: dict[str, Any] = {
+        "folder": str(folder.absolute()),
+        "free_bytes": None,
+        "write_bytes_per_second": None,
+        "read_bytes_per_second": None,
+        "error": None,
+    }
+    try:
+        found["free_bytes"] = shutil.disk_usage(folder).free
+        if found["free_bytes"] < 2 * DISK_BYTES:
+            return found | {"error": f"less than {2 * DISK_BYTES} bytes are free, too few to measure its speed"}
+        with tempfile.TemporaryFile(dir=folder, prefix=".zeromesh-", buffering=0) as file:
+            return found | _speed_of(file.fileno())
+    except OSError as error:
+        return found | {"error": error.strerror or str(error)}
+
+
+def _speed_of(file: int) -> dict[str, Any]:
+    block = os.urandom(4 << 20)  # a disk may compress
+    written, start = 0, time.perf_counter()
+    while written < DISK_BYTES and time.perf_counter() - start < DISK_SECONDS:
+        written += os.write(file, block)
+        os.fsync(file)
+    write = written / (time.perf_counter() - start)
+    if not hasattr(os, "posix_fadvise"):
+        return {"write_bytes_per_second": write}
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(file, 0, os.SEEK_SET)
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < DISK_SECONDS and (read := len(os.read(file, len(block)))):
+        count += read
+    return {"write_bytes_per_second": write, "read_bytes_per_second": count / (time.perf_counter() - start)}
+
+
+def inventory(folder: Path) -> dict[str, Any]:
+    """All of this machine: ``{host, versions, devices, unused_gpus, processor, kernels, memory, disk}``."""
+    cores, (instructions, missing) = processor(), examine()
+    return {
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "devices": devices(),
+        "unused_gpus": unused_gpus(),
+        "processor": cores,
+        "kernels": {"instructions": instructions or None, "missing": missing},
+        "memory": memory() | {"bandwidth_bytes_per_second": memory_bandwidth(cores["cores"])},
+        "disk": disk(folder),
+    }
+
+
+def problems(found: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the obstacles to training in an inventory, each as ``{problem, remedy}``."""
+    return [{"problem": problem, "remedy": remedy} for wrong, problem, remedy in _checks(found) if wrong]
+
+
+def _checks(found: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
+    have, place, gpus = found["memory"], found["disk"], found["unused_gpus"]
+    torch_version = tuple(int(part) for part in found["versions"]["torch"].split("+")[0].split(".")[:2])
+    free, shared, available = place["free_bytes"], have["shared_bytes"], have["available_bytes"]
+    return [
+        (
+            torch_version < (2, 11),
+            f"torch is {found['versions']['torch']}, and ZeroMesh needs 2.11 or later",
+            "pip install --upgrade torch",
+        ),
+        (
+            gpus > 0,
+            f"the machine has {gpus} Nvidia device(s), and torch {found['versions']['torch']} cannot use them",
+            "install a torch built for CUDA, and a driver that is as new; nvidia-smi shows the driver",
+        ),
+        (
+            shared is not None and shared < 256 << 20,
+            f"/dev/shm has {(shared or 0) >> 20} MiB, and processes that load data pass their tensors through it",
+            "give a container more: docker run --shm-size=8g, or --ipc=host",
+        ),
+        (
+            available is not None and available < 1 << 30,
+            f"{(available or 0) >> 20} MiB of host memory are available",
+            "end what uses the memory, or take a machine with more",
+        ),
+        (
+            place["error"] is not None and free is None,
+            f"the folder {place['folder']} cannot be used: {place['error']}",
+            "name another one with --folder",
+        ),
+        (
+            place["error"] is not None and free is not None and free >= 2 * DISK_BYTES,
+            f"the folder {place['folder']} cannot be written: {place['error']}",
+            "name another one with --folder, where checkpoints are to be written",
+        ),
+        (
+            free is not None and free < 5 << 30,
+            f"{(free or 0) >> 20} MiB are free in {place['folder']}",
+            "make room before training, or write checkpoints elsewhere: a model's states take 16 bytes per parameter",
+        ),
+    ]
+
+
+def _lines(file: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(file).read_text(errors="replace").splitlines()
+    return []
+
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second that this process can at best do in matrix products: from a table, else measured."""
@@ -32,10 +286,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
             if part in name:
                 return flops
     return measured_flops(device, dtype)
-
-
-BURSTS = 5
-PAUSE_SECONDS = 0.1
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
@@ -64,3 +314,21 @@ def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes in use now: tensors on an accelerator; on a CPU the resident memory of the process."""
+    if device.type != "cpu":
+        return int(torch.accelerator.memory_allocated(device))
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return peak_bytes(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that have been in use, in the same sense, since the process started."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

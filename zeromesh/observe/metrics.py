@@ -1,10 +1,14 @@
-"""Metrics as JSON lines: one record per line, written at once, and never twice for the same step."""
+"""Metrics as JSON lines, one record per line, written at once, never twice for the same step; and a picture of them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+Curve = Sequence[tuple[int, float]]
+"""Steps and values."""
 
 
 class MetricsLog:
@@ -48,3 +52,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return records
+
+
+def loss_picture(path: Path, training: Curve, validation: Curve) -> bool:
+    """Draw the loss in nats per token over the steps. Returns whether matplotlib was there to do it."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if training:
+        axes.plot(*zip(*training, strict=True), linewidth=1, label="training")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), marker="o", markersize=3, label="validation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(alpha=0.3)
+    if training or validation:
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,4 +1,4 @@
-"""Progress of training: one live line on a terminal that can rewrite it, plain lines elsewhere."""
+"""Progress of training and of reading: one live line on a terminal that can rewrite it, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Column
 
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 
-PLAIN_SECONDS = 5.0
+STEP_SECONDS = 5.0
+READING_SECONDS = 10.0
 """Without a terminal, a line is written when so much time has passed since the last one."""
 
 
@@ -91,10 +100,38 @@ class Display(Live):
             self._bar.update(self._task, completed=figures.step, description=figures.text())
             return
         now = time.monotonic()
-        if figures.step == self._steps or now - self._last_plain >= PLAIN_SECONDS:
+        if figures.step == self._steps or now - self._last_plain >= STEP_SECONDS:
             self._last_plain = now
             self.line(f"step {figures.step}/{self._steps}  {figures.text()}")
 
     def line(self, text: str) -> None:
         """Write a line that stays."""
         self._console.print(text, markup=False)
+
+
+class ReadingBar(Live):
+    """Shows how many bytes were read. A context: the bar ends with it.
+
+    Args:
+        console: where to; None for nowhere.
+        what: a few words.
+        total: bytes.
+    """
+
+    def __init__(self, console: Console | None, what: str, total: int) -> None:
+        self._console, self._what, self._total, self._read = console, what, total, 0
+        self._last = time.monotonic()
+        if console is not None and console.is_terminal and not console.is_dumb_terminal:
+            columns = (BarColumn(20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(TextColumn(what), *columns, console=console, transient=True)
+            self._task = self._bar.add_task(what, total=total)
+
+    def advance(self, count: int) -> None:
+        """Count bytes that were read."""
+        self._read += count
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._read)
+        elif self._console is not None and now - self._last >= READING_SECONDS:
+            self._last = now
+            self._console.print(f"{self._what}: {bytes_text(self._read)} of {bytes_text(self._total)}")

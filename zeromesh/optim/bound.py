@@ -1,4 +1,4 @@
-"""An optimizer whose own ``step()`` and ``zero_grad()`` act on the engine that it belongs to."""
+"""The optimizer that ``initialize`` returns: its methods act on the engine, and it has DeepSpeed's attributes."""
 
 from __future__ import annotations
 
@@ -59,3 +59,18 @@ def _update_first(engine: ref[Updates], optimizer: Optimizer, args: tuple[Any, .
 def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
     if (alive := engine()) is not None:
         alive.zero_grad(set_to_none)
+
+
+def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:
+    """Let ``optimizer.cur_scale``, ``.loss_scale`` and ``.overflow`` tell how the last update went.
+
+    Programs written for DeepSpeed read them. An attribute that the optimizer's own class has is left alone.
+
+    Args:
+        optimizer: what ``initialize`` returned.
+        scale: the loss scale of the next backward; 1 where the loss is not scaled.
+        overflow: whether the last update was skipped, as a gradient was not finite.
+    """
+    for name, value in (("cur_scale", scale), ("loss_scale", scale), ("overflow", overflow)):
+        if optimizer is not None and not hasattr(type(optimizer), name):
+            setattr(optimizer, name, value)

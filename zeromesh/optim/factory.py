@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh.config.names import public_classes
 from zeromesh.model.piece import Piece, PieceExchange
-from zeromesh.optim.arguments import unknown, without_auto
 from zeromesh.optim.lamb import Lamb
 from zeromesh.optim.lion import Lion
 from zeromesh.optim.muon import Muon
-from zeromesh.optim.values import checked, unknown_parameter
+from zeromesh.optim.values import checked, unknown_parameter, without_auto
 
 _log = logging.getLogger(__name__)
 
@@ -195,12 +195,8 @@ def _find_class(name: str, given: Mapping[str, Any]) -> tuple[type[Optimizer], d
     lower = name.lower()
     if lower == "adam" and given.get("adam_w_mode", True):
         return torch.optim.AdamW, {"weight_decay": 0.0}
-    classes = {cls.__name__.lower(): cls for cls in (*_ELEMENTWISE, *_NEVER, *_WHOLE, *_EXCHANGING)}
-    for attribute, value in vars(torch.optim).items():
-        if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer:
-            classes.setdefault(attribute.lower(), value)
-    if lower not in classes:
-        raise unknown("there is no optimizer", name, {cls.__name__ for cls in classes.values()})
+    ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
+    classes: dict[str, Any] = public_classes(torch.optim, Optimizer) | ours
     return classes[lower], {}
 
 

@@ -1,7 +1,8 @@
 """Learning-rate schedules: each a function from the number of updates done to a learning rate.
 
-DeepSpeed's schedules have its parameters and its timing: the n-th update, counted from 0, uses position n - 1, and
-position -1 is the start. Torch's are used as they are.
+``SCHEDULES`` has DeepSpeed's, with its parameters and its timing: the n-th update, counted from 0, uses position n - 1,
+and position -1 is the start. The keyword arguments of a function are the schedule's parameters; their names, types and
+defaults are read from its signature. Torch's schedules are used as they are.
 """
 
 from __future__ import annotations
@@ -10,30 +11,19 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from zeromesh.optim.arguments import unknown, without_auto
-from zeromesh.optim.values import checked, unknown_parameter
+from zeromesh.config.names import public_classes
+from zeromesh.optim.values import checked, unknown_parameter, without_auto
 
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Curve:
-    """Curve of one parameter group's hyperparameters.
-
-    Attributes:
-        lr: learning rate by position (-1 before the first step of the schedule) and the group's own learning rate.
-        momentum: first beta by position, or None where both betas stay. The second one becomes ``SECOND_BETA``.
-    """
-
-    lr: Callable[[int, float], float]
-    momentum: Callable[[int], float] | None = None
-
+Curve = Callable[[int, float], tuple[float, float | None]]
+"""From a position and a group's own learning rate to its learning rate and its first beta; None leaves the betas."""
 
 SECOND_BETA = 0.99
 """The second beta of an optimizer whose first one a schedule moves, as in DeepSpeed."""
@@ -82,14 +72,15 @@ class RateSchedule:
     def _apply(self) -> None:
         position = self.last_batch_iteration
         groups = self.optimizer.param_groups
-        self._last_lr = [curve.lr(position, own) for curve, own in zip(self._curves, self._own, strict=True)]
-        for group, curve, lr in zip(groups, self._curves, self._last_lr, strict=True):
+        values = [curve(position, own) for curve, own in zip(self._curves, self._own, strict=True)]
+        self._last_lr = [lr for lr, _ in values]
+        for group, (lr, momentum) in zip(groups, values, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)  # a compiled update has read the tensor, and would not see another one
             else:
                 group["lr"] = lr
-            if curve.momentum is not None and "betas" in group:
-                group["betas"] = (curve.momentum(position), SECOND_BETA, *group["betas"][2:])
+            if momentum is not None and "betas" in group:
+                group["betas"] = (momentum, SECOND_BETA, *group["betas"][2:])
 
 
 def _require_rates(optimizer: Optimizer, name: str) -> None:
@@ -119,16 +110,17 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
     """Make the schedule that a config names.
 
     Args:
-        type: a name in ``SCHEDULES`` or a class of ``torch.optim.lr_scheduler``, in upper or lower case.
+        type: a name in ``SCHEDULES`` or a class of ``torch.optim.lr_scheduler``, in upper or lower case, which the
+            settings have checked.
         params: its arguments; ``"auto"`` means not given. For those in ``SCHEDULES`` a list gives one value per group.
         optimizer: whose groups are moved.
 
     Raises:
-        ValueError: for an unknown type or parameter, one that is missing, or a value that cannot be.
+        ValueError: for an unknown parameter, one that is missing, or a value that cannot be.
     """
     given = without_auto(params)
     _require_rates(optimizer, type)
-    ours = {name.lower(): make for name, make in SCHEDULES.items()}.get(type.lower())
+    ours = {name.lower(): rate for name, rate in SCHEDULES.items()}.get(type.lower())
     if ours is None:
         return _build_torch(type, given, optimizer)
     start = given.pop("last_batch_iteration", -1)
@@ -136,10 +128,11 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
         raise ValueError(f"scheduler.params.last_batch_iteration = {start!r} must be a whole number of at least -1")
     given = _check_params(type, given, ours, _LEAST)
     groups = optimizer.param_groups
-    if ours is _warmup_lr and given.get("warmup_max_lr") is None:
+    if type.lower() == "warmuplr" and given.get("warmup_max_lr") is None:
         given = {**given, "warmup_max_lr": _first_rate(optimizer)}
-    curves = [ours(**_of_group(type, given, number, len(groups))) for number in range(len(groups))]
-    if any(curve.momentum for curve in curves):
+    curves = [partial(ours, **_of_group(type, given, number, len(groups))) for number in range(len(groups))]
+    # The first call also raises for values that do not fit together, before any group is changed.
+    if any([curve(start, 1.0)[1] is not None for curve in curves]):
         _tell_betas(type, optimizer)
     return RateSchedule(optimizer, curves, start, type)
 
@@ -174,25 +167,13 @@ def _tell_betas(name: str, optimizer: Optimizer) -> None:
 
 
 def _build_torch(name: str, given: Mapping[str, Any], optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    classes = {
-        attribute.lower(): value
-        for attribute, value in vars(lr_scheduler).items()
-        if inspect.isclass(value) and issubclass(value, lr_scheduler.LRScheduler) and not attribute.startswith("_")
-    }
-    classes.pop("lrscheduler")
-    if name.lower() not in classes:
-        raise unknown("there is no scheduler", name, [*SCHEDULES, *(cls.__name__ for cls in classes.values())])
-    if classes[name.lower()] is lr_scheduler.ReduceLROnPlateau:
-        raise ValueError(
-            "scheduler ReduceLROnPlateau needs a metric in every step; make it in your program, and call its "
-            "step(metric) there instead of naming it in the config"
-        )
-    cls = classes[name.lower()]
+    cls: Any = public_classes(lr_scheduler, lr_scheduler.LRScheduler)[name.lower()]
     given = _check_params(name, given, cls)
     try:
-        return cls(optimizer, **given)
+        made: lr_scheduler.LRScheduler = cls(optimizer, **given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"scheduler {name} with scheduler.params = {dict(given)}: {error}") from error
+    return made
 
 
 _LEAST: dict[str, int] = {
@@ -211,7 +192,8 @@ def _check_params(
     name: str, given: Mapping[str, Any], make: Callable[..., Any], least: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """The arguments, each known and of the type that is declared for it; none is missing."""
-    known = {key: value for key, value in inspect.signature(make).parameters.items() if key != "optimizer"}
+    declared = inspect.signature(make).parameters
+    known = {key: value for key, value in declared.items() if key not in ("optimizer", "position", "own")}
     for key in given:
         if key not in known:
             raise unknown_parameter("scheduler.params", key, name, known)
@@ -238,75 +220,74 @@ def _of_group(name: str, given: Mapping[str, Any], number: int, count: int) -> d
     return {key: value[number] if isinstance(value, (list, tuple)) else value for key, value in given.items()}
 
 
-def _warmup(kind: str, steps: int) -> Callable[[int], float]:
-    """The part of the way from 0 to 1, by position. At least two steps, as the logarithm needs."""
-    steps = max(2, steps)
+def _warmup(position: int, kind: str, steps: int) -> float:
+    """Return the part of the way from 0 to 1. At least two steps, as the logarithm needs."""
+    done, steps = max(position, 0), max(2, steps)
     if kind == "log":
-        return lambda position: min(1.0, math.log(max(position, 0) + 1) / math.log(steps))
+        return min(1.0, math.log(done + 1) / math.log(steps))
     if kind == "linear":
-        return lambda position: min(1.0, max(position, 0) / steps)
+        return min(1.0, done / steps)
     raise ValueError(f"warmup_type is {kind!r}; it must be 'log' or 'linear'")
 
 
 def _warmup_lr(
+    position: int,
+    own: float,
+    *,
     warmup_min_lr: float = 0.0,
     warmup_max_lr: float | None = None,
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
-) -> Curve:
-    """Up to ``warmup_max_lr`` (by default the first group's own rate), then constant."""
-    warmup = _warmup(warmup_type, warmup_num_steps)
-
-    def lr(position: int, own: float) -> float:
-        top = own if warmup_max_lr is None else warmup_max_lr
-        return warmup_min_lr + (top - warmup_min_lr) * warmup(position)
-
-    return Curve(lr)
+) -> tuple[float, None]:
+    """Rise to ``warmup_max_lr`` (by default the first group's own rate), then stay."""
+    top = own if warmup_max_lr is None else warmup_max_lr
+    return warmup_min_lr + (top - warmup_min_lr) * _warmup(position, warmup_type, warmup_num_steps), None
 
 
 def _warmup_decay_lr(
+    position: int,
+    own: float,
+    *,
     total_num_steps: int,
     warmup_min_lr: float = 0.0,
     warmup_max_lr: float = 0.001,
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
-) -> Curve:
-    """Up to ``warmup_max_lr``, then down in a line to ``warmup_min_lr`` at ``total_num_steps``."""
-    warmup, steps = _warmup(warmup_type, warmup_num_steps), max(2, warmup_num_steps)
-
-    def lr(position: int, own: float) -> float:
-        decay = max(0.0, (total_num_steps - position) / max(1, total_num_steps - steps))
-        part = warmup(position) if position < steps else decay
-        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * part
-
-    return Curve(lr)
+) -> tuple[float, None]:
+    """Rise to ``warmup_max_lr``, then fall in a line to ``warmup_min_lr`` at ``total_num_steps``."""
+    steps, part = max(2, warmup_num_steps), _warmup(position, warmup_type, warmup_num_steps)
+    if position >= steps:
+        part = max(0.0, (total_num_steps - position) / max(1, total_num_steps - steps))
+    return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * part, None
 
 
 def _warmup_cosine_lr(
+    position: int,
+    own: float,
+    *,
     total_num_steps: int,
     warmup_min_ratio: float = 0.0,
     warmup_num_steps: int = 1000,
     cos_min_ratio: float = 0.0001,
     warmup_type: str = "log",
-) -> Curve:
-    """Up to the group's own learning rate, then down along half a cosine to ``cos_min_ratio`` of it.
+) -> tuple[float, None]:
+    """Rise to the group's own learning rate, then fall along half a cosine to ``cos_min_ratio`` of it.
 
     The first update has a rate of 0, the second one ``warmup_min_ratio`` of the group's, as in DeepSpeed.
     """
-    warmup, steps = _warmup(warmup_type, warmup_num_steps), max(2, warmup_num_steps)
-
-    def lr(position: int, own: float) -> float:
-        if position < 0:
-            return 0.0
-        if position < steps:
-            return own * (warmup_min_ratio + (1 - warmup_min_ratio) * warmup(position))
-        progress = min(1.0, (position - steps + 1) / max(1, total_num_steps - steps))
-        return own * (cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
-
-    return Curve(lr)
+    steps, warmed = max(2, warmup_num_steps), _warmup(position, warmup_type, warmup_num_steps)
+    if position < 0:
+        return 0.0, None
+    if position < steps:
+        return own * (warmup_min_ratio + (1 - warmup_min_ratio) * warmed), None
+    progress = min(1.0, (position - steps + 1) / max(1, total_num_steps - steps))
+    return own * (cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2), None
 
 
 def _one_cycle(
+    position: int,
+    own: float,
+    *,
     cycle_min_lr: float,
     cycle_max_lr: float,
     decay_lr_rate: float = 0.0,
@@ -319,57 +300,44 @@ def _one_cycle(
     cycle_min_mom: float = 0.8,
     cycle_max_mom: float = 0.9,
     decay_mom_rate: float = 0.0,
-) -> Curve:
-    """Up and down in lines, then a decay; the momentum does the opposite (Smith 2018, arXiv 1803.09820).
+) -> tuple[float, float | None]:
+    """Rise and fall in lines, then decay; the momentum does the opposite (Smith 2018, arXiv 1803.09820).
 
     With a stair count above 0, rate and momentum stay on each of so many stairs of that half of the cycle. The
     momentum begins at its minimum and the second beta is ``SECOND_BETA``, as in DeepSpeed.
     """
-    first = cycle_first_step_size
+    first, stairs = cycle_first_step_size, cycle_first_stair_count
     second = first if cycle_second_step_size is None else cycle_second_step_size
-    first_stairs = cycle_first_stair_count
-    second_stairs = first_stairs if cycle_second_stair_count is None else cycle_second_stair_count
-
-    def height(position: int) -> float:
-        done = (position + 1) % (first + second)
-        part, whole, stairs = (
-            (done, first, first_stairs) if done <= first else (first + second - done, second, second_stairs)
-        )
-        return part * stairs // whole / stairs if stairs > 0 else part / whole
-
-    def intervals(position: int) -> float:
-        return (position - first - second + 1) / decay_step_size if decay_step_size else 0.0
-
-    def lr(position: int, own: float) -> float:
-        if position < first + second:
-            return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height(position)
-        return cycle_min_lr / (1 + decay_lr_rate * intervals(position))
-
-    def momentum(position: int) -> float:
-        if position < 0:
-            return cycle_min_mom
-        if position < first + second:
-            return cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height(position)
-        return cycle_max_mom * (1 + decay_mom_rate * intervals(position))
-
-    return Curve(lr, momentum if cycle_momentum else None)
+    if position < first + second:
+        part = (position + 1) % (first + second)
+        whole = first
+        if part > first:
+            part, whole = first + second - part, second
+            stairs = stairs if cycle_second_stair_count is None else cycle_second_stair_count
+        height = part * stairs // whole / stairs if stairs > 0 else part / whole
+        lr = cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height
+        momentum = cycle_min_mom if position < 0 else cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height
+    else:
+        intervals = (position - first - second + 1) / decay_step_size if decay_step_size else 0.0
+        lr = cycle_min_lr / (1 + decay_lr_rate * intervals)
+        momentum = cycle_max_mom * (1 + decay_mom_rate * intervals)
+    return lr, momentum if cycle_momentum else None
 
 
 def _lr_range_test(
+    position: int,
+    own: float,
+    *,
     lr_range_test_min_lr: float = 1e-3,
     lr_range_test_step_size: int = 2000,
     lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
-) -> Curve:
-    """Up without end, to find where training breaks (Smith 2018, arXiv 1803.09820)."""
-
-    def lr(position: int, own: float) -> float:
-        intervals = (position + 1) / lr_range_test_step_size
-        if lr_range_test_staircase:
-            intervals = math.floor(intervals)
-        return lr_range_test_min_lr * (1 + lr_range_test_step_rate * intervals)
-
-    return Curve(lr)
+) -> tuple[float, None]:
+    """Rise without end, to find where training breaks (Smith 2018, arXiv 1803.09820)."""
+    intervals = (position + 1) / lr_range_test_step_size
+    if lr_range_test_staircase:
+        intervals = math.floor(intervals)
+    return lr_range_test_min_lr * (1 + lr_range_test_step_rate * intervals), None
 
 
 _WSD_DECAYS: dict[str, Callable[[float], float]] = {
@@ -380,13 +348,16 @@ _WSD_DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def _wsd(
+    position: int,
+    own: float,
+    *,
     total_num_steps: int,
     warmup_num_steps: int = 0,
     decay_num_steps: int | None = None,
     min_ratio: float = 0.0,
     decay_type: str = "linear",
-) -> Curve:
-    """Warmup, stable, decay: up in a line, constant at the group's own rate, down to ``min_ratio`` of it at the end.
+) -> tuple[float, None]:
+    """Warm up in a line, stay at the group's own rate, fall to ``min_ratio`` of it at the end (warmup, stable, decay).
 
     The decay takes a tenth of all steps unless given. Hu et al., "MiniCPM", 2024; ``sqrt`` (1 - sqrt) from Hägele et
     al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024.
@@ -399,21 +370,16 @@ def _wsd(
             f"WSD's warmup_num_steps {warmup_num_steps} and decay_num_steps {decay_steps} must be at least 0 and "
             f"together at most total_num_steps {total_num_steps}"
         )
-    decay_start = total_num_steps - decay_steps
-
-    def lr(position: int, own: float) -> float:
-        update = position + 1
-        if update < warmup_num_steps:
-            return own * (update + 1) / warmup_num_steps
-        if update < decay_start:
-            return own
-        progress = min(1.0, (update - decay_start) / decay_steps) if decay_steps else 1.0
-        return own * (min_ratio + (1 - min_ratio) * _WSD_DECAYS[decay_type](progress))
-
-    return Curve(lr)
+    update, decay_start = position + 1, total_num_steps - decay_steps
+    if update < warmup_num_steps:
+        return own * (update + 1) / warmup_num_steps, None
+    if update < decay_start:
+        return own, None
+    progress = min(1.0, (update - decay_start) / decay_steps) if decay_steps else 1.0
+    return own * (min_ratio + (1 - min_ratio) * _WSD_DECAYS[decay_type](progress)), None
 
 
-SCHEDULES: dict[str, Callable[..., Curve]] = {
+SCHEDULES: dict[str, Callable[..., tuple[float, float | None]]] = {
     "WarmupLR": _warmup_lr,
     "WarmupDecayLR": _warmup_decay_lr,
     "WarmupCosineLR": _warmup_cosine_lr,
@@ -421,4 +387,4 @@ SCHEDULES: dict[str, Callable[..., Curve]] = {
     "LRRangeTest": _lr_range_test,
     "WSD": _wsd,
 }
-"""Function that makes a group's curve from the schedule's parameters, by name."""
+"""Function of each schedule, by name."""

@@ -1,10 +1,10 @@
-"""Types of the values that a configuration gives to an optimizer or a schedule, against declared ones."""
+"""Arguments that a configuration gives to an optimizer or a schedule, checked against the declared ones."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -22,9 +22,13 @@ OTHER_NAMES: dict[str, str] = {
 }
 """Names of parameters in other libraries."""
 
-
 PER_GROUP = ("base_momentum", "max_momentum")
 """Parameters that torch's CyclicLR takes as a list, one value per group, although it declares a number."""
+
+
+def without_auto(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are given; ``"auto"`` means that one is not."""
+    return {key: value for key, value in params.items() if not (isinstance(value, str) and value == "auto")}
 
 
 def unknown_parameter(section: str, key: str, owner: str, known: Iterable[str]) -> ValueError:

@@ -12,9 +12,8 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from zeromesh.observe.metrics import read_metrics
-from zeromesh.observe.pictures import loss_picture
-from zeromesh.observe.process import peak_bytes
+from zeromesh.observe.machine import peak_bytes
+from zeromesh.observe.metrics import loss_picture, read_metrics
 from zeromesh.train.check import Job
 from zeromesh.train.data.prepared import PreparedData
 from zeromesh.train.data.python_lines import count_lines

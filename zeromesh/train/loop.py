@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from zeromesh.engine import Engine
-from zeromesh.observe.machine import peak_flops
+from zeromesh.observe.machine import peak_bytes, peak_flops
 from zeromesh.observe.metrics import MetricsLog
-from zeromesh.observe.process import peak_bytes
 from zeromesh.observe.progress import Display, Figures
 from zeromesh.train.check import Job
 from zeromesh.train.data.loader import Batch, Share

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from zeromesh.config.train import TextData
 from zeromesh.launcher.launch import available_cores
-from zeromesh.observe.reading import ReadingBar
+from zeromesh.observe.progress import ReadingBar
 from zeromesh.train.data.corpus import Document
 from zeromesh.train.data.encode import SMALL, Encoded, Encoder, EncodeSettings, encode_all, grouped
 from zeromesh.train.data.portions import Portion, placed, read_portion
