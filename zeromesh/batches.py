@@ -1,14 +1,17 @@
-"""Inputs and outputs of a model in nested containers: casting, moving, and finding the loss."""
+"""Micro-batches in nested containers: casting, finding the loss, and comparing them with other ranks' and the sizes."""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zeromesh.model.containers import tensors_of
+
+_log = logging.getLogger("zeromesh")
 
 
 class WithLoss(ABC):
@@ -103,3 +106,69 @@ def checksum(value: Any, device: torch.device) -> torch.Tensor:
             # Whole numbers below 2**53 are summed exactly, in any order.
             sums.append((((entries * weights).sum() + shape) % 2**31 * (len(sums) % 97 + 1)).to(device))
     return torch.stack(sums).sum()
+
+
+def require_same_inputs(ranks: Sequence[int], checksums: Sequence[float]) -> None:
+    """Raise ValueError if ranks that share a batch were given different inputs."""
+    other = next((n for n, checksum in enumerate(checksums) if checksum != checksums[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"ranks {ranks[0]} and {ranks[other]} share one batch, but their models were given different inputs "
+            f"(checksums of the whole numbers in them: {checksums[0]:.17g} and {checksums[other]:.17g}); give them the "
+            "same samples: share engine.data_rank of engine.data_size, also in a DistributedSampler "
+            "(num_replicas=engine.data_size, rank=engine.data_rank), and let seeds depend on engine.data_rank only"
+        )
+
+
+class MicroBatchSizes:
+    """Warns once where micro-batches have another size than the configuration says.
+
+    Args:
+        configured: samples per rank and micro-batch; None where this rank is not to warn.
+    """
+
+    def __init__(self, configured: int | None) -> None:
+        self._configured = configured
+        self._was_small = False
+
+    def compare(self, inputs: Any) -> None:
+        """Compare one micro-batch of training.
+
+        A single smaller one is the last of a pass over the data: only the second in a row is warned of.
+
+        Args:
+            inputs: the model's arguments, in any containers.
+        """
+        if self._configured is None:
+            return
+        size = _samples_in(inputs, self._configured)
+        if size is None:
+            return
+        if size > self._configured or (size < self._configured and self._was_small):
+            _log.warning(
+                "the model is given %d samples at a time (the first dimension of its inputs), but "
+                "train_micro_batch_size_per_gpu is %d; gradients are right, but samples are counted, and "
+                "train_batch_size is, as configured: feed %d, or set train_micro_batch_size_per_gpu to %d",
+                size,
+                self._configured,
+                self._configured,
+                size,
+            )
+            self._configured = None
+        self._was_small = self._configured is not None and size < self._configured
+
+
+def _samples_in(inputs: Any, configured: int) -> int | None:
+    """Samples in a micro-batch: the size of the first dimension of all tensors; None where that cannot be told.
+
+    It cannot where tensors differ in it, or the first one has a single dimension. Some models have the batch second, in
+    (tokens, samples) or (tokens, samples, features): there a second dimension of the configured size is taken for it.
+    """
+    tensors = [tensor for tensor in tensors_of(inputs) if tensor.dim() > 0]
+    if not tensors or tensors[0].dim() < 2:
+        return None
+    first = tensors[0]
+    if configured in first.shape[: 1 if first.dim() == 2 and first.is_floating_point() else 2]:
+        return configured
+    sizes = {tensor.shape[0] for tensor in tensors}
+    return sizes.pop() if len(sizes) == 1 else None

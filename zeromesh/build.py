@@ -19,17 +19,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh import zero
+from zeromesh import reports, zero
+from zeromesh.batches import MicroBatchSizes
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import attempt, describe, require_agreement, share, world_group
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.mesh import Mesh
+from zeromesh.computation import Computation
 from zeromesh.config.printing import jsonable, lines_of
 from zeromesh.config.unset import tell_unset
-from zeromesh.engine import Engine, Parts
-from zeromesh.fed import FedBatches
+from zeromesh.engine import Engine
+from zeromesh.engine_state import Parts
 from zeromesh.initialization import messages, prepare
 from zeromesh.initialization.checks import check_model
 from zeromesh.initialization.layout import Split, make_mesh, plan_stages, split_plan, spread_sequences, take_stage
@@ -350,14 +352,26 @@ def _wrap(
     checkpoint_activations(plan.model, resolved, store)
     if mesh.rank == 0:
         tell_unset(given, resolved, messages.used_arguments(placed.optimizer))
-    fed = FedBatches((settings.says_batch and resolved.train_micro_batch_size_per_gpu) or None, mesh.rank == 0)
+    warns = settings.says_batch and mesh.rank == 0
     observer = make_observer(plan.model, resolved, mesh, prepared.monitor)
-    engine = Engine(
-        Parts(
-            sharded, resolved, placed.optimizer, placed.scheduler, wishes.loss_fn, plan.loader, observer, fed,
-            placed.sequences, store, plan.stages,
-        )
-    )  # fmt: skip
+
+    def explain() -> str:
+        return reports.explain(reports.memory(sharded, placed.optimizer, store), sharded, resolved)
+
+    sizes = MicroBatchSizes(resolved.train_micro_batch_size_per_gpu if warns else None)
+    parts = Parts(
+        sharded=sharded,
+        config=resolved,
+        computation=Computation(sharded, resolved.precision, observer, wishes.loss_fn, sizes, explain),
+        optimizer=placed.optimizer,
+        scheduler=placed.scheduler,
+        loader=plan.loader,
+        observer=observer,
+        context_parallel=placed.sequences,
+        activations=store,
+        pipelined=plan.stages,
+    )
+    engine = Engine(parts)
     zero.register(engine)
     if mesh.rank == 0:
         text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))

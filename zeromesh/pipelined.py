@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from zeromesh import batches
 from zeromesh.comm.agreement import require_agreement
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
+from zeromesh.computation import Computation
 from zeromesh.config.parts import Pipeline
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import tensors_of
@@ -137,6 +138,10 @@ class Pipelined:
         self._open.discard(stage)
         return frozenset().union(*(self.units_of(other, sharded) or () for other in self._open))
 
+    def work(self, sharded: ShardedModel, computation: Computation) -> StageWork:
+        """Return what computes the stages of this rank."""
+        return StageWork(self, sharded, computation)
+
     def _compute(self, microbatches: int) -> Schedule:
         return generate(self._chosen.schedule, self._group.size, microbatches, self._chosen.chunks)
 
@@ -243,18 +248,19 @@ class StageWork:
     Args:
         pipelined: the stages.
         sharded: the model's states, whose units are fetched and reduced stage by stage.
-        loss: gives the loss of a micro-batch, entered and left between blocks by the interpreter.
-        differentiate: (roots, gradients, last, retain_graph, reduces): runs a backward.
-        phase: names what is measured.
+        computation: runs forwards, which the interpreter enters and leaves between blocks, and backwards.
     """
 
-    def __init__(
-        self, pipelined: Pipelined, sharded: ShardedModel, loss: Callable[[Any], Tensor],
-        differentiate: Callable[[Sequence[Tensor], Sequence[Tensor | None], bool, bool, bool], None],
-        phase: Callable[[str], AbstractContextManager[object]],
-    ) -> None:  # fmt: skip
-        self._pipelined, self._sharded = pipelined, sharded
-        self._loss, self._differentiate, self._phase = loss, differentiate, phase
+    def __init__(self, pipelined: Pipelined, sharded: ShardedModel, computation: Computation) -> None:
+        self._pipelined, self._sharded, self._computation = pipelined, sharded, computation
+
+    def train(self, given: Sequence[Any]) -> list[Tensor]:
+        """Run the forward and backward of an update's micro-batches; see ``Pipelined.train``."""
+        return self._pipelined.train(self, given)
+
+    def evaluate(self, given: Sequence[Any]) -> list[Tensor]:
+        """Run the forwards of any number of micro-batches; see ``Pipelined.evaluate``."""
+        return self._pipelined.evaluate(self, given)
 
     @contextmanager
     def _computing(self, stage: int, kept: Kept | None, last: bool = False, trains: bool = True) -> Iterator[None]:
@@ -273,7 +279,7 @@ class StageWork:
             trains: whether a backward follows. There may be a graph without one.
         """
         with self._computing(stage, kept, trains=trains):
-            return self._loss(batch)
+            return self._computation.loss(batch)
 
     def stage_backward(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, last: bool,
@@ -293,12 +299,13 @@ class StageWork:
             losses = [batches.check_loss(root) for root in roots]
             roots, gradients = [accumulation.scaled(loss / accumulation.steps) for loss in losses], [None]
         with self._computing(stage, kept, last):
-            self._differentiate(roots, gradients, last, False, kept is None)
+            self._computation.differentiate(roots, gradients, last, reduces=kept is None)
 
     def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
         """Run the backward of linear layers' weights, which ``stage_backward`` has left."""
         roots = roots_of(kept)
-        with self._computing(stage, None, last), self._phase("backward"), self._sharded.events.weights(last):
+        phase, events = self._computation.phase("backward"), self._sharded.events
+        with self._computing(stage, None, last), phase, events.weights(last):
             if roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.batches import require_same_inputs
 from zeromesh.comm.stragglers import Stragglers
 from zeromesh.observe.spans import span
 from zeromesh.optim.bound import answer
@@ -79,6 +79,10 @@ class Update:
     def factor(self) -> float:
         """Factor that makes the mean over the ranks of the gradients' sum as it is kept."""
         return self._sharded.reducer.factor / self.loss_scale
+
+    def resume(self, skipped: int) -> None:
+        """Count skipped updates on from those of a checkpoint."""
+        self.skipped = skipped
 
     def ask(self, number: int) -> None:
         """Let all ranks hear of ``number`` at the next update; the largest counts. A signal handler may call it."""
@@ -243,15 +247,3 @@ def _host_steps(update: weakref.ref[Update]) -> HostSteps | None:
     if alive is None or alive._optimizer is None:
         return None
     return HostSteps(alive._optimizer, alive.factor)
-
-
-def require_same_inputs(ranks: Sequence[int], checksums: Sequence[float]) -> None:
-    """Raise ValueError if ranks that share a batch were given different inputs."""
-    other = next((n for n, checksum in enumerate(checksums) if checksum != checksums[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"ranks {ranks[0]} and {ranks[other]} share one batch, but their models were given different inputs "
-            f"(checksums of the whole numbers in them: {checksums[0]:.17g} and {checksums[other]:.17g}); give them the "
-            "same samples: share engine.data_rank of engine.data_size, also in a DistributedSampler "
-            "(num_replicas=engine.data_size, rank=engine.data_rank), and let seeds depend on engine.data_rank only"
-        )

@@ -104,8 +104,8 @@ def test_imports_within_a_package_downwards_and_between_top_modules_are_allowed(
         model__row="import torch",
         shard__a="from zeromesh.model import row\nfrom . import b",
         shard__b="import zeromesh.model.row",
-        report="from zeromesh.shard.a import b",
-        engine="from zeromesh import report",
+        reports="from zeromesh.shard.a import b",
+        engine="from zeromesh import reports",
         cli__main="import zeromesh",
     )
     assert tool.check(root) == []

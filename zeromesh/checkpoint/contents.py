@@ -7,6 +7,7 @@ buffers, ``optimizer/KEY/NAME`` one state of one parameter, ``random/RANK`` the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
     from zeromesh.training_data import Loader, Position
 
 
+@dataclass(frozen=True)
+class Counters:
+    """Counters of a run in a checkpoint."""
+
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    skipped_steps: int
+
+
 class RunState(Protocol):
     """State of an engine that is saved."""
 
@@ -39,10 +50,19 @@ class RunState(Protocol):
     global_steps: int
     global_samples: int
     micro_steps: int
-    skipped_steps: int
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of updates that were skipped because a gradient was not finite."""
 
     def train_batch_size(self) -> int:
         """Samples per update over all ranks."""
+
+    def resume(self, counters: Counters) -> None:
+        """Take the counters of a checkpoint."""
+
+    def resume_data(self) -> None:
+        """Take the position of the training data's loader as that of the last update."""
 
 
 def boxes(engine: RunState, read: bool = True) -> Iterator[Box]:

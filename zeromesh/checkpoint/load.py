@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import RunState, buffers, held
+from zeromesh.checkpoint.contents import Counters, RunState, buffers, held
 from zeromesh.checkpoint.fit import require_same_model, shapes, some
 from zeromesh.checkpoint.folder import latest, locate
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
@@ -97,9 +97,10 @@ def load(
     if engine.optimizer is not None and engine.lr_scheduler is not None and scheduler_states and not optimizer_states:
         set_learning_rates(engine.optimizer, engine.lr_scheduler)
     if loader is not None:
-        engine.data_position = loader.go_to(reader.manifest.get("data"))
+        position = loader.go_to(reader.manifest.get("data"))
+        engine.resume_data()
         if mesh.rank == 0:
-            _log.info("training_data goes on in pass %d, after %d of its samples", *engine.data_position)
+            _log.info("training_data goes on in pass %d, after %d of its samples", *position)
     return str(reader.folder), unpack(reader.manifest["client_state"], reader.tensor)
 
 
@@ -172,9 +173,8 @@ def _load_random_state(reader: Reader, rank: int) -> None:
 
 
 def _load_numbers(engine: RunState, state: dict[str, Any], scheduler_states: bool) -> None:
-    engine.global_steps, engine.micro_steps = state["global_steps"], state["micro_steps"]
-    engine.skipped_steps = state["skipped_steps"]
-    engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
+    samples = state.get("global_samples", state["global_steps"] * engine.train_batch_size())
+    engine.resume(Counters(state["global_steps"], samples, state["micro_steps"], state["skipped_steps"]))
     if engine.loss_scaler is not None and state["loss_scaler"]:
         engine.loss_scaler.load_state_dict(state["loss_scaler"])
     if engine.lr_scheduler is not None and scheduler_states and state["scheduler"]:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.batches import cast, loss_of
+from zeromesh.batches import loss_of
 from zeromesh.comm.agreement import attempt, share
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.computation import autocast, cast_inputs
 from zeromesh.initialization.place import checkpoint_activations, place_buffers
-from zeromesh.model.containers import map_tensors
 from zeromesh.tensor.apply import chunk_losses
 from zeromesh.tensor.derive import derive, heads_over_vocabulary
 from zeromesh.tensor.plan import SplitPlan as SplitPlan
@@ -138,9 +138,8 @@ def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torc
         checkpoint_activations(copied, settings)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if precision.compute is not None and precision.cast_inputs:
-                args, kwargs = map_tensors((args, kwargs), partial(cast, dtype=precision.compute))
-            with torch.autocast(device.type, precision.autocast, precision.autocast is not None, cache_enabled=False):
+            args, kwargs = cast_inputs((args, kwargs), precision)
+            with autocast(device, precision):
                 return copied(*args, **kwargs)
 
         return forward

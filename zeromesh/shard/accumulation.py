@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -117,6 +117,23 @@ class Accumulation:
         """True if the micro-batches that were counted make an update."""
         return self.counted >= self.steps if self.boundary is None else self.boundary
 
+    def set_steps(self, steps: int) -> None:
+        """Accumulate ``steps`` micro-batches per update from now on."""
+        self.steps = steps
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Say whether the current micro-batch is the last one, and each that follows until said otherwise."""
+        self.boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In this context a backward is not followed by an update."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
+
     def begin(self) -> None:
         """A backward begins."""
         self.running = True
@@ -131,6 +148,17 @@ class Accumulation:
             self.synced = True
         else:
             self.unsynced += 1
+
+    def note_loss(self, loss: torch.Tensor, divided: bool) -> None:
+        """Keep the loss of a micro-batch for the mean of the update; ``divided`` if the engine divides it."""
+        own = loss.detach().reshape(()).to(torch.float64, copy=True)
+        # A caller who divides the loss alone has divided it by the steps: the mean is over the whole losses.
+        self.losses.append(own if divided else own * self.steps)
+
+    def note_all(self, losses: Sequence[torch.Tensor]) -> None:
+        """All micro-batches of an update have left their gradients at once, with these losses on this rank."""
+        self.losses = [loss.double().reshape(()) for loss in losses]
+        self.counted, self.unsynced, self.synced = 0, self.steps - 1, True
 
     def count(self) -> int:
         """Count the micro-batches whose backward has ended, and return how many they are."""

@@ -1,0 +1,128 @@
+"""Forward and backward of an engine's model on one rank: phases, dtypes, and checks of what the model is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from zeromesh import batches
+from zeromesh.model.chain import Chain
+from zeromesh.model.containers import map_tensors
+from zeromesh.model.precision import Precision
+from zeromesh.observe.observer import Observer
+from zeromesh.reports import explained
+from zeromesh.shard.sharded import ShardedModel
+
+
+def cast_inputs(inputs: Any, precision: Precision) -> Any:
+    """Cast floating-point tensors in nested containers to the dtype that a run computes in, if it casts inputs."""
+    if precision.compute is None or not precision.cast_inputs:
+        return inputs
+    return map_tensors(inputs, partial(batches.cast, dtype=precision.compute))
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """Return the context of a forward under ``torch.autocast``, if the run has it."""
+    if precision.autocast is None:
+        return nullcontext()
+    # Without a cache: it would keep a second copy of every weight until the end of the forward.
+    return torch.autocast(device.type, dtype=precision.autocast, cache_enabled=False)
+
+
+class Computation:
+    """Computes with one model. It has no reference to the engine, which may live no longer than its user wants.
+
+    Args:
+        sharded: the model's states.
+        precision: dtypes of the run.
+        observer: measures the phases.
+        loss_fn: from the model's output and the labels to the loss; None if the model returns its loss.
+        sizes: compares the sizes of micro-batches with the configured one.
+        explain: returns a note for errors that say that memory is used up.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, precision: Precision, observer: Observer,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None, sizes: batches.MicroBatchSizes, explain: Callable[[], str],
+    ) -> None:  # fmt: skip
+        self._sharded, self._model, self._mesh = sharded, sharded.model, sharded.mesh
+        self._precision, self._observer, self._loss_fn = precision, observer, loss_fn
+        self._sizes, self._explain = sizes, explain
+        self._sharing = [axis for axis in ("tensor", "context") if self._mesh.sizes[axis] > 1]
+        self._has_stages = self._mesh.sizes["pipeline"] > 1
+        self._has_compared = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """In this context the run is in a phase that is measured, and a shortage of memory is explained."""
+        with self._observer.phase(name), explained(self._explain):
+            yield
+
+    def _computing(self) -> AbstractContextManager[None]:
+        return self.phase("forward" if torch.is_grad_enabled() else "evaluation")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model on this rank's share of a micro-batch, with its inputs cast."""
+        if torch.is_grad_enabled():
+            if self._sharing:
+                self._note_inputs((args, kwargs))
+            if self._model.training and not self._has_stages:
+                self._sizes.compare((args, kwargs))
+        args, kwargs = cast_inputs((args, kwargs), self._precision)
+        with self._computing(), self._sharded.events.unwinding(), autocast(self._mesh.device, self._precision):
+            return self._model(*args, **kwargs)
+
+    def method(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return another method of the model as one that may use its parameters."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._computing(), self._sharded.events.computing(), autocast(self._mesh.device, self._precision):
+                return own(*args, **kwargs)
+
+        return call
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch, which is moved to the device; see ``batches.loss_of``."""
+        moved = map_tensors(batch, lambda tensor: tensor.to(self._mesh.device, non_blocking=True))
+        return batches.loss_of(moved, self.forward, self._loss_fn, isinstance(self._model, Chain))
+
+    def differentiate(
+        self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], last: bool,
+        retain_graph: bool = False, reduces: bool = True,
+    ) -> None:  # fmt: skip
+        """Have autograd compute gradients, and reduce those of units that are done with.
+
+        Args:
+            roots: tensors to begin with; none on a rank that only takes part in what others reduce.
+            gradients: of each root; None of a loss.
+            last: whether an update follows.
+            retain_graph: as in torch.
+            reduces: whether units are reduced here.
+        """
+        with self.phase("backward"), self._sharded.events.backward(roots, last, reduces):
+            if roots:
+                torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
+
+    def compare_sizes(self, given: Sequence[Any]) -> None:
+        """Compare whole micro-batches with the configured size, as a stage does not see all of their tensors."""
+        for batch in given:
+            self._sizes.compare(batch)
+
+    def _note_inputs(self, inputs: Any) -> None:
+        """Keep a checksum of the whole numbers among the inputs, which ranks that share a batch compare.
+
+        Losses do not tell: where ranks sum what they compute, other samples give a loss that is wrong, but one loss.
+        The first inputs are compared at once, as those of other shapes cannot even be summed.
+        """
+        noted = self._sharded.accumulation.inputs
+        noted.append(batches.checksum(inputs, self._mesh.device))
+        if not self._has_compared:
+            self._has_compared = True
+            for axis in self._sharing:
+                found = self._mesh.group(axis).exchange(noted[-1].reshape(1)).flatten().tolist()
+                ranks = next(line for line in self._mesh.lines(axis) if self._mesh.rank in line)
+                batches.require_same_inputs(ranks, found)

@@ -1,0 +1,152 @@
+"""Questions that users of DeepSpeed and torch ask an engine. A new name of DeepSpeed's engine goes here.
+
+``BatchAnswers`` has the sizes and the boundaries of batches, ``RunAnswers`` what the run has measured so far. Names
+that only repeat the configuration get a class of their own beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zeromesh import reports
+from zeromesh.engine_state import EngineState
+from zeromesh.observe.monitors import Monitor
+
+
+class BatchAnswers(EngineState):
+    """Batches of an engine: their sizes, shares and boundaries."""
+
+    @property
+    def data_rank(self) -> int:
+        """Index of the share of the global batch that this process feeds."""
+        return self.mesh.data_rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares the global batch is cut."""
+        return self.mesh.data_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._accumulation.steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-batch."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing how many micro-batches are accumulated.
+
+        Raises:
+            ValueError: not a multiple of what one micro-batch of all ranks holds.
+        """
+        each = self.config.train_micro_batch_size_per_gpu * self.data_size
+        if train_batch_size <= 0 or train_batch_size % each:
+            nearest = max(1, round(train_batch_size / each)) * each
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of micro-batch {each // self.data_size} x "
+                f"{self.data_size} ranks = {each}; the nearest is {nearest}"
+            )
+        self._accumulation.set_steps(train_batch_size // each)
+        sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": self._accumulation.steps}
+        self.config = self.config.model_copy(update=sizes)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the current micro-batch is the last one before an update."""
+        return self._accumulation.at_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the current micro-batch is the last one before an update; holds until said otherwise."""
+        self._accumulation.set_boundary(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this context are not followed by an update.
+
+        Replicated gradients stay on their rank until a backward outside of it, or ``step``.
+        """
+        with self._accumulation.no_sync():
+            yield
+
+
+class RunAnswers(EngineState):
+    """Values of a run so far."""
+
+    @property
+    def monitor(self) -> Monitor:
+        """Writer of values for TensorBoard, Weights & Biases or CSV files; it takes the user's values, too."""
+        return self.observer.monitor
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 where the loss is not scaled."""
+        return self._update.loss_scale
+
+    @property
+    def gradient_factor(self) -> float:
+        """Factor that makes the mean over the ranks of the gradients' sum as it is kept."""
+        return self._update.factor
+
+    @property
+    def asked(self) -> int:
+        """The largest number that any rank passed to ``ask`` before the last update; 0 if none did."""
+        return self._update.asked
+
+    @property
+    def updating(self) -> bool:
+        """True if the optimizer's own step runs as a part of an update."""
+        return self._update.runs
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group; 0 of a group that has none, as in DeepSpeed."""
+        return [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global norm of the last update's gradient before clipping; None before the first."""
+        return self._update.norm
+
+    def get_mean_loss(self) -> float | None:
+        """Mean loss of the last update over ranks and micro-batches; no rank asks another.
+
+        None before the first update, and where the user called ``loss.backward()`` instead of ``engine.backward``.
+        """
+        return self._update.mean_loss
+
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes by state and tier that this rank allocates at the most, and the measured use of the process.
+
+        At stage 3 slots and gradients have memory only while they are needed, and parameters of 16 bits rest in their
+        masters: they count as ``optimizer``.
+        """
+        return reports.memory(self.sharded, self.optimizer, self.activations)
+
+    def traffic_report(self, reset: bool = False) -> dict[str, dict[str, float]]:
+        """Return the traffic of this rank since the last reset, by collective and axis (``"all_gather/data"``).
+
+        For each: ``bytes``, ``calls``, ``across_nodes`` (bytes of them that went to other nodes), and
+        ``relative_error`` where numbers were rounded for the links between nodes.
+        """
+        return reports.traffic(self.mesh.traffic, reset)
+
+    def bound_report(self, operations: float | None = None) -> dict[str, Any] | None:
+        """Return the resource that bounded the updates so far, and its distance from the limit. Collective.
+
+        It measures the machine, for up to about two seconds.
+
+        Args:
+            operations: floating-point operations of this rank in an update; None: not known.
+
+        Returns:
+            ``bound`` (a resource), ``advice``, ``updates``, ``seconds`` of one, and in ``uses`` per resource the
+            seconds spent on it and their ``share``; ``amount`` (bytes, or operations), ``rate`` and ``limit`` of them
+            per second, and ``of_limit``, where they are known. None without ``wall_clock_breakdown``, and before the
+            second update.
+        """
+        precision = self.config.precision
+        dtype = precision.compute or precision.autocast or torch.float32
+        found = reports.find_bounds(self.observer, self.sharded, dtype, operations)
+        return None if found is None else found.as_dict()

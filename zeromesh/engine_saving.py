@@ -1,0 +1,168 @@
+"""Saving and loading of an engine: checkpoints, state dicts, and models for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh import export
+from zeromesh.checkpoint import load, save, whole
+from zeromesh.comm.agreement import together
+from zeromesh.engine_state import EngineState
+from zeromesh.optim.bound import answer
+from zeromesh.replicas import require_equal_replicas
+from zeromesh.signatures import refuse
+
+
+class Saving(EngineState):
+    """Checkpoints and state dicts of an engine."""
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> Path:  # fmt: skip
+        """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. All ranks call it.
+
+        It is there whole or not at all, and what was there before is not touched until then. With
+        ``checkpoint.keep_last`` older ones go away afterwards. See docs/checkpoints.md.
+
+        Args:
+            save_dir: a folder of checkpoints that all ranks see.
+            tag: its name; None is ``global_step`` and the number of updates.
+            client_state: what else to keep: numbers, strings, bytes, dates, paths, tensors, arrays, and lists, tuples,
+                sets, namespaces and dicts of them. The first rank's is kept.
+            save_latest: whether ``load_checkpoint`` without a tag is to find this one.
+            exclude_frozen_parameters: False; a checkpoint holds the whole model.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            OSError: it could not be written, or there is too little space.
+            TypeError: a value of the client state cannot be kept; the message says which.
+            ValueError: there is no folder, the tag is one of the names that the folder itself needs, or an argument
+                cannot be honoured.
+            RuntimeError: there are gradients that wait for their update, which a checkpoint does not hold.
+            ReplicaMismatch: ranks have different values of what updates keep equal; see ``replica_check``.
+        """
+        advice = "a checkpoint holds the whole model; save_16bit_model(folder, name, True) leaves frozen parameters out"
+        refuse("save_checkpoint", "exclude_frozen_parameters", exclude_frozen_parameters, advice, False)
+        if save_dir is None or str(save_dir) == "":
+            raise ValueError(f"save_dir is {save_dir!r}; pass the folder that checkpoints are to be in")
+        if self._accumulation.begun:
+            raise RuntimeError(
+                "save_checkpoint() between a backward and its update: call it after the step that updates"
+            )
+        with self.observer.phase("checkpoint"):
+            together(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
+            if self.config.replica_check.at_saves:
+                require_equal_replicas(self.sharded, f"after update {self.global_steps}")
+            return save.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        custom_load_fn: Any = None, *, load_data_position: bool = True,
+    ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+        """Continue from a checkpoint, of any number of ranks and any row. All ranks call it. See docs/checkpoints.md.
+
+        Args:
+            load_dir: where it was saved.
+            tag: which one; None is the latest.
+            load_module_strict: False leaves parameters that the checkpoint lacks as they are.
+            load_optimizer_states: False keeps the optimizer's present state.
+            load_lr_scheduler_states: False keeps the scheduler's present state.
+            load_module_only: take parameters and buffers alone: no counters, loss scale, random state or position in
+                the data, nor states of the optimizer or scheduler.
+            custom_load_fn: None; each rank reads only its part of each weight, which such a function cannot be given.
+            load_data_position: whether the next iterator of ``training_dataloader`` goes on where the checkpoint was
+                written; False leaves the loader where it is.
+
+        Returns:
+            Its path and the client state; (None, {}) if there is no checkpoint.
+
+        Raises:
+            FileNotFoundError: a file of it is missing.
+            ValueError: it does not fit, or is not what was written. Nothing has been loaded then.
+        """
+        advice = "load the checkpoint, and then change the values with engine.load_state_dict(state, strict=False)"
+        refuse("load_checkpoint", "custom_load_fn", custom_load_fn, advice)
+        self.sharded.take_changes()
+        self.sharded.rest()
+        states = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
+        position = load_data_position and not load_module_only
+        more = {"strict": load_module_strict, "data_position": position, "progress": not load_module_only}
+        loaded = load.load(self, Path(load_dir), tag, *states, **more)
+        self.zero_grad()
+        answer(self.optimizer, self._update.loss_scale, overflow=False)
+        self._passes = None
+        if loaded[0] is not None:
+            self.observer.rewind(self.global_samples)
+        return loaded
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the model's state dict with whole parameters. Collective.
+
+        Parameters that are sharded, split or of other stages of a pipeline are in it as whole copies: every rank has
+        all of the model then. ``gathered_state_dict`` gives it to the first rank alone.
+        """
+        if not (self.sharded.sharded or self.sharded.is_split or self.pipelined):
+            found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+            return found
+        found = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
+        copies: dict[int, torch.Tensor] = {}
+        for unit in self.sharded.units:
+            members = [parameter for flat in unit.flats for parameter in flat.parameters]
+            with self.sharded.gathered([unit]):
+                copies |= {id(parameter): parameter.detach().clone() for parameter in members}
+        found = {key: copies.get(id(value), value) for key, value in found.items()}
+        return whole.add_stages(self.sharded, found, kwargs.get("prefix", ""))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a state dict into the model and the masters. Collective, with the same values on all ranks.
+
+        Of a model in stages, these are all of the model's, as ``state_dict`` gives them.
+        """
+        sharded = self.sharded
+        with sharded.gathered(sharded.units):
+            result = whole.load_here(sharded, state_dict, strict)
+            for flat in sharded.flats:
+                for index, segment in enumerate(flat.layout.segments):
+                    sharded.take_value(flat, index, rank=0)
+                    value, now = state_dict.get(segment.name), flat.parameters[index].detach()
+                    if value is not None and flat.master.dtype != now.dtype and torch.equal(value.to(now), now):
+                        part = segment.held.cut(value.to(self.device))
+                        flat.put(segment, part.reshape(-1))  # not rounded to 16 bits
+        self.sharded.publish()
+        return result
+
+    def gathered_state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
+        return whole.gathered_state_dict(self.sharded)
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False, *, merge_adapters: bool = False,
+    ) -> bool:  # fmt: skip
+        """Write the model, in the dtype it computes in, as a folder that ``from_pretrained`` opens. All ranks call it.
+
+        A model of transformers gets its configuration beside the weights; of one with PEFT's adapters, these are
+        written alone, as PEFT reads them. The first rank holds one unit and one file's tensors, at most 4 GB, at once.
+
+        Args:
+            save_dir: the folder.
+            save_filename: of the weights; where one file would be too large, they are numbered and there is an index.
+            exclude_frozen_parameters: leave out parameters with ``requires_grad`` False; buffers are written.
+            merge_adapters: write the whole model with the adapters added to it.
+
+        Raises:
+            OSError: the first rank could not write; RuntimeError on the others.
+            ValueError: there are no adapters to merge, or frozen parameters would be left out of what is merged.
+        """
+        taken = () if self.pipelined is None else self.pipelined.taken
+        chosen = export.Written(merge_adapters, exclude_frozen_parameters)
+        export.save_model(self.sharded, Path(save_dir), save_filename, chosen, taken)
+        return True

@@ -1,0 +1,129 @@
+"""State of an engine: the parts that ``initialize`` makes, and the progress of the run. The engine's rooms share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from zeromesh.checkpoint.contents import Counters
+from zeromesh.computation import Computation
+from zeromesh.observe.observer import Observer
+from zeromesh.shard.sharded import ShardedModel
+from zeromesh.update import Update
+
+if TYPE_CHECKING:
+    from zeromesh.activation.store import ActivationStore
+    from zeromesh.config.settings import Resolved
+    from zeromesh.context.applied import SpreadSequences
+    from zeromesh.pipelined import Pipelined
+    from zeromesh.training_data import Loader
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of an engine, which ``initialize`` makes.
+
+    Attributes:
+        sharded: the model's states, placed over the mesh.
+        config: the resolved settings.
+        computation: runs the model's forward and backward.
+        optimizer: updates this rank's pieces; None if there is none.
+        scheduler: stepped after every update; None if there is none.
+        loader: of ``training_data``; None if there is none.
+        observer: measures the run.
+        context_parallel: sequences spread over ranks; None where they are not.
+        activations: storage of checkpointed modules' inputs until the backward; None where they stay in place.
+        pipelined: pipeline stages; None where there is one stage.
+    """
+
+    sharded: ShardedModel
+    config: Resolved
+    computation: Computation
+    optimizer: Optimizer | None
+    scheduler: Any
+    loader: Loader | None
+    observer: Observer
+    context_parallel: SpreadSequences | None
+    activations: ActivationStore | None
+    pipelined: Pipelined | None
+
+
+class EngineState:
+    """State that the rooms of an engine read; only methods of the engine change it.
+
+    Attributes:
+        module: the model, the same object that was passed in.
+        mesh: the ranks.
+        device: of this rank.
+        optimizer: updates this rank's pieces; None if there is none.
+        lr_scheduler: stepped after every update; None if there is none.
+        training_dataloader: the loader of ``training_data``; None if there is none.
+        data_position: its position at the last update; batches handed out since are not counted.
+        config: the resolved settings.
+        sharded: the model's states.
+        loss_scaler: scales losses in fp16; None where they are not scaled.
+        observer: measures the run.
+        context_parallel: sequences spread over ranks; None where they are not.
+        activations: storage of checkpointed modules' inputs until the backward; None where they stay in place.
+        pipelined: pipeline stages; None where there is one stage.
+        stage_work: computes this rank's stages; None where there is one stage.
+        global_steps: updates so far, skipped ones included.
+        global_samples: samples that all ranks have consumed in them.
+        micro_steps: micro-batches so far.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.sharded = parts.sharded
+        self.module = parts.sharded.model
+        self.mesh = parts.sharded.mesh
+        self.device = parts.sharded.mesh.device
+        self.config = parts.config
+        self.optimizer = parts.optimizer
+        self.lr_scheduler = parts.scheduler
+        self.observer = parts.observer
+        self.training_dataloader = parts.loader
+        self.data_position = None if parts.loader is None else parts.loader.position
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.context_parallel = parts.context_parallel
+        self.activations = parts.activations
+        self.pipelined = parts.pipelined
+        self.stage_work = None if parts.pipelined is None else parts.pipelined.work(parts.sharded, parts.computation)
+        self._computation = parts.computation
+        self._accumulation = parts.sharded.accumulation
+        self._update = Update(parts.sharded, parts.config, parts.optimizer)
+        self.loss_scaler = self._update.scaler
+        self._passes: Iterator[Any] | None = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of updates that were skipped because a gradient was not finite."""
+        return self._update.skipped
+
+    def train_batch_size(self) -> int:
+        """Samples per update over all ranks."""
+        return self.config.train_micro_batch_size_per_gpu * self._accumulation.steps * self.mesh.data_size
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the micro-batches since the last update; accumulation starts anew.
+
+        Args:
+            set_to_none: accepted for torch's sake; gradients are always dropped.
+        """
+        self.sharded.forget_gradients()
+        self._accumulation.restart()
+
+    def resume(self, counters: Counters) -> None:
+        """Take the counters of a checkpoint."""
+        self.global_steps, self.global_samples = counters.global_steps, counters.global_samples
+        self.micro_steps = counters.micro_steps
+        self._update.resume(counters.skipped_steps)
+
+    def resume_data(self) -> None:
+        """Take the loader's position, which a checkpoint has set, as that of the last update."""
+        assert self.training_dataloader is not None
+        self.data_position = self.training_dataloader.position

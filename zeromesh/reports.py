@@ -1,0 +1,280 @@
+"""Reports of an engine: its memory, its traffic, what bounds it, and what to do when memory is used up."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from zeromesh.comm.agreement import attempt
+from zeromesh.comm.collectives import Traffic
+from zeromesh.comm.mesh import Mesh
+from zeromesh.config.settings import Resolved
+from zeromesh.model.placement import Placement, Tier
+from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
+from zeromesh.observe.machine import peak_flops
+from zeromesh.observe.observer import Observer
+from zeromesh.observe.machine import live_bytes, peak_bytes
+from zeromesh.observe.units import bytes_text
+from zeromesh.shard.sharded import ShardedModel
+from zeromesh.tiers.bandwidth import measure_bandwidth
+from zeromesh.tiers.link import Link
+from zeromesh.tiers.memory import empty_on
+
+if TYPE_CHECKING:
+    from zeromesh.activation.store import ActivationStore
+
+STATES = ("parameter", "gradient", "optimizer", "slot", "buffer", "activation")
+
+PROBE = 64 << 20
+"""Bytes that memory, link and disk are measured with; the network with a quarter."""
+
+TIMES = 3
+"""Measurements of each rate, of which the best counts."""
+
+REMEDIES = 3
+"""Remedies that a note about a shortage lists."""
+
+# Memory and traffic.
+
+
+def memory(
+    sharded: ShardedModel, optimizer: Optimizer | None, activations: ActivationStore | None = None
+) -> dict[str, Any]:
+    """Bytes by state and tier on this rank, at the most: slots and gradients may be there during a step only.
+
+    Returns:
+        For each of ``STATES`` a dict of tier (``device``, ``host`` or ``nvme``) to bytes; ``total``, their sum;
+        ``measured``, what the process uses now (``live``) and has used at most (``peak``), and ``remainder``: the peak
+        less what is counted on the measured device, which is other activations, temporaries, fragmentation, and on a
+        CPU Python and torch themselves. ``activation`` is what activation checkpointing has had in host memory at the
+        most so far.
+    """
+    tiers: dict[str, dict[str, int]] = {state: defaultdict(int) for state in STATES}
+    for state, tier, size in [*sharded.memory(), *_optimizer_state(sharded, optimizer)]:
+        tiers[state][tier] += size
+    if activations is not None and activations.pool is not None:
+        tiers["activation"]["host"] = activations.pool.peak
+    total = sum(sum(sizes.values()) for sizes in tiers.values())
+    live = live_bytes(sharded.mesh.device)
+    # The kernel notes peaks now and then only.
+    peak = max(live, peak_bytes(sharded.mesh.device))
+    cpu = sharded.mesh.device.type == "cpu"
+    here = sum(sizes.get("device", 0) + (sizes.get("host", 0) if cpu else 0) for sizes in tiers.values())
+    measured = {"live": live, "peak": peak, "remainder": peak - here}
+    return {**{state: dict(sizes) for state, sizes in tiers.items()}, "total": total, "measured": measured}
+
+
+def _optimizer_state(sharded: ShardedModel, optimizer: Optimizer | None) -> Iterator[tuple[str, str, int]]:
+    flats = {id(piece.parameter): flat for flat in sharded.flats for _, _, piece in flat.pieces}
+    for parameter, state in optimizer.state.items() if optimizer else ():
+        flat = flats[id(parameter)]
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and not (
+                flat.keeps_states and value.ndim
+            ):  # those are counted with the masters
+                on_disk = flat.optimizer_tier is Tier.NVME
+                yield "optimizer", "host" if on_disk else flat.optimizer_tier.value, value.nbytes
+
+
+def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
+    """Return the traffic by ``collective/axis``; ``reset`` starts the count anew.
+
+    Returns:
+        For each: ``bytes`` that this rank sent, ``calls``, ``across_nodes`` (bytes of them that went to other nodes),
+        and ``relative_error`` where numbers were rounded for links between nodes: the root of the mean square of the
+        errors, relative to that of the numbers.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for kind, axis in sorted(counted.bytes):
+        found[f"{kind}/{axis}"] = {
+            "bytes": counted.bytes[kind, axis],
+            "calls": counted.calls[kind, axis],
+            "across_nodes": counted.across[kind, axis],
+        }
+        error = counted.relative_error(kind, axis)
+        if error is not None:
+            found[f"{kind}/{axis}"]["relative_error"] = error
+    if reset:
+        counted.reset()
+    return found
+
+
+# Bounds.
+
+
+def find_bounds(
+    observer: Observer, sharded: ShardedModel, dtype: torch.dtype, operations: float | None = None
+) -> Bounds | None:
+    """Find the resource that bounded the updates so far. Measures the machine for up to two seconds. Collective.
+
+    Args:
+        observer: that looked.
+        sharded: what it looked at.
+        dtype: that is computed in.
+        operations: of this rank's device in an update, floating-point; None: not known.
+
+    Returns:
+        For this rank; None where no breakdown was switched on, or no update was seen.
+    """
+    found = observer.breakdown()
+    if found is None:
+        return None
+    mesh, updates = sharded.mesh, observer.updates
+    amounts: dict[str, Amount] = {}
+    if operations is not None:
+        amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, dtype))
+    if sharded.updated_bytes:
+        busy = sharded.updated_seconds / updates
+        amounts[HOST] = Amount(sharded.updated_bytes / updates, memory_bandwidth(), busy)
+    if sharded.link.moved:
+        amounts[LINK] = Amount(sharded.link.moved / updates, link_bandwidth(mesh.device, sharded.row.pinned))
+    disk = sharded.disk_traffic()
+    if disk is not None:
+        read, written = disk.bytes_read / updates, disk.bytes_written / updates
+        limit = None if (folder := sharded.folder) is None else disk_bandwidth(folder, read, written)
+        amounts[DISK] = Amount(read + written, limit, disk.busy_seconds / updates)
+    sent = sum(mesh.traffic.bytes.values())
+    if mesh.world_size > 1:  # all ranks measure, whatever each has sent
+        amounts[NETWORK] = Amount(sent / updates, network_bandwidth(mesh))
+    return bounds(found, amounts)
+
+
+def memory_bandwidth() -> float:
+    """Bytes per second that are read and written in place in host memory, by as many threads as torch uses."""
+    memory = torch.ones(PROBE // 4)
+    return 2 * memory.nbytes / _best(lambda: memory.mul_(1.0))
+
+
+def link_bandwidth(device: torch.device, pinned: bool) -> float:
+    """Bytes per second from the device to the host."""
+    link, source = Link(device), torch.ones(PROBE, dtype=torch.uint8, device=device)
+    target = empty_on(Tier.HOST, PROBE, torch.uint8, device, pinned)
+    return PROBE / _best(lambda: link.to_host(target, source).wait())
+
+
+def disk_bandwidth(folder: Path, read: float, written: float) -> float | None:
+    """Bytes per second of a mixture of bytes that are read and written; None where there is no room to measure it."""
+    found, _ = attempt(lambda: measure_bandwidth(folder, PROBE))
+    if found is None or not read + written:
+        return None
+    return (read + written) / (read / found.read + written / found.write)
+
+
+def network_bandwidth(mesh: Mesh) -> float:
+    """Bytes per second that this rank sends when all ranks sum a large tensor. All call it."""
+    group, tensor, traffic = mesh.group("world"), torch.ones(PROBE // 16, device=mesh.device), mesh.traffic
+    kept = {name: copy(getattr(traffic, name)) for name in ("calls", "bytes", "across")}
+    listener, traffic.listener = traffic.listener, None
+    traffic.bytes.clear()
+
+    def add_up() -> None:
+        group.all_reduce(tensor, 0)
+        float(tensor[0])  # when it is there
+
+    try:
+        seconds = _best(add_up)
+        return sum(traffic.bytes.values()) / (TIMES + 1) / seconds
+    finally:
+        traffic.listener = listener
+        for name, value in kept.items():
+            setattr(traffic, name, value)
+
+
+def _best(do: Callable[[], object]) -> float:
+    """Seconds of the best of some times, after one that is not counted."""
+    do()
+    found = float("inf")
+    for _ in range(TIMES):
+        start = time.perf_counter()
+        do()
+        found = min(found, time.perf_counter() - start)
+    return found
+
+
+# Shortage of memory.
+
+
+@contextmanager
+def explained(explain: Callable[[], str]) -> Iterator[None]:
+    """Add ``explain()`` as a note to an error inside that says that memory is used up."""
+    try:
+        yield
+    except BaseException as error:
+        if is_shortage(error) and not getattr(error, "__notes__", ()):
+            with suppress(Exception):  # the shortage is what counts
+                error.add_note(explain())
+        raise
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an error says that there is no memory left, of a device or of the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def explain(report: dict[str, Any], sharded: ShardedModel, settings: Resolved) -> str:
+    """Return the planned and the used memory, by state and tier, and remedies with numbers.
+
+    Args:
+        report: see ``memory``.
+        sharded: the states.
+        settings: of the run.
+    """
+    states = [key for key, sizes in report.items() if key not in ("total", "measured") and sum(sizes.values())]
+    lines = [
+        f"  {state}: " + ", ".join(f"{bytes_text(size)} on {tier}" for tier, size in report[state].items() if size)
+        for state in states
+    ]
+    measured = report["measured"]
+    rest = max(0, measured["remainder"])
+    remedies = [*_remedies(report, sharded, settings, rest)][:REMEDIES]
+    return "\n".join(
+        [
+            f"zeromesh had planned {bytes_text(report['total'])} of states on this rank:",
+            *lines,
+            f"and {bytes_text(measured['peak'])} were in use at the most, of which {bytes_text(rest)} are activations, "
+            "temporaries and the libraries themselves. What takes less:",
+            *(f"  {number}. {remedy}" for number, remedy in enumerate(remedies, 1)),
+        ]
+    )
+
+
+def _remedies(report: dict[str, Any], sharded: ShardedModel, settings: Resolved, rest: int) -> Iterator[str]:
+    row, ranks = sharded.row, sharded.mesh.shard.size
+
+    def on_device(state: str) -> int:
+        return int(report[state].get(Tier.DEVICE.value, 0))
+
+    whole = [state for state in ("parameter", "gradient", "optimizer") if getattr(row, state) is not Placement.SHARDED]
+    freed = sum(on_device(state) for state in whole) * (ranks - 1) // ranks
+    if freed:
+        yield f'"zero_optimization": {{"stage": 3}} shards {" and ".join(whole)} over {ranks} ranks: {_less(freed)}'
+    if row.optimizer_tier is Tier.DEVICE and on_device("optimizer"):
+        size = on_device("optimizer") // (ranks if "optimizer" in whole else 1)
+        yield f'"zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}} moves {bytes_text(size)} to the host'
+    micro = settings.train_micro_batch_size_per_gpu
+    if micro % 2 == 0:
+        steps = 2 * sharded.accumulation.steps
+        yield (
+            f'"train_micro_batch_size_per_gpu": {micro // 2} with "gradient_accumulation_steps": {steps} halves '
+            f"activations: up to {_less(rest // 2)}"
+        )
+    if not settings.activation_checkpointing.enabled:
+        yield f'"activation_checkpointing": {{"enabled": true}} computes activations again: up to {_less(rest)}'
+    if row.parameter is Placement.SHARDED and row.parameter_tier is Tier.DEVICE and on_device("parameter"):
+        moved = bytes_text(on_device("parameter"))
+        yield f'"zero_optimization": {{"offload_param": {{"device": "cpu"}}}} moves {moved} to the host'
+    yield f"{2 * ranks} ranks instead of {ranks} at stage 3 halve all sharded states of a rank"
+
+
+def _less(size: int) -> str:
+    return f"{bytes_text(size)} less"
