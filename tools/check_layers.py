@@ -28,7 +28,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine_state",
         "update",
         "export",
-        "observing",
         "zero",
         "checkpointing",
         "pipe",
