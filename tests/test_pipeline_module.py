@@ -26,9 +26,9 @@ from zeromesh.checkpoint.boxes import Reader
 from zeromesh.config.settings import Settings
 from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec, settings_of
 from zeromesh.pipeline.cut import examine, take_away
-from zeromesh.pretrained import FileTensor
 from zeromesh.shard import deferred
 from zeromesh.training_data import Position
+from zeromesh.weight_files import FileTensor
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "offload",
         "training_data",
         "pretrained",
+        "weight_files",
         "pipelined",
         "replicas",
         "signatures",
