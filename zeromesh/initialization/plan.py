@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.initialization.layout import Split
+from zeromesh.model.placement import Placement
 from zeromesh.offload import Offload
 from zeromesh.shard.sharded import ShardedModel
 
@@ -66,6 +67,12 @@ class Plan:
     def model(self) -> nn.Module:
         """The user's model."""
         return self.arguments.model
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """True if what this rank's optimizer updates may be less than whole parameters."""
+        is_sharded = self.settings.row.optimizer is Placement.SHARDED and self.mesh.shard.size > 1
+        return is_sharded or self.mesh.group("tensor").size > 1
 
     @property
     def world(self) -> Group:

@@ -97,18 +97,17 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
 
 def prepare_run(plan: Plan) -> Prepared:
     """Make or try the optimizer, the schedule and the monitors while the model is as it was."""
-    chosen, model, settings, mesh = plan.arguments, plan.model, plan.settings, plan.mesh
+    chosen, settings = plan.arguments, plan.settings
 
     def made() -> Prepared:
-        monitor = prepare.open_monitors(settings, mesh)
-        owned = list(prepare.parameter_groups(model, chosen.parameters))
-        user = prepare.user_optimizer(chosen.optimizer, owned)
+        monitor = prepare.open_monitors(plan)
+        owned = list(prepare.parameter_groups(plan.model, chosen.parameters))
+        user = prepare.user_optimizer(plan, owned)
         if user is not None:
-            prepare.check_users_optimizer(user, model, mesh, settings)
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, user)
             return Prepared(owned, user, scheduler, monitor, where_offloaded(settings, user))
         with messages.silent("zeromesh.optim"):  # it will speak when they are made in earnest
-            stand_in = prepare.stand_in(model, mesh, settings, owned)
+            stand_in = prepare.stand_in(plan, owned)
             if chosen.scheduler is None:
                 prepare.build_scheduler(settings, None, stand_in)
         return Prepared(owned, None, chosen.scheduler, monitor, where_offloaded(settings, stand_in))
@@ -149,10 +148,10 @@ def place_model(plan: Plan, prepared: Prepared) -> Placed:
         assert values is not None
         share(world, "read its part of the weights", values.failure)
         if built is not None:
-            prepare.adopt(built, sharded, settings, everywhere)
+            prepare.adopt(plan, built, sharded, everywhere)
         else:
             exchange = FlatExchange(sharded.flats, sharded.row, mesh)
-            built = prepare.build_optimizer(model, mesh, settings, groups, sharded.pieces, exchange)
+            built = prepare.build_optimizer(plan, groups, sharded.pieces, exchange)
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, built)
         if sharded.swap is not None and built is not None:
             sharded.swap.serve(built, states_of(built))
@@ -173,7 +172,7 @@ def make_engine(plan: Plan, prepared: Prepared, placed: Placed) -> tuple[Engine,
     if first:
         tell_unset(chosen.config, settings, messages.used_arguments(placed.optimizer))
     sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu if plan.says_batch and first else None)
-    observer = prepare.make_observer(plan.model, settings, mesh, prepared.monitor)
+    observer = prepare.make_observer(plan, prepared.monitor)
 
     def explain() -> str:
         return reports.explain(reports.memory(sharded, placed.optimizer, store), sharded, settings)
