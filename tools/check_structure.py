@@ -26,7 +26,6 @@ ABOVE: dict[str, dict[str, int]] = {
         "comm/collectives.py": 600,
         "config/settings.py": 510,
         "pipeline/runtime/stage.py": 451,
-        "pretrained.py": 521,
         "shard/reducer.py": 464,
         "shard/sharded.py": 544,
         "shard/unit.py": 507,

@@ -1,75 +1,33 @@
-"""``initialize``: read the configuration, plan the layout, prepare optimizer and data, place the model, wrap it.
-
-Each step takes what the ones before have decided, in frozen form. Until ``_place`` the model is as it was, so an error
-of an earlier step leaves it usable. A step that can fail on one rank alone tells all ranks (``share``) before the next
-collective. Power users may write their own ``initialize`` from the same functions.
-"""
+"""``initialize`` for users: its arguments. ``initialization/steps.py`` has its five steps."""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh import reports, zero
-from zeromesh.batches import MicroBatchSizes
-from zeromesh.checkpoint.random_state import share_random_state
-from zeromesh.comm.agreement import attempt, describe, require_agreement, share, world_group
-from zeromesh.comm.collectives import Group
-from zeromesh.comm.detect import is_launched, may_restart
-from zeromesh.comm.environment import Environment, device_of_group, init_distributed
+from zeromesh.comm.environment import init_distributed
 from zeromesh.comm.mesh import Mesh
-from zeromesh.computation import Computation
-from zeromesh.config.printing import jsonable, lines_of
-from zeromesh.config.unset import tell_unset
 from zeromesh.engine import Engine
-from zeromesh.engine_state import Parts
-from zeromesh.initialization import messages, prepare
-from zeromesh.initialization.checks import check_model
-from zeromesh.initialization.layout import Split, make_mesh, plan_stages, split_plan, spread_sequences, take_stage
-from zeromesh.initialization.place import (
-    Values,
-    activation_store,
-    checkpoint_activations,
-    place_buffers,
-    shard,
-    while_alive,
-)
-from zeromesh.observing import make_observer, open_monitors
-from zeromesh.offload import Offload, preparation, where_offloaded
-from zeromesh.optim.host import states_of
-from zeromesh.pipe import PipelineModule, settings_of
-from zeromesh.pretrained import describe_sources
-from zeromesh.shard.exchange import FlatExchange
-from zeromesh.shard.materialise import materialiser
-from zeromesh.shard.sharded import ShardedModel
+from zeromesh.initialization import steps
+from zeromesh.initialization.layout import make_mesh
+from zeromesh.initialization.messages import show_log
+from zeromesh.initialization.place import shard
+from zeromesh.initialization.plan import Arguments, Config
+from zeromesh.pipe import PipelineModule
 from zeromesh.signatures import refuse, takes_args_first
-from zeromesh.tensor.apply import apply, chunk_losses
-from zeromesh.tensor.derive import heads_over_vocabulary
-from zeromesh.tensor.plan import describe_plan
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from zeromesh.config.settings import Resolved, Settings
-    from zeromesh.context.applied import SpreadSequences
-    from zeromesh.observe.monitors import Monitor
-    from zeromesh.pipelined import Pipelined
+    from zeromesh.config.settings import Settings
     from zeromesh.training_data import Loader
 
 __all__ = ["initialize", "make_mesh", "shard"]
-
-Config = str | Path | Mapping[str, Any]
-
-_log = logging.getLogger("zeromesh")
 
 
 @takes_args_first
@@ -140,247 +98,17 @@ def initialize(
     if loss_fn is None and isinstance(model, PipelineModule):
         loss_fn = model.loss_fn
     given = _configuration(config, config_params, args)
-    messages.show_log()
-
-    def start() -> Environment:
-        return init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-
-    wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, loss_fn)
-    settings, environment = _read(model, given, mesh, wishes, start)
-    plan = _plan(model, settings, mesh or make_mesh(settings, environment), wishes)
-    prepared = _prepare(plan, wishes)
-    placed = _place(plan, prepared, wishes)
-    return _wrap(plan, prepared, placed, wishes, given, settings)
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """Objects that the user passed to ``initialize`` beside the model and the configuration; see there."""
-
-    optimizer: Any
-    parameters: Iterable[Any] | None
-    scheduler: Any
-    data: Any
-    collate_fn: Callable[[Any], Any] | None
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Layout of a model over the ranks, decided before the model is changed.
-
-    Attributes:
-        model: the user's.
-        settings: the resolved configuration.
-        mesh: the ranks.
-        tensor: split parameters along the tensor axis; None where that has one rank.
-        stages: cut into pipeline stages, and their schedule; None where there is one stage.
-        loader: of ``training_data``, whose first samples may have decided where the model is cut; None without data.
-    """
-
-    model: nn.Module
-    settings: Resolved
-    mesh: Mesh
-    tensor: Split | None
-    stages: Pipelined | None
-    loader: Loader | None
-
-    @property
-    def world(self) -> Group:
-        """Group of all ranks."""
-        return self.mesh.group("world")
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Optimizer and observers of a run, made or tried before the model is changed.
-
-    Attributes:
-        groups: parameter groups that the optimizer will update.
-        optimizer: the user's; None where the configuration's is made after the model is placed.
-        scheduler: the user's optimizer's, or the one that was passed.
-        monitor: writes metrics.
-        offload: tiers of the states.
-    """
-
-    groups: list[dict[str, Any]]
-    optimizer: Optimizer | None
-    scheduler: Any
-    monitor: Monitor
-    offload: Offload
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A model whose states are placed over the ranks, and what updates them.
-
-    Attributes:
-        sharded: the states.
-        optimizer: updates this rank's pieces; None if there is none.
-        scheduler: of its learning rate; None if there is none.
-        sequences: spread over ranks; None where the context axis has one rank.
-    """
-
-    sharded: ShardedModel
-    optimizer: Optimizer | None
-    scheduler: Any
-    sequences: SpreadSequences | None
-
-
-def _read(
-    model: nn.Module, given: Config | Settings, mesh: Mesh | None, wishes: Wishes, start: Callable[[], Environment]
-) -> tuple[Settings, Environment]:
-    """Read the configuration, check the model, and compare both over all ranks."""
-    from zeromesh.config.settings import Settings
-
-    settings, failure = attempt(lambda: settings_of(model, Settings.load(given), mesh))
-    if failure is None:
-        assert settings is not None
-        failure = attempt(lambda: check_model(model, wishes.scheduler, settings))[1]
-    if failure is not None and not (is_launched() or dist.is_initialized()):
-        raise failure
-    environment = start()
-    world = world_group(device_of_group(environment))
-    share(world, "read its configuration and model", failure)
-    assert settings is not None
-    # Before the mesh, because all ranks or none make its groups.
-    require_agreement(world, "the configuration", "\n".join(lines_of(json.loads(settings.to_json()))))
-    require_agreement(world, "the model", describe(model))
-    return settings, environment
-
-
-def _plan(model: nn.Module, settings: Settings, mesh: Mesh, wishes: Wishes) -> Plan:
-    """Decide where each part of the model will be."""
-    resolved = settings.resolve(mesh.data_size, mesh.sizes, elastic=may_restart())
-    if resolved.debug.collectives:
-        mesh.compare_calls()
-    messages.tell_batch(settings, resolved, mesh)
-    if mesh.rank == 0:
-        messages.warn_of_sparse(model)
-
-    def plan() -> tuple[Split | None, Loader | None]:
-        split = split_plan(model, resolved, mesh)
-        if resolved.chunked_loss:
-            heads_over_vocabulary(model)
-        shuffles = not isinstance(model, PipelineModule)
-        return split, prepare.build_loader(wishes.data, wishes.collate_fn, resolved, mesh, shuffles)
-
-    found, failure = attempt(plan)
-    share(mesh.group("world"), "prepare its layout and data", failure)
-    assert found is not None
-    split, loader = found
-    stages = plan_stages(model, resolved, mesh, loader, wishes.loss_fn)
-    return Plan(model, resolved, mesh, split, stages, loader)
-
-
-def _prepare(plan: Plan, wishes: Wishes) -> Prepared:
-    """Make or try the optimizer, the schedule and the monitors while the model is as it was."""
-    model, settings, mesh = plan.model, plan.settings, plan.mesh
-
-    def made() -> Prepared:
-        monitor = open_monitors(settings, mesh)
-        owned = list(prepare.parameter_groups(model, wishes.parameters))
-        user = prepare.user_optimizer(wishes.optimizer, owned)
-        if user is not None:
-            prepare.check_users_optimizer(user, model, mesh, settings)
-            scheduler = prepare.build_scheduler(settings, wishes.scheduler, user)
-            return Prepared(owned, user, scheduler, monitor, where_offloaded(settings, user))
-        with messages.silent("zeromesh.optim"):  # it will speak when they are made in earnest
-            stand_in = prepare.stand_in(model, mesh, settings, owned)
-            if wishes.scheduler is None:
-                prepare.build_scheduler(settings, None, stand_in)
-        return Prepared(owned, None, wishes.scheduler, monitor, where_offloaded(settings, stand_in))
-
-    prepared, failure = attempt(made)
-    share(plan.world, "prepare its optimizer, schedule and monitors", failure)
-    assert prepared is not None
-    return prepared
-
-
-def _place(plan: Plan, prepared: Prepared, wishes: Wishes) -> Placed:
-    """Change the model: spread sequences, take this rank's stages, and place the states; build the optimizer."""
-    model, settings, mesh, stages = plan.model, plan.settings, plan.mesh, plan.stages
-    spread, failure = attempt(lambda: spread_sequences(model, settings, mesh, wishes.loss_fn))
-    share(plan.world, "spread its sequences over ranks", failure)
-    require_agreement(
-        plan.world, "the tensor-parallel plan", "" if plan.tensor is None else describe_plan(plan.tensor[0])
-    )
-    length = "none" if plan.loader is None else plan.loader.sampler.length
-    require_agreement(plan.world, "training_data", f"samples: {length}")
-    groups, split, built, scheduler = prepared.groups, plan.tensor, prepared.optimizer, prepared.scheduler
-    sharded, everywhere = None, [] if built is None else list(model.parameters())
-    try:
-        described, unread = attempt(lambda: describe_sources(model))  # the whole model, of which stages have parts
-        if stages is not None:
-            groups, split = take_stage(model, stages, groups, split, settings.precision.compute)
-        values, failure = attempt(lambda: Values(materialiser(model, settings.seed)))
-        share(plan.world, "read its part of the weights", failure or unread)
-        assert values is not None
-        require_agreement(plan.world, "the checkpoint that is read", described or "")
-        place_buffers(model, mesh.device, settings.precision.buffers)
-        held = None if split is None else split[0].held
-        sharded = shard(model, mesh, settings, values, held, stages, preparation(model, prepared.offload, mesh))
-        using = while_alive(sharded.events.using)
-        if split is not None:
-            apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using)
-            share_random_state(mesh.group("tensor"))
-        elif settings.chunked_loss:
-            chunk_losses(model, heads_over_vocabulary(model), using)
-        share(plan.world, "read its part of the weights", values.failure)
-        if built is not None:
-            prepare.adopt(built, sharded, settings, everywhere)
-        else:
-            exchange = FlatExchange(sharded.flats, sharded.row, mesh)
-            built = prepare.build_optimizer(model, mesh, settings, groups, sharded.pieces, exchange)
-            scheduler = prepare.build_scheduler(settings, wishes.scheduler, built)
-        if sharded.swap is not None and built is not None:
-            sharded.swap.serve(built, states_of(built))
-    except BaseException as error:
-        if sharded is not None:
-            sharded.close()
-        error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
-        raise
-    return Placed(sharded, built, scheduler, spread)
-
-
-def _wrap(
-    plan: Plan, prepared: Prepared, placed: Placed, wishes: Wishes, given: Config | Settings, settings: Settings
-) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
-    """Make the engine, and say what is not a default."""
-    resolved, mesh, sharded = plan.settings, plan.mesh, placed.sharded
-    store = activation_store(resolved, mesh)
-    checkpoint_activations(plan.model, resolved, store)
-    if mesh.rank == 0:
-        tell_unset(given, resolved, messages.used_arguments(placed.optimizer))
-    warns = settings.says_batch and mesh.rank == 0
-    observer = make_observer(plan.model, resolved, mesh, prepared.monitor)
-
-    def explain() -> str:
-        return reports.explain(reports.memory(sharded, placed.optimizer, store), sharded, resolved)
-
-    sizes = MicroBatchSizes(resolved.train_micro_batch_size_per_gpu if warns else None)
-    parts = Parts(
-        sharded=sharded,
-        config=resolved,
-        computation=Computation(sharded, resolved.precision, observer, wishes.loss_fn, sizes, explain),
-        optimizer=placed.optimizer,
-        scheduler=placed.scheduler,
-        loader=plan.loader,
-        observer=observer,
-        context_parallel=placed.sequences,
-        activations=store,
-        pipelined=plan.stages,
-    )
-    engine = Engine(parts)
-    zero.register(engine)
-    if mesh.rank == 0:
-        text = json.dumps(jsonable(resolved.model_dump(exclude_defaults=True)))
-        _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
-    return engine, placed.optimizer, plan.loader, placed.scheduler
+    chosen = Arguments(model, given, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, loss_fn)
+    show_log()
+    start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
+    settings, environment = steps.read_configuration(chosen, mesh, start)
+    plan = steps.plan_layout(chosen, settings, mesh or make_mesh(settings, environment))
+    prepared = steps.prepare_run(plan)
+    return steps.make_engine(plan, prepared, steps.place_model(plan, prepared))
 
 
 def _configuration(config: Config | Settings | None, older: Config | None, args: Any) -> Config | Settings:
-    """The one that was given: by name, by DeepSpeed's older name, or in the parsed command line."""
+    """Return the configuration, given by name, by DeepSpeed's older name, or in the parsed command line."""
     from_args: Config | None = getattr(args, "deepspeed_config", None)
     given = config if config is not None else older
     if given is not None and from_args is not None:

@@ -24,19 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of an engine, which ``initialize`` makes.
+    """Parts of an engine, which ``initialize`` makes; ``EngineState`` describes them.
 
     Attributes:
-        sharded: the model's states, placed over the mesh.
-        config: the resolved settings.
         computation: runs the model's forward and backward.
-        optimizer: updates this rank's pieces; None if there is none.
-        scheduler: stepped after every update; None if there is none.
-        loader: of ``training_data``; None if there is none.
-        observer: measures the run.
-        context_parallel: sequences spread over ranks; None where they are not.
-        activations: storage of checkpointed modules' inputs until the backward; None where they stay in place.
-        pipelined: pipeline stages; None where there is one stage.
+        scheduler: the ``lr_scheduler``.
+        loader: the ``training_dataloader``.
     """
 
     sharded: ShardedModel

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from zeromesh.pretrained import first_names
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import Unit
+from zeromesh.weight_files import ExportFiles
 
 LARGEST_FILE = 4 * 10**9
 """Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit."""
@@ -30,73 +28,6 @@ ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.b
 """Files that PEFT writes."""
 
 State = dict[str, torch.Tensor]
-
-
-class ExportFiles:
-    """Safetensors files in a folder, which appear under their names when all are complete.
-
-    Args:
-        folder: is made if it is not there.
-        name: of the file, if one is enough; else files are numbered, and ``NAME.index.json`` tells what is where.
-        largest: bytes of tensors in one file.
-    """
-
-    def __init__(self, folder: Path, name: str, largest: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for part in _named(folder, rf"{re.escape(name)}\.\d{{5}}\.part"):
-            part.unlink()  # of a process that was killed
-        self._folder, self._name, self._largest = folder, name, largest
-        self._state: State = {}
-        self._written: list[tuple[Path, list[str]]] = []
-        self._bytes = 0
-
-    def add(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors on the CPU; a file is written when there are enough."""
-        for name, tensor in state.items():
-            if self._state and _size(self._state) + tensor.nbytes > self._largest:
-                self._flush()
-            self._state[name] = tensor.contiguous()
-
-    def finish(self) -> None:
-        """Write what is left and give the files their names; files of an earlier, longer export go away."""
-        if self._state or not self._written:
-            self._flush()
-        total, stem = len(self._written), self._name.removesuffix(".safetensors")
-        index = self._folder / f"{self._name}.index.json"
-        places: dict[str, str] = {}
-        for number, (part, names) in enumerate(self._written, start=1):
-            final = self._name if total == 1 else f"{stem}-{number:05d}-of-{total:05d}.safetensors"
-            os.replace(part, self._folder / final)
-            places |= dict.fromkeys(names, final)
-        if total > 1:
-            text = json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": places}, indent=2)
-            _write_text(index, text)
-        else:
-            index.unlink(missing_ok=True)
-        numbered = rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors"
-        for path in _named(self._folder, rf"{re.escape(self._name)}|{numbered}"):
-            if path.name not in places.values():
-                path.unlink()
-
-    def discard(self) -> None:
-        """Remove what was written so far."""
-        for part, _ in self._written:
-            part.unlink(missing_ok=True)
-
-    def _flush(self) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        part = self._folder / f"{self._name}.{len(self._written):05d}.part"
-        self._written.append((part, list(self._state)))
-        try:
-            save_file(self._state, part, {"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{part} could not be written: {error}; make room, or choose another folder") from None
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        self._bytes += _size(self._state)
-        self._state = {}
 
 
 @dataclass(frozen=True)
@@ -425,18 +356,3 @@ def adapter_names(model: Any) -> set[str]:
         found = import_module("peft").get_peft_model_state_dict(model, state_dict=numbered, adapter_name=adapter)
         chosen |= {names[int(number)] for number in found.values()}
     return chosen
-
-
-def _named(folder: Path, pattern: str) -> list[Path]:
-    """The files whose names fit a regular expression."""
-    return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]
-
-
-def _size(state: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in state.values())
-
-
-def _write_text(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)

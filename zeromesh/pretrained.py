@@ -7,15 +7,14 @@ computed with as one tensor. transformers has a table of these conversions, whic
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,64 +24,23 @@ from torch import nn
 
 from zeromesh.config.errors import nearest
 from zeromesh.shard.deferred import Source, read_from, recording, source_of
+from zeromesh.weight_files import FileTensor, checkpoint_tensors, some
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _log = logging.getLogger(__name__)
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION, ADAPTERS = "generation_config.json", "adapter_config.json"
 
 HASHED = 64
 """Elements of each tensor by which ranks see whether they read the same checkpoint."""
 
-OPEN_FILES = 64
 COMPARED = 1 << 24
 """Elements of two tensors that are compared at a time."""
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 """Names of trainable dtypes in safetensors files."""
-
-MOST_NAMED = 8
-"""So many tensors of each kind are named where a checkpoint does not fit."""
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor in a safetensors file; ``kind`` is what the file calls its dtype."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    kind: str = "F32"
-
-    def __str__(self) -> str:
-        return f"{self.key} in {self.file.name}"
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor; only the rows that they lie in are read."""
-        if not self.shape:
-            return self.whole().reshape(1)[start:stop]
-        width = math.prod(self.shape[1:])
-        first, last = start // max(width, 1), -(-stop // max(width, 1))
-        rows = self._taken(lambda file: file.get_slice(self.key)[first:last])
-        return rows.reshape(-1)[start - first * width : stop - first * width]
-
-    def whole(self) -> torch.Tensor:
-        """All of it, in its shape."""
-        return self._taken(lambda file: file.get_tensor(self.key))
-
-    def _taken(self, take: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        from safetensors import SafetensorError
-
-        try:
-            file = _opened(self.file)
-            if (shape := tuple(file.get_slice(self.key).get_shape())) != self.shape:
-                raise ValueError(f"its shape was {self.shape} before, and is {shape} now")
-            return take(file)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{self.key} in {str(self.file)!r} cannot be read: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -251,13 +209,13 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
     missing = tuple(name for name, target in targets.items() if name not in sources and _is_needed(model, name, target))
     if missing and strict:
         raise ValueError(
-            f"{str(path)!r} lacks {_some(missing)} of {type(model).__name__}{_suggestion(missing, unexpected)}; use "
+            f"{str(path)!r} lacks {some(missing)} of {type(model).__name__}{_suggestion(missing, unexpected)}; use "
             "the class that the checkpoint is of, or pass strict=False, which leaves them at their initial values"
         )
     if unexpected:
-        _log.info("%s: not used by the model: %s", path, _some(unexpected))
+        _log.info("%s: not used by the model: %s", path, some(unexpected))
     if missing:
-        _log.warning("%s lacks %s, which keep their initial values", path, _some(missing))
+        _log.warning("%s lacks %s, which keep their initial values", path, some(missing))
     with torch.no_grad():
         for name, target in targets.items():
             if name in sources:
@@ -281,78 +239,6 @@ def _hash(source: Source) -> str:
     start = max(0, size // 2 - HASHED)
     some = file.read(start, min(start + HASHED, size)).contiguous().view(torch.uint8)
     return hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16]
-
-
-def checkpoint_tensors(folder: Path) -> Iterator[FileTensor]:
-    """The tensors of the safetensors files in a folder.
-
-    Raises:
-        ValueError: there are none, or one is damaged or missing.
-    """
-    for file, keys in _files(folder).items():
-        opened = _opened(file)
-        present = set(opened.keys())
-        if lacking := sorted(keys - present):
-            raise ValueError(f"{str(file)!r} lacks {_some(lacking)}, which {INDEX} says it holds; copy the file again")
-        for key in sorted(keys or present):
-            found = opened.get_slice(key)
-            yield FileTensor(file, key, tuple(found.get_shape()), found.get_dtype())
-
-
-def _files(folder: Path) -> dict[Path, set[str]]:
-    """The files of a checkpoint, and the tensors that its index expects in each; none without an index."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
-            if not all(isinstance(name, str) for name in places.values()):
-                raise ValueError("weight_map has to give the name of a file for each tensor")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{str(index)!r} is no index of safetensors: {error!r}; copy the file again") from None
-        files: dict[Path, set[str]] = {}
-        for key, name in places.items():
-            files.setdefault(folder / name, set()).add(key)
-        if absent := [file.name for file in files if not file.is_file()]:
-            keys = [key for key, name in places.items() if name in absent]
-            raise ValueError(f"{str(folder)!r} lacks {', '.join(absent)} with {_some(keys)}; copy it again")
-        if (folder / SINGLE).is_file() and folder / SINGLE not in files:
-            raise ValueError(
-                f"{str(folder)!r} holds both {SINGLE} and {INDEX} of other files; take out those that are not meant"
-            )
-        return files
-    if (folder / SINGLE).is_file():
-        return {folder / SINGLE: set()}
-    pickles, others = (sorted(path.name for path in folder.glob(f"*{ending}")) for ending in (".bin", ".safetensors"))
-    found = "it has no weights"
-    if others:
-        found = f"it has {', '.join(others[:3])}, and what is in which of several files is told by the index"
-    elif pickles:
-        found = f"only {', '.join(pickles[:3])}, which are pickles and may run any code; convert them"
-    raise ValueError(
-        f"{str(folder)!r} holds no {SINGLE} and no {INDEX}: {found}; "
-        "model.save_pretrained(folder) of a recent transformers writes safetensors"
-    )
-
-
-def _opened(file: Path) -> Any:
-    try:
-        state = file.stat()
-    except OSError as error:
-        raise ValueError(f"{str(file)!r} cannot be read ({error.strerror}); copy it again") from None
-    return _handle(file, state.st_ino, state.st_mtime_ns, state.st_size)
-
-
-@lru_cache(maxsize=OPEN_FILES)
-def _handle(file: Path, *state: int) -> Any:
-    """Another one when the file has been written anew."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(str(file), framework="pt")
-    except OSError as error:
-        raise ValueError(f"{str(file)!r} cannot be opened ({error})") from None
-    except SafetensorError as error:
-        raise ValueError(f"{str(file)!r} is truncated or not a safetensors file ({error}); copy it again") from None
 
 
 def _sources(
@@ -432,7 +318,7 @@ def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: 
             wrong.append(f"{name}, {made}is {shape or 'incomplete'} there and {tuple(target.shape)} in the model")
     if wrong:
         raise ValueError(
-            f"{str(folder)!r} holds another model, or not all of it: {_some(wrong)}; use the config.json of it"
+            f"{str(folder)!r} holds another model, or not all of it: {some(wrong)}; use the config.json of it"
         )
 
 
@@ -442,7 +328,7 @@ def _require_floats(folder: Path, targets: Mapping[str, torch.Tensor], sources: 
     coded = [f"{file} ({file.kind})" for source in wide for file in _files_of(source) if file.kind not in FLOATING]
     if coded:
         raise ValueError(
-            f"{str(folder)!r} holds quantized weights, {_some(coded)}, which cannot be trained; use the original ones"
+            f"{str(folder)!r} holds quantized weights, {some(coded)}, which cannot be trained; use the original ones"
         )
 
 
@@ -507,12 +393,6 @@ def require_transformers(module: str = "") -> Any:
 def _natural(name: str) -> list[tuple[int, str]]:
     """A key that sorts layer 10 after layer 9: experts are stacked in this order."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = len(listed) - MOST_NAMED
-    return ", ".join(listed[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str:

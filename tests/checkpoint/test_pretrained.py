@@ -20,11 +20,11 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
-from zeromesh import export, pretrained
+from zeromesh import export, pretrained, weight_files
 from zeromesh.comm.environment import shutdown
-from zeromesh.pretrained import INDEX, SINGLE, FileTensor
 from zeromesh.shard import deferred
 from zeromesh.shard.deferred import source_of
+from zeromesh.weight_files import INDEX, SINGLE, FileTensor
 
 LIMIT = 120
 FAST = ("gpt2", "llama", "mixtral", "bert", "t5", "resnet")
@@ -453,7 +453,7 @@ def read_where_one_rank_cannot(folder: Path, damage: str, row: int) -> str:
     elif rank and damage == "rewritten":
         save_file({"model.embed_tokens.weight": torch.ones(3)}, mine / SINGLE)
     elif rank:
-        pretrained._handle.cache_clear()
+        weight_files._handle.cache_clear()
     refused = PermissionError(errno.EACCES, "Permission denied") if rank and damage == "refused" else None
     reading = FileTensor.read
 

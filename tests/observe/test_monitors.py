@@ -321,7 +321,7 @@ def test_a_step_that_is_no_whole_number_is_refused_on_every_rank(step: Any) -> N
 
 
 def test_every_row_of_the_table_can_be_opened_by_its_section(tmp_path: Path) -> None:
-    from zeromesh.observing import ARGUMENTS
+    from zeromesh.initialization.prepare import ARGUMENTS
 
     assert MONITORS.keys() == ARGUMENTS.keys()
     assert isinstance(open_monitor("csv_monitor", tmp_path / "a" / "b"), CsvFiles)

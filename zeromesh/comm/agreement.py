@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -55,9 +55,11 @@ def share(world: Group, what: str, failure: Exception | None) -> None:
     raise RuntimeError(f"rank {rank} could not {what}: {said[rank]}")
 
 
-def together(world: Group, what: str, action: Callable[[], object]) -> None:
-    """Call ``action`` on every rank and raise on all of them if it fails on one; see ``share``. Collective."""
-    share(world, what, attempt(action)[1])
+def together(world: Group, what: str, action: Callable[[], Result]) -> Result:
+    """Return what ``action`` returns here; raise on all ranks if it fails on one; see ``share``. Collective."""
+    result, failure = attempt(action)
+    share(world, what, failure)
+    return cast(Result, result)
 
 
 def describe(model: nn.Module) -> str:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.comm.environment import Environment
-from zeromesh.comm.mesh import Mesh
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
@@ -32,23 +31,17 @@ def show_log() -> None:
     logger.setLevel(logging.INFO if first else logging.WARNING)
 
 
-def tell_batch(settings: Settings, resolved: Resolved, mesh: Mesh) -> None:
-    """Log batch settings that the number of ranks has changed."""
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+def tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:
+    """Log batch settings that the number of data-parallel ranks has changed."""
     changes = [
         f"{key} is {getattr(resolved, key)} instead of {getattr(settings, key)}"
-        for key in keys
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         if getattr(settings, key) not in (None, getattr(resolved, key))
     ]
-    if changes and mesh.rank == 0:
-        ranks, batch = mesh.data_size, resolved.train_batch_size
-        _log.info(
-            "%s: train_batch_size = %d is kept on %d data-parallel rank%s",
-            " and ".join(changes),
-            batch,
-            ranks,
-            "s" * (ranks > 1),
-        )
+    if changes:
+        said, batch = " and ".join(changes), resolved.train_batch_size
+        plural = "s" * (ranks > 1)
+        _log.info("%s: train_batch_size = %d is kept on %d data-parallel rank%s", said, batch, ranks, plural)
 
 
 def warn_of_sparse(model: nn.Module) -> None:

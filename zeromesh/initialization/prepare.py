@@ -1,8 +1,9 @@
-"""Preparation of the optimizer, the schedule and the data, while the model is as it was."""
+"""Preparation of the optimizer, the schedule, the data and the monitors, while the model is as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,31 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.initialization.checks import check_scheduler, makes_scheduler
+from zeromesh.initialization.plan import Plan
 from zeromesh.model.piece import Piece
-from zeromesh.model.placement import Placement
 from zeromesh.model.split import Held
+from zeromesh.observe.monitors import Monitor, open_monitor
+from zeromesh.observe.observer import Observer
+from zeromesh.observe.profile import FlopsPlan
+from zeromesh.observe.spans import collective
+from zeromesh.observe.trace import Window
 from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
     from zeromesh.model.piece import PieceExchange
     from zeromesh.training_data import Loader
+
+
+BREAKDOWN_EVERY = 10
+"""Updates between breakdowns where ``steps_per_print`` does not say."""
+
+ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "tensorboard": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),
+    "csv_monitor": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),
+    "wandb": lambda chosen: (chosen.group, chosen.team, chosen.project),
+}
+"""Return the arguments of each monitor's writer, by the name of its section."""
 
 
 def parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[dict[str, Any]]:
@@ -39,10 +56,25 @@ def parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[
         yield {**group, "params": parameters}
 
 
-def user_optimizer(given: Any, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
-    """Return the user's optimizer, made by the user's function if one was passed; None if there is none."""
-    if given is None or isinstance(given, Optimizer):
-        return given
+def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
+    """Return the user's optimizer, made by the user's function if one was passed; None if there is none.
+
+    Raises:
+        ValueError: it is no optimizer, or cannot update pieces of the model's parameters.
+    """
+    from zeromesh.optim import factory
+
+    given = plan.arguments.optimizer
+    if given is None:
+        return None
+    user = given if isinstance(given, Optimizer) else _made(given, owned)
+    trained = {parameter for parameter in plan.model.parameters() if parameter.requires_grad}
+    factory.check_users(user, trained, plan.cuts_parameters, plan.settings.zero_allow_untested_optimizer)
+    return user
+
+
+def _made(given: Any, owned: Sequence[dict[str, Any]]) -> Optimizer:
+    """Return the optimizer that the user's function makes."""
     if not callable(given) or isinstance(given, nn.Module):
         raise ValueError(f"optimizer is a {type(given).__name__}; pass a torch optimizer, or a function that makes one")
     made = given([dict(group) for group in owned] if len(owned) > 1 else list(owned[0]["params"]))
@@ -52,62 +84,43 @@ def user_optimizer(given: Any, owned: Sequence[dict[str, Any]]) -> Optimizer | N
 
 
 def build_optimizer(
-    model: nn.Module,
-    mesh: Mesh,
-    settings: Resolved,
-    owned: Sequence[dict[str, Any]],
-    pieces: Mapping[int, Piece | None],
-    exchange: PieceExchange,
+    plan: Plan, owned: Sequence[dict[str, Any]], pieces: Mapping[int, Piece | None], exchange: PieceExchange
 ) -> Optimizer | None:
     """Build the configuration's optimizer; ``pieces`` are by ``id`` of the parameter."""
     from zeromesh.optim import factory
     from zeromesh.optim.groups import hidden_matrices
 
-    if settings.optimizer is None:
+    chosen, allow = plan.settings.optimizer, plan.settings.zero_allow_untested_optimizer
+    if chosen is None:
         return None
     groups = []
     for group in owned:
         mine = [pieces.get(id(parameter)) for parameter in group["params"]]
         options = {key: value for key, value in group.items() if key not in ("params", "name", "param_names")}
         groups.append(factory.ParameterGroup(tuple(piece for piece in mine if piece is not None), options))
-    chosen, allow = settings.optimizer, settings.zero_allow_untested_optimizer
-    matrices = hidden_matrices(model) if chosen.type.lower() == "muon" else frozenset()
-    return factory.build(chosen.type, dict(chosen.params), groups, exchange, _is_cut(mesh, settings), allow, matrices)
+    matrices = hidden_matrices(plan.model) if chosen.type.lower() == "muon" else frozenset()
+    return factory.build(chosen.type, dict(chosen.params), groups, exchange, plan.cuts_parameters, allow, matrices)
 
 
-def stand_in(model: nn.Module, mesh: Mesh, settings: Resolved, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
+def stand_in(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
     """Build the configuration's optimizer over pieces without memory, which raises the errors of the real one."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in plan.model.named_parameters() if parameter.requires_grad]
     pieces: dict[int, Piece | None] = {}
     for name, like in trained:
         empty = nn.Parameter(torch.empty(like.numel(), dtype=like.dtype, device="meta"))
         pieces[id(like)] = Piece(name, Held(tuple(like.shape)), 0, like.numel(), empty)
     exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained]])
-    return build_optimizer(model, mesh, settings, owned, pieces, exchange)
+    return build_optimizer(plan, owned, pieces, exchange)
 
 
-def check_users_optimizer(user: Optimizer, model: nn.Module, mesh: Mesh, settings: Resolved) -> None:
-    """Raise ValueError if the user's optimizer cannot update pieces of the model's parameters."""
-    from zeromesh.optim import factory
-
-    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    factory.check_users(user, trained, _is_cut(mesh, settings), settings.zero_allow_untested_optimizer)
-
-
-def adopt(user: Optimizer, sharded: ShardedModel, settings: Resolved, everywhere: Sequence[nn.Parameter]) -> None:
+def adopt(plan: Plan, user: Optimizer, sharded: ShardedModel, everywhere: Sequence[nn.Parameter]) -> None:
     """Let the user's optimizer update this rank's pieces; ``everywhere`` are the parameters of all stages."""
     from zeromesh.optim import factory
 
     pieces = sharded.pieces
     by_parameter: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
     by_parameter |= {p: pieces[id(p)] for flat in sharded.flats if flat.gradient for p in flat.parameters}
-    factory.adopt(user, by_parameter, _is_cut(sharded.mesh, settings), settings.zero_allow_untested_optimizer)
-
-
-def _is_cut(mesh: Mesh, settings: Resolved) -> bool:
-    """Return whether pieces of the optimizer may be less than whole parameters."""
-    sharded = settings.row.optimizer is Placement.SHARDED and mesh.shard.size > 1
-    return sharded or mesh.group("tensor").size > 1
+    factory.adopt(user, by_parameter, plan.cuts_parameters, plan.settings.zero_allow_untested_optimizer)
 
 
 def build_scheduler(settings: Resolved, given: Any, optimizer: Optimizer | None) -> Any:
@@ -144,3 +157,36 @@ def build_loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shu
     whole = batch if len(data) >= batch else settings.train_micro_batch_size_per_gpu * mesh.data_size
     sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, whole, shuffles)
     return Loader(data, sampler, settings.train_micro_batch_size_per_gpu, collate_fn, drop)
+
+
+def open_monitors(plan: Plan) -> Monitor:
+    """Open the monitors that are switched on; only the first rank has any.
+
+    Raises:
+        ImportError: one needs a package that is not installed.
+        OSError: a folder cannot be made.
+    """
+    chosen = {name: getattr(plan.settings, name) for name in ARGUMENTS} if plan.mesh.rank == 0 else {}
+    sections = {name: section for name, section in chosen.items() if section.enabled}
+    return Monitor({name: open_monitor(name, *ARGUMENTS[name](section)) for name, section in sections.items()})
+
+
+def make_observer(plan: Plan, monitor: Monitor) -> Observer:
+    """Return the observer of the engine on this rank."""
+    settings, mesh = plan.settings, plan.mesh
+    every = (settings.steps_per_print or BREAKDOWN_EVERY) if settings.wall_clock_breakdown else 0
+    trace, flops, window, counts = settings.profile, settings.flops_profiler, None, None
+    if trace.enabled:
+        window = Window(trace.start_step, trace.steps, Path(trace.output).absolute(), trace.memory)
+    if flops.enabled:
+        counts = FlopsPlan(
+            after=flops.profile_step,
+            depth=flops.module_depth,
+            top=flops.top_modules,
+            detailed=flops.detailed,
+            output=Path(flops.output_file).absolute() if flops.output_file else None,
+            dtype=settings.precision.compute or settings.precision.autocast or torch.float32,
+        )
+    mesh.traffic.listener = collective  # of no engine, as engines may share a mesh
+    # A run of ``zeromesh train`` ends with a report of what bounded it.
+    return Observer(plan.model, mesh.device, mesh.rank, monitor, every, window, counts, whole=settings.run is not None)

@@ -1,0 +1,221 @@
+"""Safetensors files of a whole model in a folder, one or several with an index: read in parts, or written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+OPEN_FILES = 64
+
+MOST_NAMED = 8
+"""Number of tensors of each kind that are named where a checkpoint does not fit."""
+
+# Reading.
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a safetensors file; ``kind`` is what the file calls its dtype."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    kind: str = "F32"
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.file.name}"
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the flattened tensor; only the rows that they lie in are read."""
+        if not self.shape:
+            return self.whole().reshape(1)[start:stop]
+        width = math.prod(self.shape[1:])
+        first, last = start // max(width, 1), -(-stop // max(width, 1))
+        rows = self._taken(lambda file: file.get_slice(self.key)[first:last])
+        return rows.reshape(-1)[start - first * width : stop - first * width]
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in its shape."""
+        return self._taken(lambda file: file.get_tensor(self.key))
+
+    def _taken(self, take: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        from safetensors import SafetensorError
+
+        try:
+            file = _opened(self.file)
+            if (shape := tuple(file.get_slice(self.key).get_shape())) != self.shape:
+                raise ValueError(f"its shape was {self.shape} before, and is {shape} now")
+            return take(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"{self.key} in {str(self.file)!r} cannot be read: {error}") from None
+
+
+def checkpoint_tensors(folder: Path) -> Iterator[FileTensor]:
+    """The tensors of the safetensors files in a folder.
+
+    Raises:
+        ValueError: there are none, or one is damaged or missing.
+    """
+    for file, keys in _files(folder).items():
+        opened = _opened(file)
+        present = set(opened.keys())
+        if lacking := sorted(keys - present):
+            raise ValueError(f"{str(file)!r} lacks {some(lacking)}, which {INDEX} says it holds; copy the file again")
+        for key in sorted(keys or present):
+            found = opened.get_slice(key)
+            yield FileTensor(file, key, tuple(found.get_shape()), found.get_dtype())
+
+
+def _files(folder: Path) -> dict[Path, set[str]]:
+    """The files of a checkpoint, and the tensors that its index expects in each; none without an index."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
+            if not all(isinstance(name, str) for name in places.values()):
+                raise ValueError("weight_map has to give the name of a file for each tensor")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(index)!r} is no index of safetensors: {error!r}; copy the file again") from None
+        files: dict[Path, set[str]] = {}
+        for key, name in places.items():
+            files.setdefault(folder / name, set()).add(key)
+        if absent := [file.name for file in files if not file.is_file()]:
+            keys = [key for key, name in places.items() if name in absent]
+            raise ValueError(f"{str(folder)!r} lacks {', '.join(absent)} with {some(keys)}; copy it again")
+        if (folder / SINGLE).is_file() and folder / SINGLE not in files:
+            raise ValueError(
+                f"{str(folder)!r} holds both {SINGLE} and {INDEX} of other files; take out those that are not meant"
+            )
+        return files
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: set()}
+    pickles, others = (sorted(path.name for path in folder.glob(f"*{ending}")) for ending in (".bin", ".safetensors"))
+    found = "it has no weights"
+    if others:
+        found = f"it has {', '.join(others[:3])}, and what is in which of several files is told by the index"
+    elif pickles:
+        found = f"only {', '.join(pickles[:3])}, which are pickles and may run any code; convert them"
+    raise ValueError(
+        f"{str(folder)!r} holds no {SINGLE} and no {INDEX}: {found}; "
+        "model.save_pretrained(folder) of a recent transformers writes safetensors"
+    )
+
+
+def _opened(file: Path) -> Any:
+    try:
+        state = file.stat()
+    except OSError as error:
+        raise ValueError(f"{str(file)!r} cannot be read ({error.strerror}); copy it again") from None
+    return _handle(file, state.st_ino, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _handle(file: Path, *state: int) -> Any:
+    """Another one when the file has been written anew."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(file), framework="pt")
+    except OSError as error:
+        raise ValueError(f"{str(file)!r} cannot be opened ({error})") from None
+    except SafetensorError as error:
+        raise ValueError(f"{str(file)!r} is truncated or not a safetensors file ({error}); copy it again") from None
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the first names, for a message, and how many more there are."""
+    listed = list(names)
+    more = len(listed) - MOST_NAMED
+    return ", ".join(listed[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+# Writing.
+
+
+class ExportFiles:
+    """Safetensors files in a folder, which appear under their names when all are complete.
+
+    Args:
+        folder: is made if it is not there.
+        name: of the file, if one is enough; else files are numbered, and ``NAME.index.json`` tells what is where.
+        largest: bytes of tensors in one file.
+    """
+
+    def __init__(self, folder: Path, name: str, largest: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in _named(folder, rf"{re.escape(name)}\.\d{{5}}\.part"):
+            part.unlink()  # of a process that was killed
+        self._folder, self._name, self._largest = folder, name, largest
+        self._state: dict[str, torch.Tensor] = {}
+        self._written: list[tuple[Path, list[str]]] = []
+        self._bytes = 0
+
+    def add(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors on the CPU; a file is written when there are enough."""
+        for name, tensor in state.items():
+            if self._state and _size(self._state) + tensor.nbytes > self._largest:
+                self._flush()
+            self._state[name] = tensor.contiguous()
+
+    def finish(self) -> None:
+        """Write what is left and give the files their names; files of an earlier, longer export go away."""
+        if self._state or not self._written:
+            self._flush()
+        total, stem = len(self._written), self._name.removesuffix(".safetensors")
+        index = self._folder / f"{self._name}.index.json"
+        places: dict[str, str] = {}
+        for number, (part, names) in enumerate(self._written, start=1):
+            final = self._name if total == 1 else f"{stem}-{number:05d}-of-{total:05d}.safetensors"
+            os.replace(part, self._folder / final)
+            places |= dict.fromkeys(names, final)
+        if total > 1:
+            text = json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": places}, indent=2)
+            part = index.with_name(index.name + ".part")
+            part.write_text(text)
+            os.replace(part, index)
+        else:
+            index.unlink(missing_ok=True)
+        numbered = rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors"
+        for path in _named(self._folder, rf"{re.escape(self._name)}|{numbered}"):
+            if path.name not in places.values():
+                path.unlink()
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        for part, _ in self._written:
+            part.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        part = self._folder / f"{self._name}.{len(self._written):05d}.part"
+        self._written.append((part, list(self._state)))
+        try:
+            save_file(self._state, part, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{part} could not be written: {error}; make room, or choose another folder") from None
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        self._bytes += _size(self._state)
+        self._state = {}
+
+
+def _named(folder: Path, pattern: str) -> list[Path]:
+    """The files whose names fit a regular expression."""
+    return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]
+
+
+def _size(state: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
