@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -129,7 +129,7 @@ def svg(drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> st
         if panel.title:
             parts.append(f'<text x="{left}" y="{y + 12}" style="font-size:12px">{escape(panel.title)}</text>')
             y += 20
-        for rank, (row, note) in enumerate(zip_longest(panel.timeline.computed, panel.notes)):
+        for rank, (row, note) in enumerate(zip(panel.timeline.computed, panel.notes or repeat(""), strict=False)):
             parts.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
             if note:
                 parts.append(f'<text x="{left + wide + 8}" y="{y + 17}">{escape(note)}</text>')
@@ -182,7 +182,7 @@ def png(path: Path, drawn: Sequence[Panel], title: str = "", is_seconds: bool = 
     places = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
     kinds = _kinds(step for panel in drawn for row in panel.timeline.computed for step in row)
     for axes, panel in zip(places, drawn, strict=True):
-        for rank, (row, note) in enumerate(zip_longest(panel.timeline.computed, panel.notes, fillvalue="")):
+        for rank, (row, note) in enumerate(zip(panel.timeline.computed, panel.notes or repeat(""), strict=False)):
             for step in row:
                 _draw(axes, panel.timeline, step, rank, factor, scale)
             axes.text(1.005, rank, note, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
