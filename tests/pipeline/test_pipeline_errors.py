@@ -120,6 +120,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_told_on_all_ranks(fault: str) -> None:
     for said in run_ranks(attempt, 2, fault, timeout=60):
@@ -159,6 +160,7 @@ print("went on")
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("fault", "stage"),
     [
@@ -180,6 +182,7 @@ def test_all_ranks_end_soon_when_a_stage_fails(fault: str, stage: int, tmp_path:
         assert f"this was in forward of stage {stage}, micro-batch 1" in finished.stdout
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

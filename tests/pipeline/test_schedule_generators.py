@@ -155,6 +155,7 @@ def check_random(seed: int, largest: int) -> None:
     assert simulate(schedule, costs).makespan > 0
 
 
+@pytest.mark.full
 def test_every_row_makes_valid_schedules_of_any_shape_and_costs() -> None:
     for seed in range(2000):
         check_random(seed, largest=4)
@@ -188,6 +189,7 @@ def check_search(seed: int, largest: int) -> None:
             assert time <= simulate(named, costs).makespan, (seed, name)
 
 
+@pytest.mark.full
 def test_the_search_is_never_worse_than_a_named_schedule_that_fits() -> None:
     for seed in range(60):
         check_search(seed, largest=3)
