@@ -9,9 +9,10 @@ RUN := .venv/bin/python -m
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
 
-# Two tests at a time: most wait for processes that they have started. A file's tests share what they have started.
+# Two tests at a time: most wait for processes that they have started. Each worker begins with half of the files, in order,
+# so that the tests of a file share what they have started; the one that is done first takes tests of the other.
 test: .venv/.test.done
-	$(RUN) pytest --numprocesses 2 --dist loadfile --durations 60 --durations-min 2
+	$(RUN) pytest --numprocesses 2 --dist worksteal --durations 60 --durations-min 2
 
 test-all: .venv/.test.done
 	.venv/bin/python tools/test_all.py

@@ -86,7 +86,7 @@ def main() -> None:
     if "changes" in tested:
         record.unlink(missing_ok=True)  # outcomes of other changes
     pytest = [sys.executable, "-m", "pytest"]
-    every = ["-m", "full or not full", "--record", str(record), "--numprocesses", "2", "--dist", "loadfile"]
+    every = ["-m", "full or not full", "--record", str(record), "--numprocesses", "2", "--dist", "worksteal"]
     status = subprocess.run([*pytest, *every, *sys.argv[1:]], cwd=ROOT).returncode
     failed = [row["test"] for row in read(record) if row["outcome"] == "failed"]
     if failed:

@@ -45,6 +45,7 @@ def all_losses(case_name: str, steps: int) -> dict[str, list[float]]:
     return {name: losses(name, case_name, steps) for name in OURS}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [pytest.param("tiny-fp32", 1e-5, marks=pytest.mark.full), ("tiny-clip", 1e-5), ("tiny-bf16", 2**-8)],
@@ -61,6 +62,7 @@ def test_all_variants_of_a_case_have_the_same_losses(case: str, tolerance: float
         assert found["DDP"][-1] < found["DDP"][0]
 
 
+@pytest.mark.full
 def test_clipping_is_seen_in_the_losses() -> None:
     clipped, free = (run_ranks(losses, 2, "DDP", case, 6)[0] for case in ("tiny-clip", "tiny-fp32"))
     assert clipped != pytest.approx(free, rel=1e-4), "else the test above would not see whether a variant clips"
@@ -107,6 +109,7 @@ print("equal")
 """
 
 
+@pytest.mark.full
 def test_bf16_products_in_fp32_are_those_of_torch_rounded_once() -> None:
     """In a process of its own: torch's kernels are replaced for good."""
     done = run_command([sys.executable, "-c", PRODUCTS], cwd=BENCHMARKS)
@@ -128,6 +131,7 @@ print(after - before, heap.live() - after)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it asks glibc")
 def test_blocks_below_the_limit_are_not_counted() -> None:
     # In a process of its own, as malloc keeps the limit.
@@ -240,6 +244,7 @@ def test_one_command_measures_everything(benchmark: tuple[Path, str]) -> None:
     assert [name for name, row in rows.items() if row["spans"] is not None] == ["ZeroMesh 3"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     ["ZeroMesh 3"]
@@ -254,6 +259,7 @@ def test_a_row_runs_on_ranks_of_mpiexec(name: str) -> None:
         run(Path(sys.executable), 2, {**job, "case": "none such"}, {}, 100)
 
 
+@pytest.mark.full
 def test_collectives_of_gloo_and_mpi_are_measured_side_by_side(tmp_path: Path) -> None:
     options = ["--ranks", "2", "--rounds", "2", "--sizes", "4096", "--out", tmp_path]
     printed = run_command([sys.executable, BENCHMARKS / "collectives.py", *options], timeout=120).stdout
@@ -314,6 +320,7 @@ def test_what_the_host_costs_is_compared_round_by_round() -> None:
     assert offload_table({"rows": {"DDP": rows["DDP"]}}) == ""
 
 
+@pytest.mark.full
 def test_models_on_a_tier_are_measured_and_what_is_not_there_is_a_line(tmp_path: Path) -> None:
     command = [sys.executable, BENCHMARKS / "gpu_offload.py", "--tiny", "--out", tmp_path]
     done = run_command([*command, "--tiers", "ZeroMesh, all on host"], timeout=120)
@@ -399,6 +406,7 @@ def test_losses_are_compared_within_a_family_and_a_model(monkeypatch: pytest.Mon
     assert run.case("ZeroMesh, optimizer on host", size) == "fits"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("code", "limit", "expected"),
     [
@@ -440,6 +448,7 @@ def test_the_memory_of_tensor_parallelism_falls_with_the_number_of_ranks(tmp_pat
     assert f"]({page.name})" in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.full
 def test_stages_that_sleep_hold_what_the_table_says_and_have_a_page(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
     options = ["--ranks", "2", "--microbatches", "3", "--milliseconds", "1", "--rounds", "1", "--out", tmp_path]
@@ -463,6 +472,7 @@ def test_stages_that_sleep_hold_what_the_table_says_and_have_a_page(tmp_path: Pa
     assert page.with_suffix(".svg").read_text().startswith("<svg")
 
 
+@pytest.mark.full
 def test_ways_to_a_disk_are_measured_and_have_a_page(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Pages\n\n<!-- the newest page comes first -->\n")
     options = ["--folder", tmp_path, "--megabytes", "4", "--rounds", "1", "--depth", "2", "--out", tmp_path]

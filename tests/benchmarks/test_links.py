@@ -28,6 +28,7 @@ def result() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_rows_learn_the_same_and_send_what_the_formulas_say(result: dict[str, Any]) -> None:
     for name, row in result["rows"].items():
         if row["error"] == links.UNSEEN:
@@ -42,6 +43,7 @@ def test_rows_learn_the_same_and_send_what_the_formulas_say(result: dict[str, An
             assert 0.88 * row["link"] < elements < 1.06 * row["link"], name
 
 
+@pytest.mark.full
 def test_a_page_shows_the_figures(result: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "2000-01-01-links.json"
     path.write_text(json.dumps(result))
@@ -55,6 +57,7 @@ def test_a_page_shows_the_figures(result: dict[str, Any], tmp_path: Path) -> Non
     assert "](2000-01-01-links.md): two hosts" in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.full
 def test_losses_that_differ_are_said(result: dict[str, Any]) -> None:
     other = copy.deepcopy(result)
     other["rows"]["ZeroMesh 3, hybrid"]["rates"]["1000mbit"][0]["losses"][-1] *= 1.01
@@ -79,6 +82,7 @@ def test_one_command_measures_and_writes(tmp_path: Path) -> None:
     assert path.with_suffix(".md").exists()
 
 
+@pytest.mark.full
 def test_a_rate_that_is_none_is_refused() -> None:
     done = run_command([sys.executable, BENCHMARKS / "links.py", "--rates", "fast"])
     assert done.returncode == 2

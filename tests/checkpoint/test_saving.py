@@ -48,6 +48,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("settings", [settings for _, settings in CASES], ids=[name for name, _ in CASES])
 def test_a_resumed_run_continues_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     mesh = settings["mesh"]
@@ -78,6 +79,7 @@ def train_part(folder: str, first: int, settings: dict[str, Any]) -> Any:
     return [loss.item() for loss in losses], engine.gathered_state_dict()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "lamb", "muon", "adagrad"])
 def test_a_checkpoint_of_one_layout_continues_on_every_other(optimizer: str, tmp_path: Path) -> None:
     model = build_net(torch.float64)
@@ -167,6 +169,7 @@ def resume_tiny(folder: str, optimizer: str) -> dict[str, torch.Tensor]:
     return expected
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("optimizer", ["NAdam", "Adadelta", "ASGD", "RAdam"])
 def test_single_numbers_in_optimizer_states_are_kept_for_ranks_that_have_no_parameter(
     optimizer: str, tmp_path: Path

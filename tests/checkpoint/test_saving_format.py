@@ -77,6 +77,7 @@ def go_on(row: int) -> None:
     assert [update(engine, step) for step in (2, 3)] == pytest.approx(losses[2:], rel=1e-12)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 3), (3, 1)])
 def test_a_checkpoint_of_format_1_goes_on(ranks: int, row: int) -> None:
     run_ranks(go_on, ranks, row)

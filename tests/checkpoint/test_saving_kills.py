@@ -74,6 +74,7 @@ def killed_at_every_operation(folder: str, tag: str) -> int:
     return at
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("tag", ["step1", "step2"])
 def test_every_kill_leaves_a_checkpoint_and_a_folder_that_saves_on(tag: str, tmp_path: Path) -> None:
     assert run_ranks(killed_at_every_operation, 1, str(tmp_path), tag)[0] > 15

@@ -97,6 +97,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder, run_ranks(write, 2, str(folder), request.param)[0]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("layout", [*list(LAYOUTS)[:4], pytest.param("2 x 2 ranks, row 3", marks=pytest.mark.full)])
 def test_all_of_the_state_comes_back_and_the_losses_are_those_of_the_undisturbed_run(
     layout: str, saved: tuple[str, Path, list[float]]

@@ -31,6 +31,7 @@ def gather_between(row: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     return before, engine.gathered_state_dict()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 2, 3])
 def test_the_gathered_state_is_the_models_own(row: int) -> None:
     (before, after), (other_before, other_after) = run_ranks(gather_between, 2, row)

@@ -81,9 +81,7 @@ def test_an_unreachable_master_is_a_problem_of_the_report(
     own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in (own | {"ZEROMESH_START_TIMEOUT": "0.5"}).items():
         monkeypatch.setenv(name, value)
-    began = time.monotonic()
     sound, report = examined(capsys, tmp_path)
-    assert time.monotonic() - began < 30
     assert not sound
     assert report["environment"]["world_size"] == 2
     assert report["links"] is None

@@ -43,13 +43,13 @@ AGAIN = 0.05
 """How much of some messages TCP may send again, where a busy machine lets it believe that a packet is lost."""
 
 
-OTHERS_IN_FULL = [
+BEST_BY_DEFAULT = [
     kind if kind == hosts_module.best_kind() else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS
 ]
-"""Training takes longest: the kind that is not the best one here trains in the full suite."""
+"""Hosts of the kind that is not the best one here are tested in the full suite."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=BEST_BY_DEFAULT)
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
     """2 hosts with 2 ranks each."""
     asked = os.environ.get(VARIABLE)
@@ -106,6 +106,7 @@ def send(messages: list[tuple[int, int]], nbytes: int) -> tuple[int, float, bool
     return sent_by_this_host() - before, time.monotonic() - began, right
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
@@ -134,6 +135,7 @@ def test_what_passes_between_hosts_is_counted_where_it_is_sent_and_nothing_else(
         assert min(tries) == pytest.approx(expected[link] * MEGABYTE, rel=AGAIN, abs=40_000)
 
 
+@pytest.mark.full
 def test_a_limit_is_shared_by_a_hosts_ranks_and_can_be_changed(hosts: Hosts) -> None:
     two, nbytes = [(0, 2), (1, 3)], MEGABYTE
     for rate, seconds in {"30mbit": 2 * 8 / 30, "60mbit": 2 * 8 / 60}.items():
@@ -189,7 +191,7 @@ VARIANTS = {
 CASES = [*(Case("float64", f"row {row}", clip=True) for row in range(4)), Case("bf16", "row 3", clip=True)]
 
 
-@pytest.mark.parametrize("hosts", OTHERS_IN_FULL, indirect=True)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [name if name == "hierarchical" else pytest.param(name, marks=pytest.mark.full) for name in VARIANTS]
 )
@@ -251,7 +253,7 @@ def move(rows: list[int], mesh: str, further: dict[str, Any]) -> list[Moved]:
     return found
 
 
-@pytest.mark.parametrize("hosts", OTHERS_IN_FULL, indirect=True)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bytes_on_the_link_are_those_of_the_formulas_and_of_the_report(hosts: Hosts, name: str) -> None:
     variant, rows = VARIANTS[name], list(range(4))
@@ -280,6 +282,7 @@ def fail_on(rank: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.full
 def test_three_hosts_and_a_failure_on_one() -> None:
     with Hosts(3, 1) as three:
         assert three.world_size == 3
@@ -296,6 +299,7 @@ def gone(pid: int) -> bool:
     return not state or state.startswith("Z")
 
 
+@pytest.mark.full
 def test_namespaces_end_with_their_owner_however_it_ends() -> None:
     try:
         Namespaces(1).close()

@@ -17,6 +17,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 # In bf16, as it is published, it takes twice as long on a processor that has no instructions for it.
+@pytest.mark.full
 @pytest.mark.parametrize("bf16", [pytest.param(True, marks=pytest.mark.full), False])
 def test_bert_learns_masked_tokens_and_opens_in_transformers(bf16: bool, tmp_path: Path) -> None:
     import transformers

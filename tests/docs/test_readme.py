@@ -19,6 +19,8 @@ from harness import FOLDERS, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN = [page if page == ROOT / "README.md" else pytest.param(page, marks=pytest.mark.full) for page in PAGES]
+"""The pages as parameters; by default the blocks of the README alone are run."""
 LANGUAGES = {"sh", "python", "json", "text", "mermaid"}
 
 PART = re.compile(
@@ -78,7 +80,7 @@ def run_page(page: Path, folder: Path) -> None:
             assert "samples at a time" not in finished.stdout, f"{page} feeds another batch than it configures"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     run_page(page, tmp_path)

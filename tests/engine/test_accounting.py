@@ -6,6 +6,7 @@ import ctypes
 import functools
 import gc
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -104,6 +105,12 @@ CASES = [
     Case(3, parameter_slots=8, accumulation=3),
 ]
 HYBRID = [Case(1, replicas=2), Case(3, bf16=True, replicas=2)]
+USUAL = {Case(0), Case(1, bf16=True), Case(2, bf16=True, accumulation=3), Case(3), Case(3, bf16=True), HYBRID[1]}
+
+
+def others_in_full(cases: Sequence[Case]) -> list[Any]:
+    """Return the parameters of a test, of which the usual ones are run by default."""
+    return [case if case in USUAL else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
 # The formulas, from the shapes alone.
@@ -273,15 +280,15 @@ def measure(case: Case, heap: Heap) -> Measured:
 
 
 @functools.cache
-def measured(hybrid: bool = False) -> dict[Case, list[Measured]]:
-    """By case and rank."""
-    cases = HYBRID if hybrid else CASES
-    by_rank = run_ranks(measure_all, 4 if hybrid else 2, cases, timeout=250)
+def measured(replicas: int, usual: bool) -> dict[Case, list[Measured]]:
+    """By case and rank; the usual cases in one call, and the others in another."""
+    cases = [case for case in (HYBRID if replicas > 1 else CASES) if (case in USUAL) == usual]
+    by_rank = run_ranks(measure_all, SHARDS * replicas, cases, timeout=250)
     return {case: list(ranks) for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True)}
 
 
 def results(case: Case) -> list[Measured]:
-    return measured(case.replicas > 1)[case]
+    return measured(case.replicas, case in USUAL)[case]
 
 
 def by_state(report: dict[str, Any]) -> dict[str, int]:
@@ -289,7 +296,7 @@ def by_state(report: dict[str, Any]) -> dict[str, int]:
 
 
 @linux
-@pytest.mark.parametrize("case", [*CASES, *HYBRID], ids=str)
+@pytest.mark.parametrize("case", others_in_full([*CASES, *HYBRID]), ids=str)
 def test_reported_memory_is_what_the_layout_takes(case: Case) -> None:
     whole = 0
     for rank in results(case):
@@ -315,7 +322,7 @@ def in_parameters(case: Case) -> float:
 
 
 @linux
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", others_in_full(CASES), ids=str)
 def test_the_three_states_take_what_the_formulas_say(case: Case) -> None:
     frozen = 333 * (WIDTH + 1) * case.width // (SHARDS if case.row == 3 else 1)
     for rank in results(case):
@@ -328,7 +335,7 @@ OBJECTS = 800_000
 
 
 @linux
-@pytest.mark.parametrize("case", [*CASES, *HYBRID], ids=str)
+@pytest.mark.parametrize("case", others_in_full([*CASES, *HYBRID]), ids=str)
 def test_the_live_heap_at_rest_is_what_is_reported_without_what_is_there_in_a_step_only(case: Case) -> None:
     for rank in results(case):
         elements = sum(stop - start for _, start, stop in rank.pieces)
@@ -337,7 +344,7 @@ def test_the_live_heap_at_rest_is_what_is_reported_without_what_is_there_in_a_st
 
 
 @linux
-@pytest.mark.parametrize("case", [case for case in CASES if case.row == 3], ids=str)
+@pytest.mark.parametrize("case", others_in_full([case for case in CASES if case.row == 3]), ids=str)
 def test_a_step_takes_no_more_than_what_is_reported_and_its_activations(case: Case) -> None:
     """Beside the activations there are the gradients of one block as autograd makes them, before they are in their
     slot, and one matrix in fp32 that a kernel works with."""
@@ -349,7 +356,7 @@ def test_a_step_takes_no_more_than_what_is_reported_and_its_activations(case: Ca
 
 
 @linux
-@pytest.mark.parametrize("case", [*CASES, *HYBRID], ids=str)
+@pytest.mark.parametrize("case", others_in_full([*CASES, *HYBRID]), ids=str)
 def test_reported_traffic_is_what_the_formulas_say_and_what_the_kernel_counts(case: Case) -> None:
     for rank in results(case):
         moved = {key: entry["bytes"] for key, entry in rank.traffic.items() if not key.startswith("exchange")}
@@ -361,7 +368,7 @@ def test_reported_traffic_is_what_the_formulas_say_and_what_the_kernel_counts(ca
 
 
 @linux
-@pytest.mark.parametrize("case", [Case(row, bf16) for row in range(4) for bf16 in (False, True)], ids=str)
+@pytest.mark.parametrize("case", others_in_full(CASES[:8]), ids=str)
 def test_one_micro_batch_moves_two_or_three_times_the_parameters(case: Case) -> None:
     """2 P (N-1)/N elements for rows 0 to 2; for row 3 3 P (N-1)/N, less the root and two blocks that stay in slots."""
     size = sizes(case)

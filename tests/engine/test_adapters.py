@@ -133,6 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("kind", "row", "deferring"),
     [("attention", 3, True), ("attention", 0, False), ("all", 1, True), ("all", 2, False), ("dora", 3, False)]
@@ -283,6 +284,7 @@ def test_merging_needs_adapters(tmp_path: Path) -> None:
         engine.save_16bit_model(tmp_path, "pytorch_model.bin")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("merge", [True, False])
 def test_prompts_are_written_by_peft_itself(merge: bool, folder: Path, tmp_path: Path) -> None:
     import peft

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -366,10 +365,8 @@ def differing(kind: str) -> str:
                 model.mix.bfloat16()
             case "samples":
                 samples = 47
-    began = time.monotonic()
     with pytest.raises((ValueError, RuntimeError)) as caught:
         zeromesh.initialize(model=model, config=settings, training_data=range(samples))
-    assert time.monotonic() - began < 10
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -162,6 +162,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("row", [0, 1, 3])
 def test_optimizers_and_schedules_of_the_user_do_as_in_torch(row: int) -> None:
     for kind, (history, state) in zip(KINDS, run_ranks(train_as_the_user_says, RANKS, KINDS, row)[0], strict=True):
@@ -213,6 +214,7 @@ def _micro_batch(engine: zeromesh.Engine, way: str, inputs: Any, last: bool) -> 
     return loss.item()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_every_way_to_accumulate_sums_the_same(row: int) -> None:
     model = build_net(torch.float64)
@@ -226,6 +228,7 @@ def test_every_way_to_accumulate_sums_the_same(row: int) -> None:
         assert_close(state, model)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_accumulation_that_begins_late_rounds_as_one_that_was_configured(row: int) -> None:
     expected = run_ranks(train_by_hand, RANKS, row, "bf16", "config")
@@ -332,6 +335,7 @@ def train_whole_batches(form: str) -> dict[str, Any]:
     return {"losses": [loss.item() for loss in (*losses, evaluated)], "state": engine.gathered_state_dict()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("form", ["logits", "loss", "tuple", "dict", "mapping", "tensor"])
 def test_whole_batches_give_the_mean_loss_and_the_update_of_all_micro_batches(form: str) -> None:
     with torch.random.fork_rng():
@@ -587,6 +591,7 @@ FUNCTIONS = [(row, how) for how in ("vmap", "vmap around") for row in (0, 3)] + 
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("row", "how"), FUNCTIONS)
 def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) -> None:
     model = build_functional(how)
@@ -608,6 +613,7 @@ def forward_derivative(row: int) -> tuple[torch.Tensor, torch.Tensor]:
     return found[0].detach(), found[1].detach()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 3])
 def test_forward_derivatives_are_taken_through_the_engine(row: int) -> None:
     x = rows(0, 0)

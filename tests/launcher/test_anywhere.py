@@ -50,15 +50,18 @@ def check(result: tuple[int, list[float]], alone: list[float]) -> None:
     assert result[1] == pytest.approx(alone, rel=1e-12)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_launchers_give_the_losses_of_one_process(way: str, alone: list[float], tmp_path: Path) -> None:
     check(started(WAYS[way], tmp_path / "losses"), alone)
 
 
+@pytest.mark.full
 def test_a_script_may_start_its_ranks_itself(alone: list[float], tmp_path: Path) -> None:
     check(started(PYTHON, tmp_path / "losses", "--ranks", "2"), alone)
 
 
+@pytest.mark.full
 @needs_mpiexec
 def test_mpiexec_gives_the_losses_of_one_process(alone: list[float], tmp_path: Path) -> None:
     assert MPIEXEC is not None
@@ -94,6 +97,7 @@ def slurm_variables(rank: int, ranks: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.full
 def test_srun_gives_the_losses_of_one_process(alone: list[float], tmp_path: Path) -> None:
     """No Slurm is here: two processes get the variables that its tasks have."""
     processes = [

@@ -148,6 +148,7 @@ def test_a_run_goes_on_when_a_node_leaves_and_when_one_joins(tmp_path: Path) -> 
     assert latest == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("given", "ranks", "wanted"),
     [

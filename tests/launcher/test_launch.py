@@ -52,6 +52,7 @@ def test_functions_of_the_script_run_and_return_by_rank(tmp_path: Path) -> None:
     assert lines[2:] == ["[0, 21]", "KeyError: 21"]
 
 
+@pytest.mark.full
 def test_a_call_without_guard_is_explained(tmp_path: Path) -> None:
     output = run_script(tmp_path, "if True:")
     assert f"called while a rank imported {tmp_path / 'script.py'} to find the function" in output
@@ -155,6 +156,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.full
 def test_functions_of_a_notebook_run_with_what_they_use() -> None:
     lines = run_command([sys.executable, "-c", NOTEBOOK]).stdout.splitlines()
     assert lines[0] == "[(Settings(rate=146.0), 2.0), (Settings(rate=146.0), 2.0)]", lines
@@ -206,6 +208,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_a_main_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     (tmp_path / "__main__.py").write_text(FUNCTION)
     finished = run_command([sys.executable, tmp_path])

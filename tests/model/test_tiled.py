@@ -36,6 +36,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("splits", [(1, 1), (1, 5), (7, 1), (3, 4)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_in_tiles_computes_what_it_did(splits: tuple[int, int], bias: bool) -> None:
@@ -116,6 +117,7 @@ def train(zero: dict[str, Any], tiles: bool, units: list[str]) -> tuple[list[flo
 HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("units", [[], ["Block"]])
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, **HOST}], ids=str)
 def test_it_trains_to_the_same_numbers_in_the_memory_of_few_tiles(zero: dict[str, Any], units: list[str]) -> None:

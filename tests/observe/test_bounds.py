@@ -90,6 +90,7 @@ def reported(zero: dict[str, Any], slow: float = 0.0, every: bool = True) -> Any
     return before, found
 
 
+@pytest.mark.full
 def test_a_disk_that_is_slow_bounds_the_run(tmp_path: Path) -> None:
     nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 1}}
     before, found = reported(nvme, slow=0.2)

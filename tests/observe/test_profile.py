@@ -242,6 +242,7 @@ def shown(row: int, folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 3])
 def test_the_log_says_every_few_updates_where_the_time_went(row: int, tmp_path: Path) -> None:
     (found, lines), (others, silent) = run_ranks(broken_down, RANKS, row, str(tmp_path))
@@ -335,6 +336,7 @@ def traced(row: int, folder: str) -> list[str]:
     return logged(lambda: trained(row, 4, {"profile": window}).destroy())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 3])
 def test_a_trace_names_every_span_on_every_rank(row: int, tmp_path: Path) -> None:
     told = run_ranks(traced, RANKS, row, str(tmp_path))
@@ -448,6 +450,7 @@ def test_operations_of_the_products_of_experts_by_hand(kind: str) -> None:
     assert counted.forward == 2 * 16 * 8 * 32 * (3 if ends is None else 1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_operations_of_a_model_of_transformers_are_the_same_without_its_values(name: str) -> None:
     pytest.importorskip("transformers")
@@ -476,6 +479,7 @@ def test_what_is_recomputed_counts_apart(checkpointed: bool) -> None:
     assert counted.recomputed in ((forward // 2, forward) if checkpointed else (0,))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("architecture", "heads"), [("llama", 4), ("llama", 2), ("gpt", 4)])
 def test_counted_operations_of_a_decoder_are_the_formulas(architecture: str, heads: int) -> None:
     """6 P + 12 L h s per token, P without norms and biases, which are no products."""
@@ -535,6 +539,7 @@ def looked_at(row: int, more: dict[str, Any], looking: dict[str, Any]) -> Any:
     return len(plain[0]), plain[1], watched[1]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 3])
 @pytest.mark.parametrize("again", [False, True])
 def test_looking_changes_no_bit_and_the_report_says_what_was_done(row: int, again: bool, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def overflow(row: int, dynamic: bool) -> tuple[list[Any], int, bool, list[torch.
     return seen, engine.skipped_steps, kept, weights
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("row", [0, 3])
 def test_a_loss_that_is_not_finite_in_fp16_is_an_overflow_that_all_ranks_skip(row: int, dynamic: bool) -> None:

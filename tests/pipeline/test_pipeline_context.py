@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("kind", "others", "schedule", "row", "strategy"), CASES)
 def test_stages_with_sequences_spread_over_ranks(
     kind: str, others: dict[str, int], schedule: str, row: int, strategy: str

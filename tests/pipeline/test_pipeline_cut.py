@@ -135,6 +135,7 @@ def test_of_two_towers_the_one_that_is_called_first_is_cut() -> None:
     check(model, blocks, 2, call)
 
 
+@pytest.mark.full
 def test_blocks_that_are_called_several_times_or_read_by_the_loss_are_refused() -> None:
     with pytest.raises(ValueError, match=r"albert_layer_groups.0 is called 3 times .* pipeline.blocks"):
         examine(MODELS["albert"].build())

@@ -17,6 +17,7 @@ LIMIT = 120
 MICROBATCHES = 8
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "layout", "schedule", "further"),
     [

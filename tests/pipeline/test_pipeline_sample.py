@@ -104,6 +104,7 @@ def cut(kind: str, lengths: list[int], data: str = "Noise") -> Any:
     return engine.pipelined.cut.starts
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("lengths", "starts"), [([2, 2], (0, 4)), ([64, 64], (0, 5)), ([2, 64], (0, 5))])
 def test_operations_are_those_of_the_users_lengths_over_all_ranks(lengths: list[int], starts: tuple[int, ...]) -> None:
     assert run_ranks(cut, 2, "Model", lengths) == [starts, starts]

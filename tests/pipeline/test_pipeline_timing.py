@@ -146,6 +146,7 @@ def test_blocks_that_are_alike_are_measured_once() -> None:
     assert len(Clock.runs) == len(seconds) + timing.REPETITIONS * len(measured)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_parameters_of_one_block_are_there_at_a_time_as_training_has_them(dtype: torch.dtype | None) -> None:
     model = Model([1, 2, 3, 4])
@@ -248,6 +249,7 @@ def initialise(kind: str, data: bool, further: dict[str, Any]) -> Any:
     return engine.pipelined.cut.starts, lines, dtypes
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("further", "share"),
     [({}, "53.2%"), ({"bf16": {"enabled": True}}, "53.2%"), ({"activation_checkpointing": {"enabled": True}}, "53.5%")],

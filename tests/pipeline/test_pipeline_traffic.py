@@ -44,6 +44,7 @@ def sent(
     return engine.traffic_report(), sizes, turns
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("row", "schedule", "chunks"),
     [
@@ -78,6 +79,7 @@ def test_what_a_step_sends(row: int, schedule: str, chunks: int | None) -> None:
     assert along == {"activations": expected, "gradients of activations": expected}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("zb-v", 2)])
 def test_slots_say_how_often_units_are_gathered_over_micro_batches(schedule: str, chunks: int | None) -> None:
     """With a slot for each unit, once in an update; with two, for most forwards and backwards.

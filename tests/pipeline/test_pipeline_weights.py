@@ -45,6 +45,7 @@ def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("further", [{}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}], ids=str)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_gradients_of_the_weights_of_all_linear_layers_come_later(tensor: int, further: dict[str, Any]) -> None:
@@ -68,6 +69,7 @@ def model_of(layer: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), layer, nn.Tanh(), nn.Linear(8, 4, bias=False))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
 def test_gradients_that_come_later_are_the_same(dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
@@ -121,12 +123,14 @@ def gradient(given: Tensor, later: bool, inner: bool | None = None) -> Tensor | 
     return weight.grad
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 3)])
 def test_inputs_may_have_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     given = torch.randn(shape)
     torch.testing.assert_close(gradient(given, later=True), gradient(given, later=False))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("graph", [False, True])
 def test_gradients_inside_of_a_forward_are_refused_where_those_of_weights_come_later(graph: bool) -> None:
     with pytest.raises(RuntimeError, match="choose another pipeline.schedule, such as 1f1b"):

@@ -166,6 +166,7 @@ def later_and_early(place: str, folder: str, disturbances: int = 0, more: dict[s
     return list(early[4])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=[pytest.mark.full] if p in ("row 3", "all") else []) for p in PLACES]
 )
@@ -201,6 +202,7 @@ USUAL = [*(("all in files", name) for name in SETTINGS), ("row 1", "clipped"), (
 REST = [case for case in product(["row 1", "all"], SETTINGS) if case not in USUAL]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("place", "setting"), [*USUAL, *(pytest.param(*case, marks=pytest.mark.full) for case in REST)]
 )
@@ -215,6 +217,7 @@ def stages_early(zero: dict[str, Any], mesh: dict[str, int]) -> tuple[list[float
         return in_stages(zero, mesh, clipping=1e6), watched.counted
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"tensor": 2}], ids=str)
 def test_stages_and_split_layers_begin_early(mesh: dict[str, int]) -> None:
     settings = {"stage": 2, "offload_optimizer": {"device": "cpu", "update_during_backward": 1.0}}

@@ -66,6 +66,7 @@ def limits(name: str, folder: str, precision: dict[str, Any]) -> list[str]:
 FP32 = {"bf16": {"enabled": False}}
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [(name, precision) for name in PLACES for precision in ({}, FP32) if name != "split" or not precision],

@@ -107,6 +107,7 @@ def alive(pid: int) -> bool:
     return bool(state) and not state.startswith("Z")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("world_size", [4, 2, 1, 3])
 def test_every_rank_computes_in_a_world_of_the_asked_size(world_size: int) -> None:
     results = run_ranks(total, world_size, 1.0)
@@ -125,6 +126,7 @@ def test_workers_are_reused() -> None:
     assert os.getpid() not in first
 
 
+@pytest.mark.full
 def test_ranks_of_mpiexec_are_reused_fail_alike_and_are_started_again() -> None:
     first, second = (run_mpi_ranks(total, 2, 1.0) for _ in range(2))
     assert [tensor.item() for tensor, _, _ in first] == [3.0, 3.0]
@@ -185,6 +187,7 @@ def test_fresh_ranks_give_an_outcome_each() -> None:
     assert session_pool().pids == before
 
 
+@pytest.mark.full
 def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('a torch that does not load')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -192,6 +195,7 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tm
         pool.run(random_number, 1)
 
 
+@pytest.mark.full
 def test_workers_end_with_the_session_whatever_they_do(tmp_path: Path) -> None:
     code = "import sys, harness, test_harness as t; harness.session_pool().run(t.kill_session, 1, (sys.argv[1],))"
     file = tmp_path / "pid"

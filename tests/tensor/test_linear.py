@@ -79,6 +79,7 @@ def train(transposed: bool, dim: int | None, twice: bool) -> tuple[torch.Tensor,
     return y.detach(), dict(zip(names, gradients, strict=True))
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("dim", [None, 1])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("ranks", "twice"), [(1, False), (2, False), (2, True), (4, False)])

@@ -78,6 +78,7 @@ def gradient_of(name: str) -> torch.Tensor:
     return gradient
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", CONJUGATES)
 def test_each_gradient_is_that_of_all_ranks_in_one_process(name: str) -> None:
     alike, function, together = MEANT[name]

@@ -148,6 +148,7 @@ def plain(case: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], f
         return losses, model.state_dict(), float(model.eval()(given(case, 3)))
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_of_torch_is_split_by_heads_whatever_it_is_asked_for(name: str, tensor: int) -> None:
@@ -212,6 +213,7 @@ def translate(made: dict[str, Any], settings: dict[str, Any]) -> tuple[list[floa
         return losses, state, float(engine.eval()(*sentences(3)))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("made", "settings"),
     [

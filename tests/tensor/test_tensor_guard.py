@@ -158,6 +158,7 @@ def test_what_needs_all_of_the_split_dim_is_refused(kind: str) -> None:
 RIGHT = [("nothing", SPLIT), ("heads", SPLIT), ("parameter", SHARED), *((kind, APART) for kind in WRONG)]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("kind", "plan"), RIGHT)
 def test_what_is_right_is_not_refused_and_equal(kind: str, plan: dict[str, str]) -> None:
     ((losses, state),) = run_ranks(train, 1, kind, plan, 1)

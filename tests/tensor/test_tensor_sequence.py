@@ -118,6 +118,7 @@ def trained(kind: str, tensor: int) -> Any:
 RIGHT = ("usual", "apart", "without the second", "twice", "recomputed", "recomputed, reentrant")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", RIGHT)
 def test_blocks_that_are_called_one_after_the_other_compute_what_one_rank_does(kind: str) -> None:
     expected = run_ranks(trained, 1, kind, 1)[0]
@@ -149,6 +150,7 @@ def refused(kind: str, tensor: int) -> str:
     return "nothing"
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_needs_tokens_of_other_ranks_is_refused(kind: str) -> None:
     said = run_ranks(refused, 2, kind, 2)

@@ -87,6 +87,7 @@ def test_sequence_parallelism_sends_as_many_bytes(tensor: int) -> None:
         assert of_tensor(report) == pytest.approx(whole, rel=1e-4), report
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -88,6 +88,7 @@ def test_a_model_of_five_times_the_memory_of_the_device_trains(place: str, tmp_p
     assert "losses" in trained.stdout
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux" and not torch.cuda.is_available(), reason="the limit is Linux's, or CUDA's")
 @pytest.mark.parametrize(
     "place", [{}, pytest.param({"offload_optimizer": HOST}, marks=pytest.mark.full)], ids=["device", "optimizer alone"]

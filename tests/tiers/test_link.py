@@ -141,6 +141,7 @@ SOME = ["row 2", "row 3", "row 3, parameters", "row 3, early"]
 USUAL = [name for name in [*ZERO, "row 3, all, some frozen"] if name not in SOME]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.full) for name in SOME)])
 def test_what_is_copied_late_trains_to_the_same_bits(name: str, ranks: int) -> None:
@@ -233,6 +234,7 @@ def mutated(leave_out: Callable[[], Any] | None, name: str, accumulation: int) -
             return str(error)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("leave_out", MUTATIONS, ids=lambda leave_out: leave_out.__name__)
 def test_a_wait_that_is_left_out_is_noticed(leave_out: Callable[[], Any]) -> None:
     ranks, *case = MUTATIONS[leave_out]

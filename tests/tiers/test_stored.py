@@ -135,6 +135,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "optimizer", "precision"), CASES)
 def test_a_run_is_the_same_to_the_bit_as_with_parameters_on_the_host(
     ranks: int, optimizer: str, precision: str, tmp_path: Path
@@ -296,6 +297,7 @@ def test_the_report_has_the_size_of_the_file_and_of_the_buffers(tmp_path: Path) 
     assert reports[3]["slot"] == reports[9]["slot"]
 
 
+@pytest.mark.full
 def test_with_all_in_files_memory_does_not_grow_with_the_depth_but_for_gradients(tmp_path: Path) -> None:
     found = []
     for depth in (3, 9):
@@ -405,6 +407,7 @@ def damage(path: Path, how: str) -> None:
             opened.write(b"something else")
 
 
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:module forward hook")  # which takes part in what other ranks fetch, and cannot
 @pytest.mark.parametrize("how", ["changed", "cut"])
 @pytest.mark.parametrize("evaluates", [False, True])

@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("stage", "optimizer", "precision"), CASES)
 def test_a_run_is_the_same_to_the_bit_as_with_states_on_the_host(
     stage: int, optimizer: str, precision: str, tmp_path: Path
@@ -83,6 +84,7 @@ def masters(engine: Any) -> list[torch.Tensor]:
     return [master.clone() for master in found if master is not None]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("saved", "loaded"), [("nvme", "none"), ("none", "nvme")])
 def test_a_checkpoint_does_not_know_where_states_rested(saved: str, loaded: str, tmp_path: Path) -> None:
     engine = start({"stage": 3, "offload_optimizer": {"device": saved, "nvme_path": str(tmp_path)}})
@@ -100,6 +102,7 @@ def test_a_checkpoint_does_not_know_where_states_rested(saved: str, loaded: str,
     engine.destroy()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("depth", [2, 8])
 def test_the_report_has_the_size_of_the_file_and_of_the_buffers(depth: int, tmp_path: Path) -> None:
     engine = start({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, depth=depth)
@@ -187,6 +190,7 @@ print("last", [update(engine, number) for number in range(3)][-1])
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process's data is Linux's")
 def test_under_a_limit_of_memory_too_small_for_the_states_it_trains(tmp_path: Path) -> None:
     depth = 60

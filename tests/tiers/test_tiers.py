@@ -177,6 +177,7 @@ def apart(name: str) -> list[str]:
     return shared
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["optimizer of row 1", "optimizer of row 3", "parameters", "all"])
 def test_the_host_is_a_store_of_its_own_where_device_and_host_are_one_memory(name: str) -> None:
     assert run_ranks(apart, 2, name) == [[], []]
@@ -234,6 +235,7 @@ def changed(zero: dict[str, Any]) -> list[torch.Tensor]:
     return [gradient, *masters]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["optimizer of row 1", "all"])
 def test_users_read_and_change_what_rests_on_the_host(name: str) -> None:
     for one, other in zip(*(run_ranks(changed, 2, zero) for zero in (OFFLOADED[name], {"stage": 2})), strict=True):
@@ -258,6 +260,7 @@ def in_stages(zero: dict[str, Any], mesh: dict[str, int], clipping: float = 0.1)
     return [value for batch in given for value in (engine.train_batch(batch).item(), engine.get_global_grad_norm())]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("stage", "mesh"), [(1, {"pipeline": 2}), (3, {"pipeline": 2}), (2, {"tensor": 2})], ids=str)
 def test_stages_and_split_layers_update_on_the_host(stage: int, mesh: dict[str, int]) -> None:
     more = {"offload_param": HOST} if stage == 3 else {}

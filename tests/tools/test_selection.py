@@ -7,14 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import conftest
 import pytest
 
+import conftest
 import test_again  # type: ignore[import-not-found]
 import test_all  # type: ignore[import-not-found]
 
 
-def chosen(names: list[str], **options: str) -> list[str]:
+def left(names: list[str], **options: str) -> list[str]:
     """The tests that are left of those with these names."""
     config: Any = SimpleNamespace(
         getoption=lambda name: options.get(name.removeprefix("--")),
@@ -25,19 +25,28 @@ def chosen(names: list[str], **options: str) -> list[str]:
     return [item.nodeid for item in items]
 
 
+def test_some_cases_hold_as_many_values_as_they_can() -> None:
+    cases = [conftest.values_of("case", {"row": row, "mesh": (2, data)}) for row in range(4) for data in (1, 2)]
+    taken = conftest.chosen(cases, 4)
+    assert set().union(*(cases[number] for number in taken)) == set().union(*cases)
+    alike: list[set[str]] = [set() for _ in range(10)]
+    assert conftest.chosen(alike, 2) == {0, 5}, "where there is nothing to choose by, they are spread evenly"
+    assert conftest.chosen(alike, 99) == set(range(10))
+
+
 def test_parts_are_disjoint_and_all_tests_together() -> None:
     names = [f"tests/test_some.py::test_{number}" for number in range(200)]
-    parts = [chosen(names, part=f"{number}/8") for number in range(8)]
+    parts = [left(names, part=f"{number}/8") for number in range(8)]
     assert sorted(name for part in parts for name in part) == sorted(names)
     assert all(10 < len(part) < 40 for part in parts)
-    assert chosen(names) == names
+    assert left(names) == names
 
 
 def test_recorded_tests_are_not_run_again(tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
-    assert chosen(["a", "b"], record=str(record)) == ["a", "b"]
+    assert left(["a", "b"], record=str(record)) == ["a", "b"]
     record.write_text(json.dumps({"test": "a", "outcome": "passed", "seconds": 1.0}) + '\n{"test": "b", "outc')
-    assert chosen(["a", "b"], record=str(record)) == ["b"], "a line that was cut off does not count"
+    assert left(["a", "b"], record=str(record)) == ["b"], "a line that was cut off does not count"
 
 
 def test_an_outcome_is_the_worst_of_the_phases(tmp_path: Path) -> None:

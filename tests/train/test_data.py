@@ -344,6 +344,7 @@ def test_lines_are_python_if_each_tokenizes_by_itself() -> None:
     assert counted.share == 5 / 8
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("line", ["ab" * 1_500_000, " " * 3_000_000, "7" * 3_000_000, "=-" * 1_500_000])
 def test_a_line_without_an_end_is_learned_from_in_pieces(line: str, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = train_tokenizer([*TEXTS, f"{line}\n{TEXTS[0]}"], 300)

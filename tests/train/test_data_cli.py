@@ -102,6 +102,7 @@ def test_what_was_left_out_is_said(parts: dict[str, Path], tmp_path: Path) -> No
     assert "13 longer than a sample" in result.stdout.replace("\n", " ")
 
 
+@pytest.mark.full
 def test_the_example_of_a_blend_takes_a_step_with_the_tokenizer_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

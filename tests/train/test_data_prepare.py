@@ -159,11 +159,13 @@ def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_killing_the_process_that_prepares_ends_the_others(preparing: subprocess.Popen[str]) -> None:
     preparing.kill()
     preparing.communicate(timeout=60)  # the others hold the pipe, too
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_all_processes_and_leaves_nothing(preparing: subprocess.Popen[str], tmp_path: Path) -> None:
     os.killpg(preparing.pid, signal.SIGINT)  # as a terminal does, to all of them
     _, error = preparing.communicate(timeout=60)

@@ -98,6 +98,7 @@ RARER = ("1f1b", "interleaved and tensor")
 """In the full matrix only; schedules and axes alone are compared in other tests."""
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] if n in RARER else []) for n in CASES])
 def test_a_run_in_stages_is_the_run_of_one_process(name: str, corpus: Path, alone: Path, tmp_path: Path) -> None:
     ranks, changes = CASES[name]
@@ -105,6 +106,7 @@ def test_a_run_in_stages_is_the_run_of_one_process(name: str, corpus: Path, alon
     assert_same_run(tmp_path / "run", alone)
 
 
+@pytest.mark.full
 def test_a_run_in_stages_may_spread_its_sequences(corpus: Path, tmp_path: Path) -> None:
     for ranks, mesh in ((1, {}), (4, {"pipeline": 2, "context": 2})):
         path = config(corpus, tmp_path / str(ranks), mesh=mesh, data={"document_attention": False})
@@ -112,6 +114,7 @@ def test_a_run_in_stages_may_spread_its_sequences(corpus: Path, tmp_path: Path) 
     assert_same_run(tmp_path / "4" / "run", tmp_path / "1" / "run")
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_another_number_of_stages(corpus: Path, alone: Path, tmp_path: Path) -> None:
     in_stages = config(corpus, tmp_path / "stages", **TWO_STAGES, run={"output": str(tmp_path / "run")})
     run_ranks(train, 2, in_stages, ["run.steps=2"], resume=False, timeout=LIMIT)

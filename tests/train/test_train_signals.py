@@ -36,6 +36,7 @@ def wait_for_steps(run: RunFolder, process: subprocess.Popen[str], count: int) -
         time.sleep(0.05)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "prefix",
     [["train"], pytest.param(["launch", "--nproc", "2", "-m", "zeromesh.cli.main", "train"], marks=pytest.mark.full)],
@@ -89,6 +90,7 @@ def test_what_is_asked_for_while_ranks_agree_counts_at_the_next_update() -> None
         shutdown()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_a_save_that_fails_is_tried_again_at_the_next(
     policy: str, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

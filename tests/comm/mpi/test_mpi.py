@@ -150,6 +150,7 @@ def every_movement() -> int:
     return done
 
 
+@pytest.mark.full
 def test_every_movement_brings_every_dtype_to_the_bit() -> None:
     assert min(run_mpi_ranks(every_movement, 4)) > 40
 
@@ -533,6 +534,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_what_is_shown(tmp_path: Path) 
     assert said.count("Traceback") == 1
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_early_is_noticed_by_who_waits_for_it(tmp_path: Path) -> None:
     status, said = run_script(
         tmp_path,
@@ -574,6 +576,7 @@ def test_nobody_waits_for_ever_to_be_read(monkeypatch: pytest.MonkeyPatch) -> No
     mpi.await_readers([writes])
 
 
+@pytest.mark.full
 def test_who_waits_for_anybody_notices_that_all_others_have_ended(tmp_path: Path) -> None:
     status, said = run_script(
         tmp_path,
@@ -592,6 +595,7 @@ def test_who_waits_for_anybody_notices_that_all_others_have_ended(tmp_path: Path
     assert "all other ranks have ended" in said
 
 
+@pytest.mark.full
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     status, _ = run_script(
         tmp_path,
@@ -605,6 +609,7 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     assert status != 0
 
 
+@pytest.mark.full
 def test_ranks_that_end_one_after_the_other_end_well(tmp_path: Path) -> None:
     """Without a word to the process group, while another still gathers; and with a message that is not waited for."""
     status, said = run_script(
