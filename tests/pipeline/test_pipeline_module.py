@@ -30,7 +30,7 @@ from zeromesh.pipeline.runtime.cut import examine, take_away
 from zeromesh.pretrained import FileTensor
 =======
 from zeromesh.pipeline.cut import examine, take_away
->>>>>>> engine:tests/test_pipeline_module.py
+>>>>>>> engine:tests/pipeline/test_pipeline_module.py
 from zeromesh.shard import deferred
 from zeromesh.training_data import Position
 from zeromesh.weight_files import FileTensor
