@@ -47,15 +47,15 @@ def find_bounds(
     amounts: dict[str, Amount] = {}
     if operations is not None:
         amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, dtype))
-    if sharded.updated_bytes:
-        busy = sharded.updated_seconds / updates
-        amounts[HOST] = Amount(sharded.updated_bytes / updates, memory_bandwidth(), busy)
+    if sharded.host_updates.nbytes:
+        busy = sharded.host_updates.seconds / updates
+        amounts[HOST] = Amount(sharded.host_updates.nbytes / updates, memory_bandwidth(), busy)
     if sharded.link.moved:
         amounts[LINK] = Amount(sharded.link.moved / updates, link_bandwidth(mesh.device, sharded.row.pinned))
-    disk = sharded.disk_traffic()
+    disk = sharded.store.disk_traffic()
     if disk is not None:
         read, written = disk.bytes_read / updates, disk.bytes_written / updates
-        limit = None if (folder := sharded.folder) is None else disk_bandwidth(folder, read, written)
+        limit = None if (folder := sharded.store.folder) is None else disk_bandwidth(folder, read, written)
         amounts[DISK] = Amount(read + written, limit, disk.busy_seconds / updates)
     sent = sum(mesh.traffic.bytes.values())
     if mesh.world_size > 1:  # all ranks measure, whatever each has sent

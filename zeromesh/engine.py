@@ -254,7 +254,7 @@ class Engine:
         retain_graph: bool = False, reduces: bool = True,
     ) -> None:  # fmt: skip
         """Have autograd compute gradients, and units reduced that are done with; ``last`` before an update."""
-        with self._phase("backward"), self.sharded.events.backward(roots, last, reduces):
+        with self._phase("backward"), self.sharded.events.backward.running(roots, last, reduces):
             if roots:
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 
@@ -322,7 +322,7 @@ class Engine:
         Raises:
             RuntimeError, FloatingPointError: as ``step``.
         """
-        self.sharded.events.give_up_other()
+        self.sharded.events.backward.drop_failed()
         if self.optimizer is not None and self._accumulation.begun:
             if not self._accumulation.syncs:
                 raise RuntimeError("optimizer.step() inside no_sync(): leave the context first")

@@ -298,7 +298,7 @@ class StageWork:
     def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
         """Run the backward of linear layers' weights, which ``stage_backward`` has left."""
         roots = roots_of(kept)
-        with self._computing(stage, None, last), self._phase("backward"), self._sharded.events.weights(last):
+        with self._computing(stage, None, last), self._phase("backward"), self._sharded.events.backward.weights(last):
             if roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 

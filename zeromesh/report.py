@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zeromesh.comm.collectives import Traffic
 from zeromesh.model.placement import Tier
 from zeromesh.observe.process import live_bytes, peak_bytes
+from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def memory(
         most so far.
     """
     tiers: dict[str, dict[str, int]] = {state: defaultdict(int) for state in STATES}
-    for state, tier, size in [*sharded.memory(), *_optimizer_state(sharded, optimizer)]:
+    for state, tier, size in [*allocations(sharded), *_optimizer_state(sharded, optimizer)]:
         tiers[state][tier] += size
     if activations is not None and activations.pool is not None:
         tiers["activation"]["host"] = activations.pool.peak

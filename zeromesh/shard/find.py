@@ -46,7 +46,7 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
     total = _elements(model)
     candidates = list(_candidates(model, "", total))
     floor = _largest_that_stays([_elements(module) for _, module in candidates])
-    shared = _shared(model)
+    shared = _shared(model)  # belong to a common ancestor, so that a module with nothing else is no unit
     return [(name, m) for name, m in candidates if _elements(m) > floor and any(p not in shared for p in _ids(m))]
 
 

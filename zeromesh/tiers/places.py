@@ -122,9 +122,9 @@ class File:
             store.close()
             raise
         self._lent: dict[Hashable, Buffer] = {}
-        self.nbytes = store.nbytes
-        self.host_bytes = self._pool.nbytes
+        self.nbytes, self.host_bytes = store.nbytes, self._pool.nbytes
         self.folder: Path | None = store.path.parent
+        self.commit, self.drop, self.traffic, self.close = store.commit, store.drop, store.traffic, store.close
 
     def take(self, key: Hashable, read: bool) -> torch.Tensor:
         """See ``Place.take``."""
@@ -154,19 +154,3 @@ class File:
         regions = [self._regions[key] for key in keys]
         with closing(stream(self._store, regions, self._pool, write, provisional)) as buffers:
             yield from (buffer.memory for buffer in buffers)
-
-    def commit(self) -> None:
-        """See ``Place.commit``."""
-        self._store.commit()
-
-    def drop(self) -> None:
-        """See ``Place.drop``."""
-        self._store.drop()
-
-    def traffic(self) -> DiskTraffic | None:
-        """See ``Place.traffic``."""
-        return self._store.traffic()
-
-    def close(self) -> None:
-        """See ``Place.close``."""
-        self._store.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable
-from contextlib import suppress
 
 from zeromesh.tiers.buffers import Buffer, Buffers
 from zeromesh.tiers.nvme import FileStore, PendingRequest, Region
@@ -56,11 +55,8 @@ def stream(
         while writing:
             _finish(writing, lent, buffers)
     finally:
-        for buffer in lent:
-            if buffer.transfer is not None:
-                with suppress(OSError, RuntimeError):  # the first error is on its way to the caller
-                    buffer.transfer.settle()
-            buffers.give(buffer)
+        for buffer in lent:  # the first error, if any, is on its way to the caller
+            buffers.give_settled(buffer)
 
 
 def _finish(writing: deque[tuple[Buffer, PendingRequest]], lent: list[Buffer], buffers: Buffers) -> None:
