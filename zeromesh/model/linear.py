@@ -58,7 +58,7 @@ _modes: list[Kept | None] = [None]
 
 @contextmanager
 def keeping(kept: Kept | None) -> Iterator[None]:
-    """In this context layers leave their weights' gradients for later, and add to ``kept`` where; None: they do not."""
+    """Let layers leave their weights' gradients for later in this context, and add to ``kept`` where; None: not."""
     _modes.append(kept)
     try:
         yield

@@ -171,7 +171,7 @@ class EarlyUpdates:
 
     @property
     def nbytes(self) -> int:
-        """In host memory, at the most."""
+        """Bytes in host memory, at the most."""
         return sum(sum(next_bytes(flat, flat.master.dtype, self._states)) for flat in self._flats.values())
 
     # During the backward.
@@ -249,7 +249,7 @@ class EarlyUpdates:
             self._error = error
 
     def _work_on_disk(self, swap: Swap) -> None:
-        """In the order of the last update, as regions are read ahead in it."""
+        """Compute updates in the order of the last update, in which regions are read ahead."""
         order = [flat for flat in self._order if flat in swap]
         waiting: dict[Flat, _Task] = {}
         last: _Task | None = None
@@ -346,12 +346,9 @@ class EarlyUpdates:
 
 
 def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
-    """In host memory for a flat buffer that begins early: of masters and states, and of parameters.
+    """Return the bytes in host memory for an early update: of masters and states, and of parameters.
 
-    Args:
-        flat: which.
-        dtype: of its master.
-        states: of the optimizer.
+    ``dtype`` is the master's, ``states`` the number of optimizer states that are like the parameter.
     """
     elements = flat.own.stop - flat.own.start
     apart = flat.apart or dtype != flat.layout.dtype

@@ -127,7 +127,7 @@ class Events:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """In this context the model's methods other than ``forward`` may use its parameters."""
+        """Compute in this context: the model's methods other than ``forward`` may use its parameters."""
         self.begin()
         self._residency.open(self._root)
         try:
@@ -149,7 +149,7 @@ class Events:
 
     @contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
-        """In this context the units' parameters are whole on every rank. All ranks enter it in the same order."""
+        """Gather the units' parameters on every rank in this context. All ranks enter it in the same order."""
         self._gathering += 1
         self._residency.plan([])
         for unit in units:

@@ -37,7 +37,7 @@ VALUES_TAG = 11
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 Materialise = Callable[[str, nn.Parameter], Source | None]
-"""Given a parameter and its name, gives it its value if it has none yet, or returns where to read it from."""
+"""Function of a parameter's name and the parameter: gives it its value if it has none, or returns its source."""
 
 
 def rebind(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -271,7 +271,7 @@ class Flat:
         self.views = tuple(self.full[s.start : s.stop].view(s.shape) for s in layout.segments)
 
     def watch(self) -> None:
-        """From here on notice what others do to the parameters."""
+        """Notice what others do to the parameters from here on."""
         with torch._C.DisableTorchFunctionSubclass():
             self.versions = [parameter._version for parameter in self.parameters]
 

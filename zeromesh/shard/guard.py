@@ -47,11 +47,11 @@ class Presence(Enum):
     """State of a unit's parameters for code that uses them."""
 
     UNLOADED = "unloaded"
-    """Not in memory, or perhaps not for long."""
+    """They are not in memory, or perhaps not for long."""
     LOADED = "loaded"
-    """In memory, as long as what computes with them now."""
+    """They are in memory, as long as what computes with them now."""
     GATHERED = "gathered"
-    """In memory as long as a context of the user's is active."""
+    """They are in memory as long as a context of the user's is active."""
 
 
 def _harmless() -> frozenset[Any]:

@@ -24,7 +24,7 @@ from zeromesh.shard.order import Pass
 from zeromesh.shard.unit import Unit
 
 CALL = "zeromesh.call"
-"""Under this key the graph's nodes that made a unit's outputs say which call that was."""
+"""Key in the metadata of nodes that made a unit's outputs, for the call."""
 
 
 class Call:
@@ -66,7 +66,7 @@ class ForwardListener(Protocol):
         """The unit's forward is about to run."""
 
     def forward_ends(self, unit: Unit, call: Call | None) -> None:
-        """It has run, or raised; ``call``: it, if a gradient of its outputs may come."""
+        """The forward has run, or raised; ``call`` is it, if a gradient of its outputs may come."""
 
 
 class BackwardListener(Protocol):
@@ -74,7 +74,7 @@ class BackwardListener(Protocol):
 
     @property
     def calls(self) -> Mapping[Unit, WeakSet[Call]]:
-        """By unit, its calls whose backward has not begun."""
+        """Calls whose backward has not begun, by unit."""
 
     def backward_begins(self, call: Call) -> None:
         """The first gradient of an output of this call arrived."""
@@ -86,7 +86,7 @@ def computing_backward() -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    """Yield all tensors in nested tuples, lists, mappings and dataclasses."""
     return _tensors_in(value, set())
 
 
@@ -256,7 +256,7 @@ class SavedTensors:
         return self._context is not None
 
     def enter(self) -> None:
-        """From here on tensors are saved this way, unless somebody else's hooks have them, or there can be no hooks.
+        """Save tensors this way from here on, unless somebody else's hooks have them, or there can be no hooks.
 
         Then the graph may hold views, which keep their memory. Inside torch.func there can be no hooks.
         """
@@ -285,13 +285,13 @@ class SavedTensors:
         self._context.__enter__()
 
     def leave(self) -> None:
-        """No longer."""
+        """Save tensors this way no longer."""
         self._context.__exit__(None, None, None)
         self._context = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """In this context tensors are saved this way, as far as ``enter`` can."""
+        """Save tensors this way in this context, as far as ``enter`` can."""
         if self.entered:
             yield
             return

@@ -1,4 +1,4 @@
-"""In which order units are used, as all ranks see it, and what their backwards will need."""
+"""Order of use of units, as all ranks see it, and the needs of their backwards."""
 
 from __future__ import annotations
 
@@ -170,11 +170,11 @@ class Order:
         return self.end_inside(self.canonical)
 
     def begin_inside(self, inside: Collection[int]) -> None:
-        """The forward of a unit that encloses these begins."""
+        """Begin the forward of a unit that encloses these."""
         self._seen.difference_update(inside)
 
     def end_inside(self, inside: Collection[int]) -> list[int]:
-        """It ends; those that it did not use."""
+        """End the forward of a unit that encloses these; return those that it did not use."""
         rest = [i for i in self.canonical if i in inside and i not in self._seen and self.is_present(i)]
         for index in rest:
             self._note(index, used=False)

@@ -200,7 +200,7 @@ class ShardedModel:
         return found
 
     def complete(self, notes: Sequence[float]) -> Agreement:
-        """At the accumulation boundary: finish the reductions and let all ranks know what each has to say.
+        """Finish the reductions at the accumulation boundary, and exchange notes. Collective.
 
         Args:
             notes: this rank's, the same number on every rank.
@@ -223,7 +223,7 @@ class ShardedModel:
         return Agreement(float(squares.sum().sqrt()), all_notes)
 
     def _flags(self) -> list[float]:
-        """Exchange notes between ranks that hold the same part of the model; the largest value counts."""
+        """Return notes for ranks that hold the same part of the model; the largest value counts."""
         used = [float(flag) for gradient in self.reducer.gradients for flag in gradient.used]
         changed = [float(flag) for flag in self.buffers.changed()]
         return [*used, *changed, *self._order.report()]
@@ -355,7 +355,7 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
-        """In this context the units' parameters are whole on every rank. All ranks enter it in the same order."""
+        """Gather the units' parameters on every rank in this context. All ranks enter it in the same order."""
         with self.events.gathered(units):
             split = [
                 (flat, index, segment)

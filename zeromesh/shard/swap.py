@@ -91,7 +91,7 @@ class Swap:
         return self._place.host_bytes + self._unpacked
 
     def serve(self, optimizer: Optimizer, names: Names) -> None:
-        """From here on keep the states of an optimizer, too, those that it has already among them."""
+        """Keep the states of an optimizer, too, from here on, those that it has already among them."""
         self._optimizer, self._names = optimizer, names
         for flat in self._rows:
             if any(optimizer.state.get(piece.parameter) for _, _, piece in flat.pieces):
@@ -142,7 +142,7 @@ class Swap:
             self._place.give(flat, packed)
 
     def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
-        """Each of some flat buffers, in order; those that rest here are present until the next one is asked for.
+        """Yield flat buffers in order; those that rest here are loaded until the next one is asked for.
 
         Masters in halves stay so, see ``halves``; all else is bound. The next ones are read, and with
         ``write`` the last ones are written, meanwhile.

@@ -24,11 +24,11 @@ class State(enum.Enum):
     """State of a unit's parameters."""
 
     AT_REST = "at rest"
-    """At rest; the unit's storage is empty (sharded) or holds values from before the update (replicated)."""
+    """They are at rest: the unit's storage is empty (sharded) or holds values from before the update (replicated)."""
     FETCHING = "fetching"
-    """On their way into the unit's storage."""
+    """They are on their way into the unit's storage."""
     FETCHED = "fetched"
-    """Whole and current in the unit's storage."""
+    """They are whole and current in the unit's storage."""
 
 
 class Unit:

@@ -52,7 +52,7 @@ class PendingRequest:
         return not self._left
 
     def wait(self) -> None:
-        """Until all its requests have ended; whenever that takes another ``patience`` seconds, the log says so.
+        """Wait until all its requests have ended; whenever that takes another ``patience`` seconds, the log says so.
 
         Raises:
             OSError: the disk failed, or what was read is not what was written.

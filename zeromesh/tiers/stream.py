@@ -12,7 +12,7 @@ from zeromesh.tiers.nvme import FileStore, PendingRequest, Region
 def stream(
     store: FileStore, regions: Iterable[Region], buffers: Buffers, write: bool = True, provisional: bool = False
 ) -> Generator[Buffer]:
-    """Each region in a buffer, in their order: while one is computed with, the next are read and the last are written.
+    """Yield each region in a buffer, in order: while one is computed with, the next are read and the last are written.
 
     With three buffers all three go on at once. With one they take turns. The caller has a buffer until it asks for the
     next one; what it launched on an accelerator with it, it says by ``Buffer.record``.
