@@ -301,7 +301,7 @@ class Gradient:
 
     def forget(self) -> list[Slot]:
         """Forget the full gradient and the sum; return the slots that they lay in."""
-        assert self.shard_state is not ShardState.REDUCING, "the sum would come into memory of another one"
+        # In any state: a reduction that an exception has ended leaves its gradient where it was.
         slots = [slot for slot in (self.slot, self.held) if slot is not None]
         self.full = self.slot = self.shard = self.held = None
         self.full_state, self.shard_state = FullState.EMPTY, ShardState.EMPTY

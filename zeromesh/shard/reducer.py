@@ -158,8 +158,8 @@ class Reducer:
 
     def _reduce(self, gradient: Gradient, last: bool) -> None:
         # Two sums at once would both overwrite what the shard held before.
-        while gradient.shard_state is ShardState.REDUCING:
-            self._settle()
+        while gradient.shard_state is ShardState.REDUCING and self._settle():
+            pass
         if gradient.full_state is FullState.EMPTY:
             if self._group.size == 1 and gradient.shard is not None:
                 return
