@@ -103,7 +103,7 @@ class Computation:
             retain_graph: as in torch.
             reduces: whether units are reduced here.
         """
-        with self.phase("backward"), self._sharded.events.backward(roots, last, reduces):
+        with self.phase("backward"), self._sharded.events.backward.running(roots, last, reduces):
             if roots:
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 

@@ -141,7 +141,7 @@ class Engine(BatchAnswers, RunAnswers, Saving):
         Raises:
             RuntimeError, FloatingPointError: as ``step``.
         """
-        self.sharded.events.give_up_other()
+        self.sharded.events.backward.drop_failed()
         if self.optimizer is not None and self._accumulation.begun:
             if not self._accumulation.syncs:
                 raise RuntimeError("optimizer.step() inside no_sync(): leave the context first")

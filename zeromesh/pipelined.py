@@ -305,7 +305,7 @@ class StageWork:
         """Run the backward of linear layers' weights, which ``stage_backward`` has left."""
         roots = roots_of(kept)
         phase, events = self._computation.phase("backward"), self._sharded.events
-        with self._computing(stage, None, last), phase, events.weights(last):
+        with self._computing(stage, None, last), phase, events.backward.weights(last):
             if roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 

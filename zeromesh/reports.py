@@ -23,6 +23,7 @@ from zeromesh.observe.machine import peak_flops
 from zeromesh.observe.observer import Observer
 from zeromesh.observe.machine import live_bytes, peak_bytes
 from zeromesh.observe.units import bytes_text
+from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.tiers.bandwidth import measure_bandwidth
 from zeromesh.tiers.link import Link
@@ -58,7 +59,7 @@ def memory(
         most so far.
     """
     tiers: dict[str, dict[str, int]] = {state: defaultdict(int) for state in STATES}
-    for state, tier, size in [*sharded.memory(), *_optimizer_state(sharded, optimizer)]:
+    for state, tier, size in [*allocations(sharded), *_optimizer_state(sharded, optimizer)]:
         tiers[state][tier] += size
     if activations is not None and activations.pool is not None:
         tiers["activation"]["host"] = activations.pool.peak
@@ -131,15 +132,15 @@ def find_bounds(
     amounts: dict[str, Amount] = {}
     if operations is not None:
         amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, dtype))
-    if sharded.updated_bytes:
-        busy = sharded.updated_seconds / updates
-        amounts[HOST] = Amount(sharded.updated_bytes / updates, memory_bandwidth(), busy)
+    if sharded.host_updates.nbytes:
+        busy = sharded.host_updates.seconds / updates
+        amounts[HOST] = Amount(sharded.host_updates.nbytes / updates, memory_bandwidth(), busy)
     if sharded.link.moved:
         amounts[LINK] = Amount(sharded.link.moved / updates, link_bandwidth(mesh.device, sharded.row.pinned))
-    disk = sharded.disk_traffic()
+    disk = sharded.store.disk_traffic()
     if disk is not None:
         read, written = disk.bytes_read / updates, disk.bytes_written / updates
-        limit = None if (folder := sharded.folder) is None else disk_bandwidth(folder, read, written)
+        limit = None if (folder := sharded.store.folder) is None else disk_bandwidth(folder, read, written)
         amounts[DISK] = Amount(read + written, limit, disk.busy_seconds / updates)
     sent = sum(mesh.traffic.bytes.values())
     if mesh.world_size > 1:  # all ranks measure, whatever each has sent

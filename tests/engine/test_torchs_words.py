@@ -274,6 +274,26 @@ def test_torchs_lines_count_where_updates_begin_during_the_backward(ranks: int) 
 # Hooks, second optimizers, losses through several engines, fp16.
 
 
+def assigns_between_micro_batches(row: int) -> list[list[torch.Tensor]]:
+    engine = Mesh(row, accumulation=2)
+    found = []
+    for t, count in ((Torch(1, accumulation=2), lambda: None), (engine, engine.engine.step)):
+        t.backward(0)
+        count()
+        t.model.blocks[1].weight.grad = torch.ones(6, 6, dtype=torch.float64)
+        t.backward(1)
+        t.update()
+        found.append(t.parameters())
+    return found
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_gradient_assigned_between_micro_batches_leaves_the_others(row: int) -> None:
+    [[expected, found]] = run_ranks(assigns_between_micro_batches, 1, row)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=BITS, atol=BITS)
+
+
 def halved_by_hooks(row: int) -> list[torch.Tensor]:
     mesh, seen = Mesh(row, accumulation=2), []
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import zeromesh
 from zeromesh.kernels import halves
-from zeromesh.kernels.update import Given
+from zeromesh.kernels.update import StepInput
 from zeromesh.model.placement import Tier
 from zeromesh.optim.host import HostSteps
 from zeromesh.optim.lamb import Lamb
@@ -449,7 +449,7 @@ def apply(
         steps, ours = HostSteps(optimizer, 1.0), []
         for (name, _, _), view in views.items():
             if name in native and view.grad is not None and steps.takes(view, view.grad):
-                ours.append(Given(view, view.grad.view(-1)))
+                ours.append(StepInput(view, view.grad.view(-1)))
                 view.grad = None
         steps.step(ours)
         optimizer.step()

@@ -17,8 +17,7 @@ import zeromesh
 from harness import run_ranks
 from late_copies import LateStreams
 from zeromesh.comm.collectives import Pending
-from zeromesh.shard import arrivals, sharded, unit
-from zeromesh.shard import reducer as reducers
+from zeromesh.shard import arrivals, flat, gradient_memory, sharded
 from zeromesh.shard.arrivals import HostSums
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
@@ -174,8 +173,8 @@ def without_waits_before_homes_are_used() -> Any:
 
 
 def without_waits_before_slots_go_back() -> Any:
-    leaving = reducers._Leaving
-    return patch.object(reducers, "_Leaving", lambda copy, pool, slot: leaving(DONE, pool, slot))
+    leaving = gradient_memory._Leaving
+    return patch.object(gradient_memory, "_Leaving", lambda copy, pool, slot: leaving(DONE, pool, slot))
 
 
 def without_waits_for_buffers() -> Any:
@@ -189,7 +188,7 @@ def without_waits_for_buffers() -> Any:
 
 
 def without_waits_for_what_is_fetched() -> Any:
-    return patch.object(unit, "Pending", lambda then: Pending())
+    return patch.object(flat, "Pending", lambda then: Pending())
 
 
 def without_waits_for_new_parameters() -> Any:

@@ -43,16 +43,21 @@ def checkpoint_modules(modules: Iterable[nn.Module], store: ActivationStore | No
         store: where the inputs wait for the backward; None: where they are.
     """
     for module in modules:
-        module.forward = partial(_without_cache, module.forward, store)
+        _replace_forward(module, partial(_without_cache, module.forward, store))
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
     """Have the module's forward compiled: inside the checkpoint, if its inputs wait elsewhere until the backward."""
     forward: Any = module.forward
     if isinstance(forward, partial) and forward.func is _without_cache and forward.args[1] is not None:
-        module.forward = partial(_without_cache, torch.compile(forward.args[0], **options), forward.args[1])
+        compiled: Any = partial(_without_cache, torch.compile(forward.args[0], **options), forward.args[1])
     else:
-        module.forward = torch.compile(forward, **options)
+        compiled = torch.compile(forward, **options)
+    _replace_forward(module, compiled)
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = forward
 
 
 def _without_cache(forward: Callable[..., Any], store: ActivationStore | None, /, *args: Any, **kwargs: Any) -> Any:

@@ -150,7 +150,7 @@ class ActivationStore:
         wanted = [] if inputs is None else inputs.kept
         for kept in filter(None, (early() for early in self._ahead)):
             if not any(kept is other for other in wanted):
-                kept.ahead = None
+                kept.drop()
         for kept in wanted:
             kept.start()
         self._ahead = [ref(kept) for kept in wanted]
@@ -208,7 +208,8 @@ class _Kept:
 
     def _to_host(self, part: Tensor, pool: HostPool) -> Tensor:
         buffer = pool.take(part.nbytes)
-        finalize(self, pool.give, buffer).atexit = False
+        finalizer = finalize(self, pool.give, buffer)
+        finalizer.atexit = False
         host = buffer[: part.nbytes].view(self._dtype)
         stream = self._store.stream
         if stream is None:
@@ -225,6 +226,10 @@ class _Kept:
         """Start to copy this rank's part to the device, unless it is there, or on its way."""
         if self._store.pool is not None and self.ahead is None:
             self.ahead = self._to_device()
+
+    def drop(self) -> None:
+        """Drop the copy on the device, which nobody took."""
+        self.ahead = None
 
     def _to_device(self) -> tuple[Tensor, torch.Event | None]:
         there = torch.empty_like(self._part, device=self._store.device, pin_memory=False)

@@ -20,7 +20,8 @@ from zeromesh.shard.budget import Prepare
 from zeromesh.shard.deferred import Source
 from zeromesh.shard.find import find_units
 from zeromesh.shard.materialise import replace
-from zeromesh.shard.sharded import ShardedModel, Slots
+from zeromesh.shard.place import ModelPart, Sharding, Slots
+from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from zeromesh.activation.store import ActivationStore
@@ -73,21 +74,11 @@ def shard(
 ) -> ShardedModel:  # fmt: skip
     """Place the model's states over the mesh as the configuration says; see ``ShardedModel`` for the arguments."""
     scaler = LossScaler(settings.precision.loss_scale) if settings.precision.loss_scale else None
-    return ShardedModel(
-        model,
-        mesh,
-        settings.row,
-        settings.precision,
-        Slots(settings.slots.parameter, settings.slots.gradient),
-        targets=settings.units,
-        accumulation=Accumulation(settings.gradient_accumulation_steps, scaler),
-        predivide=settings.gradient_predivide,
-        materialise=materialise,
-        split=split,
-        tied=None if cut is None else cut.tied,
-        idle=frozenset() if cut is None else cut.idle,
-        prepare=prepare,
-    )
+    slots = Slots(settings.slots.parameter, settings.slots.gradient)
+    sharding = Sharding(settings.row, settings.precision, slots, settings.units, settings.gradient_predivide)
+    part = ModelPart(split or {}) if cut is None else ModelPart(split or {}, cut.tied, cut.idle)
+    accumulation = Accumulation(settings.gradient_accumulation_steps, scaler)
+    return ShardedModel(model, mesh, sharding, part, accumulation, materialise, prepare)
 
 
 def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

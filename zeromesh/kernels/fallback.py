@@ -63,7 +63,7 @@ def update(
 
 
 def sum_of_squares(tensor: torch.Tensor) -> float:
-    """In float64, of a 1-D tensor."""
+    """Return the sum of squares of a 1-D tensor, in float64."""
     whole = tensor.numel() // _SUMMED * _SUMMED
     parts = [*tensor[:whole].view(-1, _SUMMED).split(64), tensor[None, whole:]]
     return math.fsum(value for part in parts for value in part.double().square_().sum(1).tolist())

@@ -115,13 +115,14 @@ def _load() -> Library:
 def _declare(handle: ctypes.CDLL) -> None:
     """Declare the functions' arguments; see native.c."""
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    handle.zeromesh_instructions.argtypes = [number]
-    handle.zeromesh_instructions.restype = ctypes.c_char_p
-    handle.zeromesh_update.argtypes = [number, pointer, pointer, size, number, number]
-    handle.zeromesh_squares.argtypes = [number, pointer, number, size, pointer, number]
-    handle.zeromesh_checksum.argtypes = [pointer, size, pointer, number]
-    for function in (handle.zeromesh_update, handle.zeromesh_squares, handle.zeromesh_checksum):
-        function.restype = None
+    for name, result, arguments in (
+        ("instructions", ctypes.c_char_p, [number]),
+        ("update", None, [number, pointer, pointer, size, number, number]),
+        ("squares", None, [number, pointer, number, size, pointer, number]),
+        ("checksum", None, [pointer, size, pointer, number]),
+    ):
+        function = getattr(handle, f"zeromesh_{name}")
+        function.restype, function.argtypes = result, arguments
 
 
 def threads_of(threads: int | None) -> int:

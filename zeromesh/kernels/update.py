@@ -80,7 +80,7 @@ class Halves:
     remainder: torch.Tensor
 
 
-class Given(NamedTuple):
+class StepInput(NamedTuple):
     """A parameter, its gradient, the output for the new value, and the master where that is in halves."""
 
     parameter: nn.Parameter

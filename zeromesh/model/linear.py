@@ -38,39 +38,47 @@ class Ticket:
     operands: tuple[Tensor, Tensor] | None = None
     is_kept: bool = False
 
+    def put(self, x: Tensor, gradient: Tensor) -> None:
+        """Leave the operands for the weight gradient."""
+        self.operands = x, gradient
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """Return the operands, which are given up; None if the product gave the gradients itself."""
+        operands, self.operands = self.operands, None
+        return operands
+
 
 Kept = list[tuple[Tensor, Ticket]]
 """For each call of a layer, where the gradient of its weight can be asked for, and what it is made of."""
 
 
-class _Now:
-    kept: Kept | None = None
-    """Mode of the whole process, because autograd's own threads may run a backward and call layers again."""
+_modes: list[Kept | None] = [None]
+"""The last one holds for the whole process, as autograd's own threads may run a backward and call layers again."""
 
 
 @contextmanager
 def keeping(kept: Kept | None) -> Iterator[None]:
-    """In this context layers leave their weights' gradients for later, and add to ``kept`` where; None: they do not."""
-    before, _Now.kept = _Now.kept, kept
+    """Let layers leave their weights' gradients for later in this context, and add to ``kept`` where; None: not."""
+    _modes.append(kept)
     try:
         yield
     finally:
-        _Now.kept = before
+        _modes.pop()
 
 
 def is_keeping() -> bool:
     """Return whether weights' gradients are left for later."""
-    return _Now.kept is not None
+    return _modes[-1] is not None
 
 
 def multiply(x: Tensor, columns: Columns) -> Tensor:
     """Return a layer's output, as plain torch computes it; ``keeping`` says when its weight gradient is computed."""
-    weight, bias = columns.weight, columns.bias
-    if _Now.kept is None or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad and x.ndim > 1):
+    weight, bias, kept = columns.weight, columns.bias, _modes[-1]
+    if kept is None or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad and x.ndim > 1):
         return torch.nn.functional.linear(x, weight.t() if columns.transposed else weight, bias)
     ticket = Ticket(is_kept=True)
     token: Tensor = WeightGradient.apply(weight, bias, ticket, columns.transposed, None)  # type: ignore[no-untyped-call]
-    _Now.kept.append((token, ticket))
+    kept.append((token, ticket))
     fixed = _cast(weight.detach()), None if bias is None else _cast(bias.detach())
     y: Tensor = Product.apply(_cast(x), None, *fixed, ticket, columns.transposed)  # type: ignore[no-untyped-call]
     return y
@@ -99,10 +107,9 @@ class WeightGradient(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of weight and bias, if the product has left its operands."""
         ticket, transposed, then = ctx.settings
-        if ticket.operands is None:  # the product gave the gradients itself
+        if (operands := ticket.take()) is None:
             return None, None, None, None, None
-        x, gradient = ticket.operands
-        ticket.operands = None
+        x, gradient = operands
         weight, bias = _gradients(x, gradient, transposed, ctx.needs_input_grad[:2])
         weight, bias = (None if one is None else one.to(ctx.dtype) for one in (weight, bias))
         if then is not None:
@@ -137,7 +144,7 @@ class Product(torch.autograd.Function):
                 )
             of_weight, of_bias = _gradients(x, gradient, transposed, ctx.needs_input_grad[2:4])
             return of_x, token, of_weight, of_bias, None, None
-        ticket.operands = x, gradient
+        ticket.put(x, gradient)
         return of_x, token, None, None, None, None
 
 

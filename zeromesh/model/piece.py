@@ -39,6 +39,10 @@ class Piece:
         """True if this rank holds all of the parameter."""
         return self.held.split is None and self.start == 0 and self.stop == torch.Size(self.shape).numel()
 
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Set the gradient for the optimizer's step."""
+        self.parameter.grad = gradient
+
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This piece of a tensor of the whole parameter's shape: 1-D."""
         return self.held.cut(whole).reshape(-1)[self.start : self.stop]

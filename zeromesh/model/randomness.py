@@ -21,7 +21,7 @@ def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def drawing_from(state: Sequence[torch.Tensor], device: torch.device) -> Iterator[None]:
-    """In this context random numbers are those that came after ``state``; after it, as if none had been drawn."""
+    """Draw the random numbers that came after ``state`` in this context; after it, as if none had been drawn."""
     before = random_state(device)
     try:
         for generator, one in zip(_generators(device), state, strict=True):

@@ -86,11 +86,11 @@ class TiledLinear(nn.Module):
         for row, weights in zip(tiled.tiles, weight.detach().split(tiled.out_sizes), strict=True):
             assert isinstance(row, nn.ModuleList)
             for tile, part in zip(row, weights.split(tiled.in_sizes, 1), strict=True):
-                tile.weight = nn.Parameter(part.clone(), weight.requires_grad)
+                tile.register_parameter("weight", nn.Parameter(part.clone(), weight.requires_grad))
         if bias is not None:
             for row, part in zip(tiled.tiles, bias.detach().split(tiled.out_sizes), strict=True):
                 assert isinstance(row, nn.ModuleList)
-                row[0].bias = nn.Parameter(part.clone(), bias.requires_grad)
+                row[0].register_parameter("bias", nn.Parameter(part.clone(), bias.requires_grad))
         return tiled
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from zeromesh.kernels.rules import RULES, rule_of
-from zeromesh.kernels.update import Given, UpdatePiece, UpdateStep, update
+from zeromesh.kernels.update import StepInput, UpdatePiece, UpdateStep, update
 from zeromesh.model.placement import Tier
 from zeromesh.tiers.memory import zeros_on
 
@@ -77,11 +77,11 @@ class HostSteps:
         on_host = parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.float64)
         return group is not None and on_host and rule_of(type(self._optimizer), group) is not None
 
-    def step(self, given: Sequence[Given]) -> None:
+    def step(self, inputs: Sequence[StepInput]) -> None:
         """One step, of parameters that ``takes`` is true for; all tensors of one have the same number of elements."""
         steps: dict[tuple[int, int], UpdateStep] = {}
         pieces = []
-        for parameter, gradient, output, halves in given:
+        for parameter, gradient, output, halves in inputs:
             group = self._groups[id(parameter)]
             rule = rule_of(type(self._optimizer), group)
             assert rule is not None

@@ -193,6 +193,7 @@ class Accumulation:
     def scaled_by_user(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale a loss whose ``backward()`` the user calls; see ``scaled``."""
         scaled = self.scaled(loss)
+        # Noted in the backward, as nobody knows before which loss, of which engine, the user will differentiate.
         if self.scaler is not None:
             scaled.register_hook(partial(_record.note, LossFactors(self.scaler.scale)))
         return scaled
@@ -211,7 +212,7 @@ class Accumulation:
         Raises:
             RuntimeError: the loss was to be scaled, and was not.
         """
-        applied = _record.find()
+        applied = _record.find()  # None: the backward is of a loss that no engine has scaled
         if self.scaler is not None and applied is None:
             raise RuntimeError(
                 f"loss.backward() in fp16 without the loss scale {self.scaler.scale:g}: small gradients would become "

@@ -46,6 +46,8 @@ class Arrival:
         with self._lock:
             if self._way is None:
                 return
+            # In order, and each sum whole: states on the host are to equal those on the device bit for bit, whose sums
+            # over ranks are made before they are added to what earlier micro-batches left.
             if self._before is not None:
                 self._before.wait()
             self._copy.wait()
@@ -91,10 +93,11 @@ class HostSums:
             The copy, which reads ``out`` until it has ended.
         """
         buffer = None
-        if not self._link.apart:
+        if not self._link.apart:  # the device is the host: the sum is added from where it lies
             landing, copy = out, DONE
             self._link.count(out.nbytes)
         else:
+            # The shard's own memory cannot be written to by a copy while it holds a sum, or in another dtype.
             if adds or out.dtype != target.dtype:
                 buffer = self._take(out.nbytes)
             landing = target if buffer is None else buffer.tensor(out.numel(), out.dtype)

@@ -12,7 +12,7 @@ from torch import nn
 from zeromesh.comm.mesh import Mesh
 
 DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
-"""In an order that is the same on all ranks."""
+"""All dtypes, in an order that is the same on all ranks."""
 MOST_DIMENSIONS = 64
 
 Form = tuple[torch.dtype, torch.Size] | None

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
-from zeromesh.kernels.update import Given, UpdateStep, update
+from zeromesh.kernels.update import StepInput, UpdateStep, update
 from zeromesh.kernels.update import UpdatePiece as Elements
 from zeromesh.model.placement import Tier
 from zeromesh.shard.flat import Flat
@@ -53,7 +53,7 @@ class HostUpdate(Protocol):
     def takes(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
         """Return whether the parameter is updated so, from such a gradient."""
 
-    def step(self, given: Sequence[Given]) -> None:
+    def step(self, inputs: Sequence[StepInput]) -> None:
         """Take one step."""
 
     def coming(self, parameter: nn.Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
@@ -86,6 +86,28 @@ class _Next:
     states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     sent: Copy = DONE
 
+    def fit(self, states: list[tuple[torch.Tensor, ...]], device: torch.device) -> None:
+        """Have memory for new states like these."""
+        if [len(new) for new in self.states] != [len(old) for old in states]:
+            self.states = [
+                tuple(empty_on(Tier.HOST, old.numel(), old.dtype, device, False).view_as(old) for old in tensors)
+                for tensors in states
+            ]
+
+    def change_places(self, flat: Flat) -> None:
+        """Let the next master be the flat buffer's, and the present one the memory of the next update."""
+        if self.master is not None:
+            apart = flat.shard is not flat.master
+            new, self.master = self.master, flat.master
+            flat.bind_master(new)
+            if not apart:
+                flat.bind_shard(new)
+
+    def send(self, flat: Flat, link: Link) -> None:
+        """Begin to send the new parameters to the shard."""
+        if self.output is not None:
+            self.sent = flat.send_shard(self.output, link)
+
 
 @dataclass(eq=False)
 class _Task:
@@ -108,6 +130,10 @@ class _Task:
     next: _Next
     landed: Landing | None
     done: bool = False
+
+    def finish(self) -> None:
+        """Note that the update was computed."""
+        self.done = True
 
 
 class EarlyUpdates:
@@ -145,7 +171,7 @@ class EarlyUpdates:
 
     @property
     def nbytes(self) -> int:
-        """In host memory, at the most."""
+        """Bytes in host memory, at the most."""
         return sum(sum(next_bytes(flat, flat.master.dtype, self._states)) for flat in self._flats.values())
 
     # During the backward.
@@ -178,7 +204,7 @@ class EarlyUpdates:
             self._stopping, self._error, self._queue = False, None, SimpleQueue()
             self._thread = threading.Thread(target=self._work, name="early update", daemon=True)
             self._thread.start()
-        self._tasks[flat] = task
+        self._tasks[flat] = task  # in a thread: the kernel and the disk leave Python's lock alone
         self._queue.put(task)
 
     def _task(self, flat: Flat, gradient: Gradient, steps: HostUpdate) -> _Task | None:
@@ -204,16 +230,11 @@ class EarlyUpdates:
         if flat not in self._next:
             elements, place = flat.own.stop - flat.own.start, (self._device, self._pinned)
             output = zeros_on(Tier.HOST, elements, flat.shard.dtype, *place) if flat.shard is not flat.master else None
-            self._next[flat] = _Next(output)
-            if not on_disk:
-                self._next[flat].master = zeros_on(Tier.HOST, elements, flat.master.dtype, *place)
-        memory = self._next[flat]
-        if not on_disk and [len(new) for new in memory.states] != [len(old) for old in states]:
-            memory.states = [
-                tuple(empty_on(Tier.HOST, old.numel(), old.dtype, self._device, False).view_as(old) for old in tensors)
-                for tensors in states
-            ]
-        return memory
+            master = None if on_disk else zeros_on(Tier.HOST, elements, flat.master.dtype, *place)
+            self._next[flat] = _Next(output, master)
+        if not on_disk:
+            self._next[flat].fit(states, self._device)
+        return self._next[flat]
 
     def _work(self) -> None:
         """The thread: one update after the other, until None arrives."""
@@ -221,21 +242,21 @@ class EarlyUpdates:
             if self._swap is None:
                 while (task := self._queue.get()) is not None and not self._stopping:
                     _compute(task)
-                    task.done = True
+                    task.finish()
             else:
                 self._work_on_disk(self._swap)
         except BaseException as error:  # it is raised where the update is asked for
             self._error = error
 
     def _work_on_disk(self, swap: Swap) -> None:
-        """In the order of the last update, as regions are read ahead in it."""
+        """Compute updates in the order of the last update, in which regions are read ahead."""
         order = [flat for flat in self._order if flat in swap]
         waiting: dict[Flat, _Task] = {}
         last: _Task | None = None
         with closing(swap.provisional(order)) as regions:
             for flat, rows in regions:
                 if last is not None:
-                    last.done = True  # it is being written
+                    last.finish()  # it is being written
                     last = None
                 while flat not in waiting:
                     task = self._queue.get()
@@ -245,7 +266,7 @@ class EarlyUpdates:
                 _compute(waiting[flat], rows)
                 last = waiting[flat]
         if last is not None:
-            last.done = True
+            last.finish()
 
     # When the update is asked for, or will not be.
 
@@ -267,10 +288,11 @@ class EarlyUpdates:
         done = [task for task in self._tasks.values() if task.done]
         good = [] if steps is None else [task for task in done if _holds(task, steps)]
         if done:
+            # Where most updates are clipped, little is to be computed twice.
             self._pauses = 0 if good else min(2 * self._pauses + 1, MOST_PAUSES)
             self._left = self._pauses
         if self._swap is not None:
-            if len(good) < len(done):
+            if len(good) < len(done):  # in files all of it counts or nothing, as ``commit`` is one operation
                 good = []
             if good:
                 self._swap.commit()
@@ -283,20 +305,13 @@ class EarlyUpdates:
         """Let the update of one flat buffer count, and send the new parameters to its shard."""
         task = self._tasks.pop(flat)
         memory = task.next
-        for number, (_, local, piece) in enumerate(flat.pieces):
+        memory.change_places(flat)
+        for number, (_, _, piece) in enumerate(flat.pieces):
             new = memory.states[number] if memory.states else ()
-            if memory.master is not None:
-                piece.parameter.data = memory.master[local].view(piece.parameter.shape)
             steps.adopt(piece.parameter, new)
             if new:
                 memory.states[number] = task.states[number]
-        if memory.master is not None:
-            apart, before = flat.shard is not flat.master, flat.master
-            flat.master, memory.master = memory.master, before
-            if not apart:
-                flat.shard = flat.master
-        if memory.output is not None:
-            memory.sent = flat.send_shard(memory.output, self._link)
+        memory.send(flat, self._link)
 
     def drop(self) -> None:
         """Forget what was computed; what an update needs is as it was before the backward."""
@@ -331,12 +346,9 @@ class EarlyUpdates:
 
 
 def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
-    """In host memory for a flat buffer that begins early: of masters and states, and of parameters.
+    """Return the bytes in host memory for an early update: of masters and states, and of parameters.
 
-    Args:
-        flat: which.
-        dtype: of its master.
-        states: of the optimizer.
+    ``dtype`` is the master's, ``states`` the number of optimizer states that are like the parameter.
     """
     elements = flat.own.stop - flat.own.start
     apart = flat.apart or dtype != flat.layout.dtype

@@ -56,7 +56,7 @@ class FlatExchange:
         flat = self._flats[bucket]
         layout = flat.layout
         full = torch.zeros(layout.size, dtype=flat.master.dtype, device=self._mesh.device)
-        own = full[flat.own]
+        own = full[flat.own]  # a view: what is copied into it is what this rank contributes to the gather
         for _, local, piece in flat.pieces:
             if piece.name in pieces:
                 own[local].copy_(pieces[piece.name].flatten())

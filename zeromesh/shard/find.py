@@ -46,7 +46,7 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
     total = _elements(model)
     candidates = list(_candidates(model, "", total))
     floor = _largest_that_stays([_elements(module) for _, module in candidates])
-    shared = _shared(model)
+    shared = _shared(model)  # belong to a common ancestor, so that a module with nothing else is no unit
     return [(name, m) for name, m in candidates if _elements(m) > floor and any(p not in shared for p in _ids(m))]
 
 
@@ -256,7 +256,7 @@ def _check_aliases(model: nn.Module, ranges: Mapping[int, Sequence[tuple[int, in
 
 
 def _check_memory(model: nn.Module) -> None:
-    """In a layout of their own, two parameters in the same memory would no longer change together."""
+    """Refuse two parameters in the same memory: in a layout of their own they would no longer change together."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         span = 1 + sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))

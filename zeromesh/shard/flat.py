@@ -37,7 +37,12 @@ VALUES_TAG = 11
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 Materialise = Callable[[str, nn.Parameter], Source | None]
-"""Given a parameter and its name, gives it its value if it has none yet, or returns where to read it from."""
+"""Function of a parameter's name and the parameter: gives it its value if it has none, or returns its source."""
+
+
+def rebind(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a parameter lie in other memory; the object stays the same."""
+    parameter.data = value
 
 
 class Store(Protocol):
@@ -79,7 +84,7 @@ class Flat:
         self.own = self.shard_range if row.optimizer is Placement.SHARDED else slice(0, layout.size)
         self.parameter_tier = row.parameter_tier
         self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
-        self.store: Store | None = None  # from ``Unit.place`` on
+        self.store: Store | None = None  # from ``fill`` on
         self.gradient: Gradient | None = None
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -89,7 +94,7 @@ class Flat:
         self.master = torch.empty(0)
         self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
         self.exposed: set[int] = set()  # parameters whose ``data`` somebody has asked for, and may have written to
-        self.unbound: set[int] = set()  # parameters that are whole for a while, and not bound to their views
+        self.unbound: set[int] = set()  # parameters that are another tensor than their view for a while
 
     def load_states(self, write: bool = False, read: bool = True) -> None:
         """Have the master and the optimizer states in memory until those of another flat buffer are loaded.
@@ -122,9 +127,31 @@ class Flat:
         self.settle()
         return self._shard
 
-    @shard.setter
-    def shard(self, shard: torch.Tensor) -> None:
+    def bind_shard(self, shard: torch.Tensor) -> None:
+        """Let this rank's parameters rest in this memory."""
         self._shard = shard
+
+    def bind_master(self, master: torch.Tensor) -> None:
+        """Let the master, and the pieces that the optimizer has, lie in this memory."""
+        self.master = master
+        for _, local, piece in self.pieces:
+            rebind(piece.parameter, master[local].view(piece.parameter.shape))
+
+    def write_shard(self) -> None:
+        """Write the master, which has changed, to the shard, if that is another tensor."""
+        if self.master is not self.shard and not self.splits:
+            self.load_shard(write=True, read=False)
+            self.shard.copy_(self.master)
+
+    def unbind(self, index: int, value: torch.Tensor) -> None:
+        """Let a parameter be another tensor, such as one that is whole, until ``rebind``."""
+        rebind(self.parameters[index], value)
+        self.unbound.add(index)
+
+    def rebind(self, index: int) -> None:
+        """Let a parameter be the part that this rank computes with again."""
+        rebind(self.parameters[index], self.views[index])
+        self.unbound.discard(index)
 
     def settle(self) -> None:
         """Wait for the last copy to or from the shard: the host where it lies there, else the current stream."""
@@ -149,16 +176,16 @@ class Flat:
         return DONE
 
     def begin_fetch(self, mesh: Mesh, link: Link) -> list[Pending]:
-        """Start to gather the parameters; from the host this rank's part is copied first, beside what is computed.
-
-        The copy waits for all that was launched so far, and so for the last kernels of the unit that had the slot.
-        """
+        """Start to gather the parameters; from the host this rank's part is copied first, beside what is computed."""
         form = mesh.links.gather if self.rounds else None
         self.load_shard()
         if self.parameter_tier is Tier.DEVICE:
             return [mesh.shard.all_gather(self.full, self.shard, self.tag, form)]
         part = self.full[self.shard_range]
+        # The copy waits for all that was launched so far, and so for the last kernels of the unit that had the slot;
+        # and for the last copy to the shard, which may be on the other stream.
         self._copy = copy = link.to_device(part, self._shard, self._copy)
+        # The gather is begun on the copies' stream: it waits for the copy, and what is computed waits for neither.
         with link.behind():
             return [Pending(then=copy.order), mesh.shard.all_gather(self.full, part, self.tag, form)]
 
@@ -188,23 +215,26 @@ class Flat:
         elsewhere = on_disk or self.optimizer_tier is not self.parameter_tier
         return self.layout.trainable and elsewhere
 
-    def fill(self, row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None) -> None:
+    def fill(
+        self, row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None, store: Store
+    ) -> None:  # fmt: skip
         """Take the parameters' values, those of the first rank, into ``shard`` (or ``full``) and ``master``.
 
         With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded. Where
         parameters are sharded, only one at a time is whole; of those that are read from a source, only the part that
         this rank keeps.
         """
+        self.store = store
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
         dtype, elements = self.master_dtype(mixed), self.own.stop - self.own.start
         if not sharded:
-            self.shard = self.full[self.own]
+            self._shard = self.full[self.own]
         elif self.parameter_tier is Tier.NVME:
             self.load_shard(write=True, read=False)
         else:
             # On the host, what is fetched is not to be converted each time.
             rest = layout.dtype if self.apart or self.parameter_tier is not Tier.DEVICE else dtype
-            self.shard = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
+            self._shard = zeros_on(self.parameter_tier, layout.shard_size, rest, mesh.device, row.pinned)
         self.master = self.shard
         if self.keeps_states:
             self.load_states(write=True, read=False)
@@ -217,14 +247,15 @@ class Flat:
             unmade = parameter.is_meta
             source = materialise(segment.name, parameter) if materialise is not None else None
             value = _first_ranks_value(parameter, mesh, unmade, self.tied_stages) if source is None else None
-            parameter.data, parameter.grad = view, None
+            rebind(parameter, view)
+            parameter.grad = None
             if value is not None:
                 self.put(segment, segment.held.cut(value.view(segment.held.whole)).reshape(-1))
             elif source is not None:
-                self._read(segment, source, self.shard_range if sharded else slice(0, layout.size))
+                _read(self, segment, source, self.shard_range if sharded else slice(0, layout.size))
         self.watch()
         if layout.trainable:
-            self.pieces = tuple(self._make_pieces())
+            self.pieces = tuple(_cut_pieces(layout, self.own, self.master))
 
     def master_dtype(self, mixed: bool) -> torch.dtype:
         """Return the dtype of the master; ``mixed`` as for ``fill``."""
@@ -240,7 +271,7 @@ class Flat:
         self.views = tuple(self.full[s.start : s.stop].view(s.shape) for s in layout.segments)
 
     def watch(self) -> None:
-        """From here on notice what others do to the parameters."""
+        """Notice what others do to the parameters from here on."""
         with torch._C.DisableTorchFunctionSubclass():
             self.versions = [parameter._version for parameter in self.parameters]
 
@@ -257,18 +288,6 @@ class Flat:
         if self.master is not self.shard:
             self.load_states(write=True)
             _put(value, start, self.master, self.own.start, self.splits)
-
-    def _read(self, segment: Segment, source: Source, kept: slice) -> None:
-        """Read the part of a parameter that lies in a range of the layout."""
-        start, stop = max(segment.start, kept.start), min(segment.stop, kept.stop)
-        if start < stop:
-            first = start - segment.start
-            value = segment.held.read(source.read, first, stop - segment.start)
-            if value.numel() != stop - start:
-                raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
-            # Never narrower than what it goes to, where it would be compared with what is there.
-            wide = torch.promote_types(value.dtype, self.master.dtype)
-            self.put(segment, value.to(dtype=wide), first)
 
     def take_changes(self) -> None:
         """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into shard and master.
@@ -307,18 +326,32 @@ class Flat:
                 if not bound:
                     if there:
                         view.copy_(parameter)
-                    parameter.data = view
+                    rebind(parameter, view)
         self.exposed.clear()
         if changed:
             self.watch()
 
-    def _make_pieces(self) -> Iterator[tuple[int, slice, Piece]]:
-        for index, start, stop in self.layout.owned(self.own.start, self.own.stop):
-            segment = self.layout.segments[index]
-            local = slice(start - self.own.start, stop - self.own.start)
-            parameter = nn.Parameter(self.master[local])
-            piece = Piece(segment.name, segment.held, start - segment.start, stop - segment.start, parameter)
-            yield index, local, piece
+
+def _read(flat: Flat, segment: Segment, source: Source, kept: slice) -> None:
+    """Read the part of a parameter that lies in a range of the layout."""
+    start, stop = max(segment.start, kept.start), min(segment.stop, kept.stop)
+    if start < stop:
+        first = start - segment.start
+        value = segment.held.read(source.read, first, stop - segment.start)
+        if value.numel() != stop - start:
+            raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
+        # Never narrower than what it goes to, where it would be compared with what is there.
+        wide = torch.promote_types(value.dtype, flat.master.dtype)
+        flat.put(segment, value.to(dtype=wide), first)
+
+
+def _cut_pieces(layout: Layout, own: slice, master: torch.Tensor) -> Iterator[tuple[int, slice, Piece]]:
+    """Yield the index of each parameter in this rank's part, its place there, and the piece that is updated."""
+    for index, start, stop in layout.owned(own.start, own.stop):
+        segment = layout.segments[index]
+        local = slice(start - own.start, stop - own.start)
+        parameter = nn.Parameter(master[local])
+        yield index, local, Piece(segment.name, segment.held, start - segment.start, stop - segment.start, parameter)
 
 
 def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, tied_stages: Sequence[int]) -> torch.Tensor:

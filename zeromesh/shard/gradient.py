@@ -1,21 +1,30 @@
-"""Gradients of flat buffers: where each is between autograd and the update, and the policy that all follow.
+"""Gradients of flat buffers: their states between autograd and the update, and the policy that all follow.
 
-A gradient that arrives is copied (the first time) or added into the slot of its flat buffer, and freed. If the flat
-buffer has one parameter, as an embedding's does, the gradient stays where autograd left it, without a slot.
-``zeromesh.shard.reducer`` turns the full gradient into this rank's part of the sum over the ranks, its *shard*.
+The way of a gradient is in three files: ``zeromesh.shard.backward`` takes it from autograd and says when its unit is
+complete, ``zeromesh.shard.reducer`` sums it over the ranks, and this file holds it:
+
+    arrives -> full gradient: EMPTY -> FILLING -> EMPTY           (copied or added into a slot, parameter by parameter)
+                                          |
+                              reduced -> shard: EMPTY -> REDUCING -> READY              (on the device)
+                                                                  -> LANDING -> READY   (copied to the host)
+
+The two states are independent, since the next full gradient fills while the sum of the one before is under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
+from weakref import WeakMethod
 
 import torch
 
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.slots import Slot
+from zeromesh.tiers.memory import empty_on
 
 ALONE = 2
 """References to the memory of a tensor that one variable holds, while it is asked for."""
@@ -72,20 +81,42 @@ class GradientPolicy:
         return torch.float32 if layout.dtype in (torch.float16, torch.bfloat16) else layout.dtype
 
 
+class FullState(Enum):
+    """State of the full gradient."""
+
+    EMPTY = "empty"
+    """No gradient has arrived since the last reduction began."""
+    FILLING = "filling"
+    """Gradients of some parameters have arrived."""
+
+
+class ShardState(Enum):
+    """State of this rank's part of the sum over ranks and micro-batches."""
+
+    EMPTY = "empty"
+    """Nothing was summed since the last update."""
+    REDUCING = "reducing"
+    """A sum over the ranks is under way. It will be added to the shard, if there is one."""
+    LANDING = "landing"
+    """The last sum is on its way from the device to the shard on the host."""
+    READY = "ready"
+    """The shard holds all sums so far."""
+
+
 class Gradient:
     """The gradient of one flat buffer, between two updates.
 
     Attributes:
         unit: name of the unit that it is of.
+        full_state, shard_state: see the classes.
         shard: this rank's part of the sum so far, in the shard dtype; None before the first reduction.
-        full: the full gradient that is being filled, or None; in ``slot``, or where autograd left it.
+        full: the full gradient while it is filled, else None; in ``slot``, or where autograd left it.
         used: per parameter, whether a gradient arrived since the last update.
         slot_dtype: of ``full``.
-        tied_stages: places along the pipeline whose stages have these parameters, where they are tied over several stages;
-            the first of them counts what all have.
+        tied_stages: pipeline stages that have these parameters, where several do; the first counts what all have.
         shard_in_full: whether ``shard`` lies in the full gradient, in ``held`` then; otherwise in ``buffer``.
         tier: where ``shard`` rests.
-        landed: to be waited for before ``shard`` is used, on the host; None: there is nothing on its way to it.
+        landed: to be waited for before ``shard`` is used; None unless a sum is on its way to the host.
     """
 
     def __init__(
@@ -99,6 +130,7 @@ class Gradient:
         self.shard_range = shard_range
         self.tag = tag
         self.unit = unit
+        self.full_state, self.shard_state = FullState.EMPTY, ShardState.EMPTY
         self.buffer: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
         self.landed: Landing | None = None
@@ -141,8 +173,20 @@ class Gradient:
                 found.setdefault(box.sharers, []).extend((first + a, first + b, box.owned) for a, b in box.runs)
         return found
 
+    # The full gradient.
+
+    @property
+    def in_place(self) -> bool:
+        """True if autograd leaves the gradient as it is to be: the one parameter's, in the dtype of the slot."""
+        return self.layout.whole and self.slot_dtype == self.layout.dtype
+
+    def choose(self, slot_dtype: torch.dtype, shard_in_full: bool) -> None:
+        """Set the dtype of the next full gradient, and whether the shard lies in it."""
+        self.slot_dtype, self.shard_in_full = slot_dtype, shard_in_full
+
     def adopt(self, value: torch.Tensor, factor: float) -> bool:
         """Make ``value`` itself the full gradient, times ``factor``; False if it is not alone in memory like that."""
+        assert self.full_state is FullState.EMPTY, self.full_state
         memory = value.untyped_storage()
         if not (self.in_place and value.dtype == self.slot_dtype and value.is_contiguous()):
             return False
@@ -153,16 +197,25 @@ class Gradient:
         if value.is_conj() or value.is_neg():
             return False  # in memory are other numbers, and what arrives from other ranks goes into memory
         self.full = value.view(-1) if factor == 1.0 else value.view(-1).mul_(factor)
+        self.full_state = FullState.FILLING
         self.arrived[0] = self.used[0] = True
         return True
 
-    @property
-    def in_place(self) -> bool:
-        """True if autograd leaves the gradient as it is to be: the one parameter's, in the dtype of the slot."""
-        return self.layout.whole and self.slot_dtype == self.layout.dtype
+    def open(self, full: torch.Tensor, slot: Slot) -> None:
+        """Fill ``full``, which lies in ``slot``, from here on."""
+        assert self.full_state is FullState.EMPTY, self.full_state
+        self.full, self.slot, self.full_state = full, slot, FullState.FILLING
+
+    def widen(self, full: torch.Tensor, slot: Slot) -> Slot | None:
+        """Go on filling ``full``, of a wider dtype, with what has arrived so far; return the slot of before."""
+        assert self.full_state is FullState.FILLING, self.full_state
+        assert self.full is not None
+        before, self.full, self.slot = self.slot, full.copy_(self.full), slot
+        return before
 
     def fill(self, index: int, value: torch.Tensor, factor: float) -> None:
         """Copy or add ``factor`` times parameter ``index``'s gradient into ``full``."""
+        assert self.full_state is FullState.FILLING, self.full_state
         assert self.full is not None
         segment = self.layout.segments[index]
         target = self.full[segment.start : segment.stop].view(segment.shape)
@@ -176,40 +229,82 @@ class Gradient:
             torch.mul(value.to(wide), factor, out=target)  # rounded once
         self.arrived[index] = self.used[index] = True
 
-    def open(self, full: torch.Tensor, slot: Slot) -> None:
-        """Fill ``full``, which lies in ``slot``, from here on."""
-        self.full, self.slot = full, slot
+    def zero_missing(self) -> None:
+        """Zero what no gradient arrived for, so that the whole buffer can be summed."""
+        assert self.full_state is FullState.FILLING, self.full_state
+        assert self.full is not None
+        missing = [(s.start, s.stop) for s, here in zip(self.layout.segments, self.arrived, strict=True) if not here]
+        for start, stop in (*self.layout.gaps, *missing):
+            self.full[start:stop] = 0
 
-    def close(self) -> tuple[torch.Tensor, Slot | None]:
-        """Give up the full gradient and its slot, as its reduction has begun; what arrives next is another one's."""
+    # The shard.
+
+    def begin_sum(self) -> tuple[torch.Tensor, Slot | None]:
+        """Give up the full gradient and its slot to a reduction that begins; what arrives next fills another one."""
+        assert self.full_state is FullState.FILLING, self.full_state
+        assert self.shard_state is not ShardState.REDUCING, "two sums of one gradient would overwrite each other"
         assert self.full is not None
         full, slot = self.full, self.slot
         self.full = self.slot = None
+        self.full_state, self.shard_state = FullState.EMPTY, ShardState.REDUCING
         self.arrived = [False] * len(self.arrived)
         return full, slot
 
-    def keep(self, full: torch.Tensor, slot: Slot | None) -> None:
-        """Let the shard lie in a full gradient that was reduced in place."""
-        self.shard, self.held = full[self.own], slot
+    def keep(self, full: torch.Tensor, slot: Slot | None) -> Slot | None:
+        """Take the sum that was made in a full gradient: as the shard, or added to it; return the slot if it is free.
+
+        There is a shard already if more gradients came after a reduction.
+        """
+        assert self.shard_state is ShardState.REDUCING, self.shard_state
+        self.shard_state = ShardState.READY
+        if self.shard is None:
+            self.shard, self.held = full[self.own], slot
+            return None
+        self.shard.add_(full[self.own])
+        return slot
 
     def expect(self, shard: torch.Tensor, landed: Landing | None = None) -> None:
         """Let the shard be this memory, with what is on its way to it."""
+        assert self.shard_state in (ShardState.REDUCING, ShardState.EMPTY), self.shard_state
         self.shard, self.landed = shard, landed
+        self.shard_state = ShardState.READY if landed is None else ShardState.LANDING
 
     def land(self) -> None:
-        """Wait until the shard holds all that is on its way to it."""
+        """Wait until the shard holds all that is on its way to it from the device."""
         if self.landed is not None:
             self.landed.wait()
             self.landed = None
+        if self.shard_state is ShardState.LANDING:  # not where the next sum is reduced already
+            self.shard_state = ShardState.READY
 
-    def use(self, used: Sequence[bool]) -> None:
+    def own_memory(self, dtype: torch.dtype, device: torch.device, pinned: bool) -> torch.Tensor:
+        """Return memory of the shard's own, which is made the first time; see ``empty_on``."""
+        if self.buffer is None:
+            self.buffer = empty_on(self.tier, self.own.stop - self.own.start, dtype, device, pinned)
+        return self.buffer
+
+    def renew_memory(self) -> None:
+        """Make other memory for the shard next time; a sum in the present one stays there until the update."""
+        self.buffer = None
+
+    def mark_used(self, used: Sequence[bool]) -> None:
         """Set which parameters count as used since the last update."""
         self.used = list(used)
 
+    def drop(self, index: int) -> bool:
+        """Forget what has come for a parameter since the last update; True if nothing is left of any parameter."""
+        assert self.shard_state in (ShardState.EMPTY, ShardState.READY), self.shard_state
+        self.arrived[index] = self.used[index] = False
+        if self.shard is not None:
+            self.shard[self.part(index)] = 0
+        return not any(self.used) and not (self.shard is not None and bool(self.shard.any()))
+
     def forget(self) -> list[Slot]:
         """Forget the full gradient and the sum; return the slots that they lay in."""
+        # In any state: a reduction that an exception has ended leaves its gradient where it was.
         slots = [slot for slot in (self.slot, self.held) if slot is not None]
         self.full = self.slot = self.shard = self.held = None
+        self.full_state, self.shard_state = FullState.EMPTY, ShardState.EMPTY
         return slots
 
     def reset(self, keeps_memory: bool) -> None:
@@ -219,9 +314,25 @@ class Gradient:
         self.arrived = [False] * len(self.arrived)
         self.used = [False] * len(self.used)
 
-    def zero_missing(self) -> None:
-        """Zero what no gradient arrived for, so that the whole buffer can be summed."""
-        assert self.full is not None
-        missing = [(s.start, s.stop) for s, here in zip(self.layout.segments, self.arrived, strict=True) if not here]
-        for start, stop in (*self.layout.gaps, *missing):
-            self.full[start:stop] = 0
+
+class GradientArrival:
+    """The engine's hook on a parameter, which takes each gradient. It refers to the engine weakly.
+
+    The garbage collector does not see what a parameter's hook refers to: all would stay for ever.
+    """
+
+    def __init__(self, arrived: Callable[[Gradient, int, torch.Tensor], None], gradient: Gradient, index: int) -> None:
+        self._arrived = WeakMethod(arrived)
+        self._gradient, self._index = gradient, index
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Signature of torch's hooks."""
+        if self._gradient.used[self._index] and len(parameter._post_accumulate_grad_hooks) > 1:
+            name = self._gradient.layout.segments[self._index].name
+            raise RuntimeError(
+                f"a hook on the accumulated gradient of {name} would see the gradient of one micro-batch, and not the "
+                "sum of those since the last update; use one micro-batch per update, or parameter.register_hook, which "
+                "sees the gradient of each"
+            )
+        if (arrived := self._arrived()) is not None:
+            arrived(self._gradient, self._index, parameter)

@@ -14,17 +14,18 @@ value is taken when the parameter leaves the memory, or at the update.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-from weakref import WeakMethod, ref
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.accumulation import Accumulation
+from zeromesh.shard.early import EarlyUpdates
 from zeromesh.shard.flat import Flat
-from zeromesh.shard.gradient import Gradient
-from zeromesh.shard.guard import HARMLESS, OWN_CLASS, changes_nothing
+from zeromesh.shard.gradient import Gradient, GradientArrival
+from zeromesh.shard.guard import HARMLESS, OWN_CLASS, change_class, changes_nothing
 from zeromesh.shard.norm import norm_of
 from zeromesh.shard.reducer import Reducer
 
@@ -34,36 +35,6 @@ PLAIN_DATA: Any = torch._C.TensorBase.data
 
 SPREAD_AXES = ("replicate", "tensor", "pipeline")
 """Mesh axes along which a gradient is not final before the update, or is a part of the model's."""
-
-
-class Early(Protocol):
-    """Updates that were computed before they were asked for."""
-
-    def spoil(self) -> None:
-        """Forget them, and begin no others before the next update."""
-
-
-class GradientArrival:
-    """The engine's hook on a parameter, which takes each gradient. It refers to the engine weakly.
-
-    The garbage collector does not see what a parameter's hook refers to: all would stay for ever.
-    """
-
-    def __init__(self, arrived: Callable[[Gradient, int, torch.Tensor], None], gradient: Gradient, index: int) -> None:
-        self._arrived = WeakMethod(arrived)
-        self._gradient, self._index = gradient, index
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        """Signature of torch's hooks."""
-        if self._gradient.used[self._index] and len(parameter._post_accumulate_grad_hooks) > 1:
-            name = self._gradient.layout.segments[self._index].name
-            raise RuntimeError(
-                f"a hook on the accumulated gradient of {name} would see the gradient of one micro-batch, and not the "
-                "sum of those since the last update; use one micro-batch per update, or parameter.register_hook, which "
-                "sees the gradient of each"
-            )
-        if (arrived := self._arrived()) is not None:
-            arrived(self._gradient, self._index, parameter)
 
 
 class UnavailableGradient(torch.Tensor):
@@ -76,7 +47,7 @@ class UnavailableGradient(torch.Tensor):
     def of(cls, parameter: torch.Tensor, reason: str, zero: Callable[[], None]) -> UnavailableGradient:
         """Make the stand-in of a parameter's gradient; ``zero`` sets the gradient to zero, on all ranks together."""
         base = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        made: UnavailableGradient = torch.Tensor._make_subclass(cls, base)
+        made = torch.Tensor._make_subclass(cls, base)
         made.reason, made.zero = reason, zero
         return made
 
@@ -120,17 +91,10 @@ class Grads:
 
     def __init__(
         self, flats: Sequence[Flat], names: Mapping[int, str], reducer: Reducer, accumulation: Accumulation, mesh: Mesh,
-        settle: Callable[[], None], early: Early,
+        settle: Callable[[], None], early: EarlyUpdates,
     ) -> None:  # fmt: skip
-        self._flats = {
-            id(parameter): (flat, index) for flat in flats for index, parameter in enumerate(flat.parameters)
-        }
-        self._places = {
-            id(parameter): (flat.gradient, index)
-            for flat in flats
-            if flat.gradient is not None
-            for index, parameter in enumerate(flat.parameters)
-        }
+        self._flats = {id(one): (flat, index) for flat in flats for index, one in enumerate(flat.parameters)}
+        self._places = {key: (flat.gradient, index) for key, (flat, index) in self._flats.items() if flat.gradient}
         self._parameters = [p for flat in flats if flat.gradient is not None for p in flat.parameters]
         self._names = names
         self._reducer = reducer
@@ -145,12 +109,12 @@ class Grads:
     def install(self) -> None:
         """Give every trainable parameter a class whose ``grad`` is answered here."""
         for parameter in self._parameters:
-            parameter.__class__ = self.class_of(type(parameter))
+            change_class(parameter, self.class_of(type(parameter)))
 
     def remove(self) -> None:
         """Give the parameters their own classes back."""
         for parameter in self._parameters:
-            parameter.__class__ = own_class(type(parameter))
+            change_class(parameter, own_class(type(parameter)))
 
     def class_of(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
         """Return the subclass of a parameter's own class whose ``grad`` is answered here."""

@@ -38,15 +38,20 @@ OWN_CLASS = "_own_class"
 Saving = Callable[[], AbstractContextManager[None]]
 
 
+def change_class(parameter: torch.Tensor, chosen: type) -> None:
+    """Let a parameter be of another class; the object stays the same."""
+    parameter.__class__ = chosen
+
+
 class Presence(Enum):
     """State of a unit's parameters for code that uses them."""
 
     UNLOADED = "unloaded"
-    """Not in memory, or perhaps not for long."""
+    """They are not in memory, or perhaps not for long."""
     LOADED = "loaded"
-    """In memory, as long as what computes with them now."""
+    """They are in memory, as long as what computes with them now."""
     GATHERED = "gathered"
-    """In memory as long as a context of the user's is active."""
+    """They are in memory as long as a context of the user's is active."""
 
 
 def _harmless() -> frozenset[Any]:
@@ -116,7 +121,7 @@ def unloaded_class(
                     return func(*args, **(kwargs or {}))
             if changes_nothing(func, args, kwargs):
                 return args[0]
-            if func is torch.autograd.grad:
+            if func is torch.autograd.grad:  # no memory is needed, and nothing is to be fetched on one rank only
                 changed, named = with_edges(args, kwargs)
                 return func(*changed, **named)
             first = next((names[id(a)] for a in args if id(a) in names), f"a parameter of {label}")
@@ -198,4 +203,4 @@ class Guard:
             return
         self._now = to
         for parameter, chosen in zip(self._parameters, self._classes[to], strict=True):
-            parameter.__class__ = chosen
+            change_class(parameter, chosen)

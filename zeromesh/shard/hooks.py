@@ -24,7 +24,7 @@ from zeromesh.shard.order import Pass
 from zeromesh.shard.unit import Unit
 
 CALL = "zeromesh.call"
-"""Under this key the graph's nodes that made a unit's outputs say which call that was."""
+"""Key in the metadata of nodes that made a unit's outputs, for the call."""
 
 
 class Call:
@@ -34,14 +34,13 @@ class Call:
         unit: whose forward it was.
         version: of the unit's parameters then.
         forward: the pass of the model that it is part of.
-        task: the last backward that reached it.
     """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = ref(unit)
         self.version = unit.version
         self.forward = Pass()
-        self.task = -1
+        self._task = -1
 
     @property
     def unit(self) -> Unit:
@@ -50,22 +49,44 @@ class Call:
         assert unit is not None, "who asks is part of the engine that has the unit"
         return unit
 
+    def belong_to(self, forward: Pass) -> None:
+        """Set the pass of the model that the call is part of."""
+        self.forward = forward
 
-class Listener(Protocol):
-    """Receiver of the events."""
+    def is_reached(self) -> bool:
+        """Return whether this is the first gradient of an output of the call in the current backward."""
+        before, self._task = self._task, torch._C._current_graph_task_id()
+        return before != self._task
+
+
+class ForwardListener(Protocol):
+    """Receiver of forwards."""
 
     def forward_begins(self, unit: Unit) -> None:
         """The unit's forward is about to run."""
 
     def forward_ends(self, unit: Unit, call: Call | None) -> None:
-        """It has run, or raised; ``call``: it, if a gradient of its outputs may come."""
+        """The forward has run, or raised; ``call`` is it, if a gradient of its outputs may come."""
+
+
+class BackwardListener(Protocol):
+    """Receiver of backwards."""
+
+    @property
+    def calls(self) -> Mapping[Unit, WeakSet[Call]]:
+        """Calls whose backward has not begun, by unit."""
 
     def backward_begins(self, call: Call) -> None:
         """The first gradient of an output of this call arrived."""
 
 
+def computing_backward() -> bool:
+    """Return whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    """Yield all tensors in nested tuples, lists, mappings and dataclasses."""
     return _tensors_in(value, set())
 
 
@@ -110,11 +131,11 @@ def _nothing(*_: Any) -> None:
     """Placeholder of a hook in a copy of the module."""
 
 
-def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
-    """Register the hooks of one unit; ``calls`` holds those of its calls whose backward has not begun."""
+def listen(unit: Unit, forwards: ForwardListener, backwards: BackwardListener) -> list[Any]:
+    """Register the hooks of one unit."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        listener.forward_begins(unit)
+        forwards.forward_begins(unit)
 
     members = {id(parameter) for parameter in unit.members}
 
@@ -130,22 +151,22 @@ def listen(unit: Unit, listener: Listener, calls: WeakSet[Call]) -> list[Any]:
             new = [one for one in outputs if one.requires_grad and not one.is_leaf and id(one) not in inputs]
             if new:
                 call = Call(unit)
-                calls.add(call)
-                hook = _output_hook(call, listener, calls)
+                backwards.calls[unit].add(call)
+                hook = _output_hook(call, backwards)
                 for tensor in new:
-                    # What is computed later, if at all, is an output when it is there.
-                    getattr(tensor, "when_computed", partial(_at_once, tensor))(partial(_listen_to, hook, call))
-        listener.forward_ends(unit, call)
+                    when_computed = getattr(tensor, "when_computed", None)
+                    if when_computed is None:
+                        _listen_to(hook, call, tensor)
+                    else:  # it is computed later, if at all, and is an output when it is there
+                        when_computed(partial(_listen_to, hook, call))
+        forwards.forward_ends(unit, call)
         return replaced
 
     return [
+        # First, so that hooks of the user's see parameters; and always, so that an exception leaves no unit pinned.
         unit.module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
         unit.module.register_forward_hook(Hook(after), with_kwargs=True, always_call=True),
     ]
-
-
-def _at_once(tensor: torch.Tensor, listener: Callable[[torch.Tensor], None]) -> None:
-    listener(tensor)
 
 
 def _listen_to(hook: Any, call: Call, output: torch.Tensor) -> None:
@@ -181,16 +202,14 @@ def passes_of(roots: Sequence[torch.Tensor], wanted: Collection[Pass]) -> set[Pa
     return found
 
 
-def _output_hook(call: Call, listener: Listener, calls: WeakSet[Call]) -> Callable[[torch.Tensor], None]:
-    weak = ref(listener)
+def _output_hook(call: Call, listener: BackwardListener) -> Callable[[torch.Tensor], None]:
+    weak = ref(listener)  # the graph holds the hook, and must not hold the engine
 
     def arrived(gradient: torch.Tensor) -> None:
-        task, alive = torch._C._current_graph_task_id(), weak()
-        if call.task == task or alive is None:
-            return  # another output of the same call
-        call.task = task
-        calls.discard(call)
-        alive.backward_begins(call)
+        alive = weak()
+        if alive is not None and call.is_reached():
+            alive.calls[call.unit].discard(call)
+            alive.backward_begins(call)
 
     return arrived
 
@@ -237,7 +256,7 @@ class SavedTensors:
         return self._context is not None
 
     def enter(self) -> None:
-        """From here on tensors are saved this way, unless somebody else's hooks have them, or there can be no hooks.
+        """Save tensors this way from here on, unless somebody else's hooks have them, or there can be no hooks.
 
         Then the graph may hold views, which keep their memory. Inside torch.func there can be no hooks.
         """
@@ -261,17 +280,18 @@ class SavedTensors:
                 raise RuntimeError("the engine of this graph is gone, and with it the parameters that the graph needs")
             return alive._unpack(packed, unit)
 
+        # What is packed is no view but a description of one: a view would keep the storage, and so keep its memory.
         self._context = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._context.__enter__()
 
     def leave(self) -> None:
-        """No longer."""
+        """Save tensors this way no longer."""
         self._context.__exit__(None, None, None)
         self._context = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """In this context tensors are saved this way, as far as ``enter`` can."""
+        """Save tensors this way in this context, as far as ``enter`` can."""
         if self.entered:
             yield
             return

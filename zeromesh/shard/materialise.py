@@ -84,7 +84,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _without_values(module: nn.Module) -> Iterator[None]:
-    """In this context the module has real tensors of its own that nobody gave a value."""
+    """Give the module real tensors of its own in this context, without values."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     for name, parameter in parameters.items():
         if parameter is not None:

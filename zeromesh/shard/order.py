@@ -1,4 +1,4 @@
-"""In which order units are used, as all ranks see it, and what their backwards will need."""
+"""Order of use of units, as all ranks see it, and the needs of their backwards."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ class Order:
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
+        # Until ranks have agreed on an order of use, that of registration is the same on all of them.
         self.canonical: list[int] = [unit.index for unit in units]
         self.needs = dict.fromkeys(self.canonical, Need.BACKWARD)
         self._looks = {unit.index for unit in units if type(unit.module) not in BLIND}
@@ -149,6 +150,7 @@ class Order:
 
     def use(self, index: int, outside: bool = False) -> list[int]:
         """A unit's forward begins, or it is used ``outside`` of that; returns what came before on other ranks only."""
+        # Other ranks may have used these, for which this one takes part in the fetch, and reduces zeros later.
         skipped: list[int] = []
         if index not in self._seen:
             before = self.canonical[: self.canonical.index(index)]
@@ -162,17 +164,17 @@ class Order:
 
     def end_pass(self, forward: bool) -> list[int]:
         """The model has computed; the units that it did not use. Methods other than ``forward`` may use none at all."""
-        if not (forward or self._seen):
+        if not (forward or self._seen):  # a method that used no unit is no pass whose backward may come
             self.current = self._before if self._recorded else self.current
             return []
         return self.end_inside(self.canonical)
 
     def begin_inside(self, inside: Collection[int]) -> None:
-        """The forward of a unit that encloses these begins."""
+        """Begin the forward of a unit that encloses these."""
         self._seen.difference_update(inside)
 
     def end_inside(self, inside: Collection[int]) -> list[int]:
-        """It ends; those that it did not use."""
+        """End the forward of a unit that encloses these; return those that it did not use."""
         rest = [i for i in self.canonical if i in inside and i not in self._seen and self.is_present(i)]
         for index in rest:
             self._note(index, used=False)
@@ -228,10 +230,8 @@ class Order:
         return [*first, *(float(self._observed.get(index, Need.UNKNOWN)) for index in indices)]
 
     def agree(self, largest: Sequence[float]) -> None:
-        """Take the elementwise largest of all ranks' reports as what is the case.
-
-        Of several places the last one: a rank that has not yet learnt of some units counts too few of them.
-        """
+        """Take the elementwise largest of all ranks' reports as what is the case."""
+        # The largest of places counts: a rank that has not yet learnt of some units counts too few of them.
         indices = sorted(self.canonical)
         first = dict(zip(indices, largest[: len(indices)], strict=True))
         before = {index: place for place, index in enumerate(self.canonical)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,8 +19,54 @@ from zeromesh.shard.layout import Layout
 from zeromesh.shard.unit import Unit
 from zeromesh.tiers.link import Link
 
+PURPOSES = ("parameters", "gradients", "summed gradients", "a whole tensor")
+"""Contents of the messages with the tags of a flat buffer, for error texts."""
+
 Named = Sequence[tuple[str, nn.Parameter]]
 Kind = tuple[torch.dtype, bool, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Number of units whose full parameters and full gradients exist at once; None: the row's default."""
+
+    parameter: int | None = None
+    gradient: int | None = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Placement of a model's states over the ranks.
+
+    Attributes:
+        row: placements of parameters, gradients and optimizer state.
+        precision: dtypes.
+        slots: budgets.
+        targets: what becomes a unit, see ``find_units``.
+        predivide: gradients are divided by it before they are summed over the ranks; see ``GradientPolicy``.
+    """
+
+    row: PlacementRow
+    precision: Precision = field(default_factory=Precision)
+    slots: Slots = field(default_factory=Slots)
+    targets: Sequence[str] = ()
+    predivide: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """This rank's part of a model that is split along the tensor axis or cut along the pipeline.
+
+    Attributes:
+        split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
+            axis; all others are whole on each of its ranks.
+        tied: by name, the pipeline stages that have a parameter, where several have it.
+        idle: names of buffers that are here, and that another stage computes with.
+    """
+
+    split: Mapping[str, Held] = field(default_factory=dict)
+    tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    idle: Collection[str] = ()
 
 
 def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
@@ -32,33 +79,29 @@ def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
 
 
 def lay_out(
-    units: Sequence[Unit], mesh: Mesh, row: PlacementRow, precision: Precision, split: Mapping[str, Held] | None = None,
-    tied: Mapping[str, Sequence[int]] | None = None,
-) -> list[tuple[Unit, list[Flat], PlacementRow]]:  # fmt: skip
+    units: Sequence[Unit], mesh: Mesh, sharding: Sharding, part: ModelPart
+) -> list[tuple[Unit, list[Flat], PlacementRow]]:
     """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet.
 
     Args:
         units: as from ``make_units``.
         mesh: the ranks.
-        row: what is sharded.
-        precision: the dtype to compute in.
-        split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
-            axis.
-        tied: by name, the places along the pipeline that have a parameter, where several have it.
+        sharding: what is sharded, and the dtype to compute in.
+        part: the part of the model that this rank has.
 
     Returns:
         For ``place_units``: each unit with its flat buffers and its own row.
     """
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
-    rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], row)
+    rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], sharding.row)
     found: list[tuple[Unit, list[Flat], PlacementRow]] = []
     number = 0
     for unit, row in zip(units, rows, strict=True):
         flats = []
-        kinds = _kinds(unit.module, owned[unit.name], precision, tied or {})
+        kinds = _kinds(unit.module, owned[unit.name], sharding.precision, part.tied)
         for (dtype, trainable, tied_stages), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
-            held = {name: (split or {}).get(name) or _whole(shape, mesh) for name, shape in shapes}
+            held = {name: part.split.get(name) or _whole(shape, mesh) for name, shape in shapes}
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
             flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, tied_stages)
             if trainable:
@@ -67,6 +110,8 @@ def lay_out(
                     layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, row.gradient_tier
                 )
             flats.append(flat)
+            for offset, purpose in enumerate(PURPOSES):
+                mesh.shard.purposes[flat.tag + offset] = f"{purpose} of {unit}"
             number += 1
         found.append((unit, flats, row))
     return found
@@ -91,7 +136,8 @@ def place_units(
 
 
 def _rows(sizes: Sequence[int], row: PlacementRow) -> list[PlacementRow]:
-    """Each unit's row. The first units' gradients come last, so that their update could not run beside the backward."""
+    """Return each unit's row."""
+    # The first units stay on the device: their gradients come last, so their update could not run beside the backward.
     rows, stays = [], (1 - row.offloaded) * sum(sizes)
     for size in sizes:
         rows.append(row.on_device if size <= stays else row)
@@ -113,6 +159,7 @@ def _kinds(
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         dtype = parameter.dtype
+        # Of one kind are parameters that can travel in one message, and be updated or left alone together.
         if precision.compute is not None and dtype.is_floating_point and id(parameter) not in keeps:
             dtype = precision.compute
         kinds.setdefault((dtype, parameter.requires_grad, tuple(tied.get(name, ()))), []).append((name, parameter))

@@ -1,11 +1,7 @@
 """Residency of units in slots: fetch, evict, prefetch.
 
-Every decision here follows from the sequence of events alone (a unit's forward begins, the gradient of its output
-arrives), which is the same on all ranks, because fetching is a collective. A rank that does not use a unit the others
-use still takes part: ``Order`` fills in the events that it skipped.
-
-Which unit to evict: the one whose next use is farthest (Belady). The next uses are known, since a backward uses the
-units in the reverse order of the forward before it, and a forward mostly repeats the one before.
+Fetching is a collective, so every decision follows from the sequence of events alone (a unit's forward begins, the
+gradient of its output arrives), which is the same on all ranks: ``Order`` fills in the events that a rank skipped.
 """
 
 from __future__ import annotations
@@ -35,15 +31,9 @@ class Residency:
     """
 
     def __init__(
-        self,
-        root: Unit,
-        units: Sequence[Unit],
-        pool: Pool,
-        root_pool: Pool,
-        mesh: Mesh,
-        on_change: Callable[[Unit, bool], None],
-        read_ahead: Callable[[Iterator[Unit]], None] | None = None,
-    ) -> None:
+        self, root: Unit, units: Sequence[Unit], pool: Pool, root_pool: Pool, mesh: Mesh,
+        on_change: Callable[[Unit, bool], None], read_ahead: Callable[[Iterator[Unit]], None] | None = None,
+    ) -> None:  # fmt: skip
         self.unit_of = {unit.storage._cdata: unit for unit in (root, *units)}
         self._root = root
         self._units = {unit.index: unit for unit in units}
@@ -93,22 +83,21 @@ class Residency:
                 break
 
     def enter_backward(self, unit: Unit, needed: bool = True, last: Collection[Unit] = ()) -> None:
-        """The gradient of the unit's output arrived: units used after it are done with.
-
-        Those inside of it are not: their output may be its own.
+        """Let units go that were used after this one, as the gradient of its output arrived.
 
         Args:
             unit: whose backward begins.
             needed: its backward looks at its parameters.
-            last: units that will probably not be used again before an update, which makes their parameters worthless;
-                their memory is free for gradients.
+            last: units that will probably not be used again before an update.
         """
+        # A gradient of an output arrives when every node that was created after it has run. Units inside of this one
+        # stay all the same: their output may be its own.
         before, self._held = self._backward, set()
         self._backward = {unit, *unit.ancestors, *(other for other in before if unit in other.ancestors)}
         for other in before:
             self._hide(other)
         pinned = self._pinned()
-        for other in last:
+        for other in last:  # an update will make their parameters worthless: their memory is free for gradients
             if other.slot is not None and other not in pinned:
                 self.evict(other)
         if needed:
@@ -124,7 +113,7 @@ class Residency:
 
         The unit stays until another node looks at any.
         """
-        if node != self._node:
+        if node != self._node:  # another node runs, so the one before has read its views
             self._node, self._held = node, set()
         self._held.add(unit)
         if unit.state is not State.FETCHED:
@@ -171,6 +160,7 @@ class Residency:
             self._on_change(unit, False)
 
     def _pinned(self) -> set[Unit]:
+        """Return the units that must stay: in use, or around a unit whose forward is going on."""
         pinned = {self._root, *self._active, *self._backward, *self._held}
         return pinned | {ancestor for unit in self._active for ancestor in unit.ancestors}
 
@@ -188,10 +178,12 @@ class Residency:
         if unit.sharded:
             pool = self._root_pool if unit is self._root else self._pool
             slot = pool.take(unit.nbytes)
+            # Belady's choice: the unit whose next use is farthest. The next uses are known, since a backward uses the
+            # units in the reverse order of the forward before it, and a forward mostly repeats the one before.
             while slot is None and (victim := self._victim(unit.nbytes, FAR)) is not None:
                 self.evict(victim)
                 slot = pool.take(unit.nbytes)
-            slot = slot or pool.grow(unit.nbytes)
+            slot = slot or pool.grow(unit.nbytes)  # everything is pinned: rather more memory than a deadlock
         unit.begin_fetch(self._mesh, slot)
 
     def _prefetch(self) -> None:
@@ -206,7 +198,7 @@ class Residency:
             if slot is None:
                 victim = self._victim(unit.nbytes, distance)
                 if victim is None:
-                    return
+                    return  # all others are used sooner than this one
                 self.evict(victim)
                 slot = self._pool.take(unit.nbytes)
                 assert slot is not None
@@ -241,9 +233,9 @@ class Residency:
         """Give up the unit's slot. Views of its parameters that somebody holds stay good."""
         if unit.state is State.FETCHING:
             unit.finish_fetch()
-        self._on_change(unit, False)
+        self._on_change(unit, False)  # first: from here on a use of its parameters asks for them
         pool = self._root_pool if unit is self._root else self._pool
-        before = unit.storage._cdata
+        before = unit.storage._cdata  # the unit gets another storage if somebody holds views of this one
         with span("evict", unit.name or "(root)"):
             pool.give(unit.evict())
         self.unit_of[unit.storage._cdata] = self.unit_of.pop(before)

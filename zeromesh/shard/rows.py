@@ -85,6 +85,7 @@ class Rows:
         if not self.form.split:
             return [first, *states]
         master = torch.zeros(self._elements)
+        # In runs, so that the temporaries of a conversion stay in the cache.
         for part in _runs(self._elements) if known else ():
             master[part] = halves.join(self._flat.shard[part], first[part])
         return [master, *states]

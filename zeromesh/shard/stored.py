@@ -3,9 +3,7 @@
 Of each flat buffer the file has one region, with this rank's part of the parameters in the dtype that is computed with.
 While the region is in memory, ``Flat.shard`` is a view of the buffer that it was read into; at other times it is
 unloaded, as masters are in ``shard/swap.py``.
-
-What is read ahead follows the residency's plan. To fetch a unit is a collective, whose order must be the same on all
-ranks, so it never depends on which read has ended: who needs a flat buffer waits for that one.
+What is read ahead follows the residency's plan.
 
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
 """
@@ -14,8 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -29,7 +25,6 @@ from zeromesh.tiers.buffers import Buffer, Buffers
 from zeromesh.tiers.memory import empty_on, unloaded
 from zeromesh.tiers.nvme import Disk, FileStore, PendingRequest, Region
 from zeromesh.tiers.swap_file import aligned
-from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Stored:
@@ -40,6 +35,10 @@ class Stored:
         disk: where. One of its buffers is left for what was not foreseen; with one alone nothing is read ahead.
         mesh: the file's name has the rank.
         pinned: whether host memory is page-locked where there is a GPU.
+
+    Attributes:
+        nbytes, folder: of the file.
+        host_bytes: size of the buffers.
 
     Raises:
         OSError: the folder cannot be used, or has too little space.
@@ -59,6 +58,8 @@ class Stored:
         except BaseException:
             self._store.close()
             raise
+        self.nbytes, self.host_bytes, self.folder = self._store.nbytes, self._pool.nbytes, self._store.path.parent
+        self.traffic, self.close = self._store.traffic, self._store.close
         self._most_reading = disk.buffers - 1
         self._reading: dict[Flat, tuple[Buffer, PendingRequest]] = {}
         self._behind: deque[tuple[Buffer, PendingRequest]] = deque()
@@ -68,25 +69,6 @@ class Stored:
 
     def __contains__(self, flat: Flat) -> bool:
         return flat in self._regions
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file in bytes."""
-        return self._store.nbytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Size of the buffers in bytes."""
-        return self._pool.nbytes
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the file."""
-        return self._store.path.parent
-
-    def traffic(self) -> DiskTraffic:
-        """Return the traffic of the disk so far."""
-        return self._store.traffic()
 
     def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have one flat buffer's shard in memory until another one's is asked for, or others are read ahead.
@@ -99,6 +81,7 @@ class Stored:
         Raises:
             OSError: the disk failed, now or earlier: from then on nothing is loaded.
         """
+        # After a failure nothing is loaded any more: some parameters would be those from before the update.
         if self._failure is not None:
             raise self._failure
         if self._here is None or self._here[0] is not flat or (read and not self._known):
@@ -122,10 +105,6 @@ class Stored:
         except OSError as error:
             self._failure = self._failure or error
 
-    def close(self) -> None:
-        """Delete the file."""
-        self._store.close()
-
     def _begin_reads(self, units: Iterable[Unit]) -> None:
         self._put_away()
         while self._behind and self._behind[0][1].done():
@@ -137,6 +116,8 @@ class Stored:
             wanted[flat] = None
         for flat in [flat for flat in self._reading if flat not in wanted]:
             self._forget(flat)
+        # A fetch is a collective, in an order that is the same on all ranks: whoever needs a flat buffer waits for its
+        # own read, and never takes whichever has ended.
         for flat in wanted:
             if flat in self._reading:
                 continue
@@ -164,7 +145,7 @@ class Stored:
             else:
                 buffer.memory[: region.padded].zero_()
         except BaseException:
-            self._give(buffer)
+            self._pool.give_settled(buffer)
             raise
         return buffer
 
@@ -202,18 +183,11 @@ class Stored:
         try:
             pending.wait()
         finally:
-            self._give(buffer)
+            self._pool.give_settled(buffer)
 
     def _forget(self, flat: Flat) -> None:
         """Nobody will ask for what is read ahead, nor whether it went well."""
-        self._give(self._reading.pop(flat)[0])
-
-    def _give(self, buffer: Buffer) -> None:
-        """Return a buffer, when what is under way with it has ended, well or not."""
-        if buffer.transfer is not None:
-            with suppress(OSError, RuntimeError):
-                buffer.transfer.settle()
-        self._pool.give(buffer)
+        self._pool.give_settled(self._reading.pop(flat)[0])
 
 
 def buffer_bytes(flats: Sequence[Flat], disk: Disk) -> list[int]:
@@ -223,6 +197,6 @@ def buffer_bytes(flats: Sequence[Flat], disk: Disk) -> list[int]:
 
 def _bind(flat: Flat, shard: torch.Tensor) -> None:
     """Let the shard, and of what is frozen the master, be in some memory, or in none."""
-    flat.shard = shard
+    flat.bind_shard(shard)
     if not flat.layout.trainable:
-        flat.master = shard
+        flat.bind_master(shard)

@@ -35,6 +35,7 @@ def sum_copies(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy
         policy: for the dtype on the wire.
         limit: how many sums over replicas are under way at once.
     """
+    # The order is part of the result: sums in floating point depend on it, and the numerics tests repeat it.
     if mesh.replicate.size > 1:
         _sum_replicas(gradients, mesh, policy, limit)
     _sum_shares(gradients, mesh)
@@ -65,7 +66,7 @@ def _sum_replicas(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPol
         assert gradient.shard is not None
         wire = gradient.shard.to(mesh.device, policy.wire_dtype(gradient.layout))
         sums.append((gradient, wire, mesh.replicate.begin_all_reduce(wire, gradient.tag + 3, mesh.links.reduce)))
-        if len(sums) > limit:
+        if len(sums) > limit:  # each takes a full copy of a shard on the device
             _end_sum(*sums.popleft())
     while sums:
         _end_sum(*sums.popleft())
@@ -119,8 +120,9 @@ def _sum_ties(gradients: Sequence[Gradient], mesh: Mesh) -> None:
         others = [place for place in gradient.tied_stages if place != group.rank]
         sends, receives = dict.fromkeys(others, own), {place: rows[place] for place in others}
         group.send_and_receive(sends, receives, TIES_TAG + number, "tied gradients").wait()
+        # All stages add in the same order, so that their copies of the parameters stay equal bit for bit.
         total = rows[gradient.tied_stages[0]].clone()
         for place in gradient.tied_stages[1:]:
             total += rows[place]
         gradient.shard.copy_(total[: gradient.shard.numel()])
-        gradient.use(total[gradient.shard.numel() :].bool().tolist())
+        gradient.mark_used(total[gradient.shard.numel() :].bool().tolist())

@@ -28,7 +28,6 @@ from zeromesh.tiers.memory import empty_on, is_unloaded, unloaded
 from zeromesh.tiers.nvme import Disk, FileStore
 from zeromesh.tiers.places import File, Memory, Place
 from zeromesh.tiers.swap_file import aligned
-from zeromesh.tiers.traffic import DiskTraffic
 
 Names = Callable[[nn.Parameter], Sequence[str]]
 """Function from a parameter of the optimizer to the names of its states that rest with the master, in order."""
@@ -71,8 +70,10 @@ class Swap:
             store = FileStore(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
             self._place = File(sizes, store, buffer_bytes(list(self._rows.values()), disk), allocate, early)
         self.tier = Tier.HOST if disk is None else Tier.NVME
-        self.nbytes = self._place.nbytes
-        self.folder = self._place.folder
+        self.nbytes, self.folder = self._place.nbytes, self._place.folder
+        self.commit, self.drop, self.traffic, self.close = (
+            self._place.commit, self._place.drop, self._place.traffic, self._place.close,
+        )  # fmt: skip
         self._unpacked = unpacked_bytes(self._rows.values())
         self._here: tuple[Flat, torch.Tensor, list[torch.Tensor]] | None = None
         self._dirty = self._known = False
@@ -89,12 +90,8 @@ class Swap:
         """Bytes of buffers and of a joined master in host memory."""
         return self._place.host_bytes + self._unpacked
 
-    def traffic(self) -> DiskTraffic | None:
-        """Return the traffic of the disk so far; None where there is none."""
-        return self._place.traffic()
-
     def serve(self, optimizer: Optimizer, names: Names) -> None:
-        """From here on keep the states of an optimizer, too, those that it has already among them."""
+        """Keep the states of an optimizer, too, from here on, those that it has already among them."""
         self._optimizer, self._names = optimizer, names
         for flat in self._rows:
             if any(optimizer.state.get(piece.parameter) for _, _, piece in flat.pieces):
@@ -112,6 +109,7 @@ class Swap:
         if self._here is None or self._here[0] is not flat or (read and not self._known):
             self.flush()
             memory = self._place.take(flat, read)
+            # A master in halves is joined with the parameter, which is one of them.
             if self._rows[flat].form.split and read:
                 try:
                     self._load_shard(flat)
@@ -130,6 +128,8 @@ class Swap:
             return
         (flat, memory, values), self._here = self._here, None
         dirty, self._dirty = self._dirty, False
+        # First: views of the memory would else outlive it. Unloaded tensors are NaN rather than empty, so that code
+        # which looks at shapes goes on, and nobody computes with them unnoticed.
         self._unbind(flat, values)
         packed = False
         try:
@@ -142,7 +142,7 @@ class Swap:
             self._place.give(flat, packed)
 
     def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
-        """Each of some flat buffers, in order; those that rest here are present until the next one is asked for.
+        """Yield flat buffers in order; those that rest here are loaded until the next one is asked for.
 
         Masters in halves stay so, see ``halves``; all else is bound. The next ones are read, and with
         ``write`` the last ones are written, meanwhile.
@@ -177,18 +177,6 @@ class Swap:
                 assert not self._rows[flat].form.split
                 yield flat, self._rows[flat].raw(memory)
 
-    def commit(self) -> None:
-        """Let what was written provisionally count. Raises OSError as ``FileStore.commit``."""
-        self._place.commit()
-
-    def drop(self) -> None:
-        """Forget what was written provisionally."""
-        self._place.drop()
-
-    def close(self) -> None:
-        """Delete the file."""
-        self._place.close()
-
     def splits(self, flat: Flat) -> bool:
         """Return whether the master rests in halves, one of which is the parameter."""
         return flat in self._rows and self._rows[flat].form.split
@@ -212,7 +200,7 @@ class Swap:
     def _bind(self, flat: Flat, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
         """Let the master, the pieces and their states lie in a block, or in what is unpacked; the rows of these."""
         values = self._rows[flat].unpack(memory, known)
-        self._bind_master(flat, values[0])
+        flat.bind_master(values[0])
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
                 _bind_state(state, name, row[local].view(piece.parameter.shape))
@@ -230,15 +218,9 @@ class Swap:
         self._streamed = flat, memory
         return raw
 
-    @staticmethod
-    def _bind_master(flat: Flat, master: torch.Tensor) -> None:
-        flat.master = master
-        for _, local, piece in flat.pieces:
-            piece.parameter.data = master[local].view(piece.parameter.shape)
-
     def _unbind(self, flat: Flat, values: Sequence[torch.Tensor]) -> None:
         """Take what may lie elsewhere into the rows, and let everything be unloaded."""
-        flat.master, self._streamed = unloaded(flat.master), None
+        self._streamed = None
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
                 if name in state:
@@ -246,7 +228,7 @@ class Swap:
                     if value.data_ptr() != place.data_ptr():  # the optimizer has just made it, or a checkpoint gave it
                         place.copy_(value.reshape(-1))
                     state[name] = unloaded(value)
-            piece.parameter.data = unloaded(piece.parameter.data)
+        flat.bind_master(unloaded(flat.master))
 
     def _states(self, parameter: nn.Parameter) -> Iterator[tuple[dict[str, torch.Tensor], str]]:
         """The states of a parameter that have rows, which the optimizer may not have made yet."""

@@ -13,7 +13,7 @@ from zeromesh.comm.collectives import Pending
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Placement, PlacementRow
 from zeromesh.observe.spans import span
-from zeromesh.shard.flat import Flat, Materialise, Store
+from zeromesh.shard.flat import Flat, Materialise, Store, rebind
 from zeromesh.shard.layout import round_up
 from zeromesh.shard.slots import Slot, attach, detach
 from zeromesh.tiers.link import Link
@@ -24,11 +24,11 @@ class State(enum.Enum):
     """State of a unit's parameters."""
 
     AT_REST = "at rest"
-    """At rest; the unit's storage is empty (sharded) or holds values from before the update (replicated)."""
+    """They are at rest: the unit's storage is empty (sharded) or holds values from before the update (replicated)."""
     FETCHING = "fetching"
-    """On their way into the unit's storage."""
+    """They are on their way into the unit's storage."""
     FETCHED = "fetched"
-    """Whole and current in the unit's storage."""
+    """They are whole and current in the unit's storage."""
 
 
 class Unit:
@@ -81,8 +81,7 @@ class Unit:
         if self.sharded:
             self.storage.resize_(0)  # from here on parameters are fetched into slots
         for flat in flats:
-            flat.store = store
-            flat.fill(row, mesh, mixed, materialise)
+            flat.fill(row, mesh, mixed, materialise, store)
         self.state = State.AT_REST if self.sharded else State.FETCHED
         self._references = self._count_references()
 
@@ -117,6 +116,15 @@ class Unit:
                     self._pending += flat.begin_fetch(mesh, self._link)
         self.state = State.FETCHING
 
+    def count_update(self) -> None:
+        """Count an update, so that a backward of an older forward is noticed."""
+        self.version += 1
+
+    def expire(self) -> None:
+        """Note that the storage has values from before an update; only where parameters are replicated."""
+        assert self.state is State.FETCHED, (self, self.state)
+        self.state = State.AT_REST
+
     def finish_fetch(self) -> None:
         """Wait until the parameters are there."""
         assert self.state is not State.AT_REST, (self, self.state)
@@ -140,7 +148,7 @@ class Unit:
         for flat, offset in zip(self.flats, self._offsets, strict=True):
             flat.bind(storage, offset)
             for parameter, view in zip(flat.parameters, flat.views, strict=True):
-                parameter.data = view
+                rebind(parameter, view)
             flat.watch()
         self._references = self._count_references()
 
@@ -156,10 +164,11 @@ class Unit:
         """
         assert self.state is State.FETCHED, (self, self.state)
         assert self.slot is not None
-        self.take_changes()
+        self.take_changes()  # of what others wrote in place, nothing is left once the memory is gone
         for flat in self.flats:
             if not flat.layout.trainable:  # momentum encoders and codebooks are written through ``.data``, too
                 flat.write_back(self._link)
+        # A view of an empty storage would be a segmentation fault on a CPU, and silently wrong once it is refilled.
         if self.is_viewed:
             self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)

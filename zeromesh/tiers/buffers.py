@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -54,6 +55,10 @@ class Buffer:
         """``elements`` of it from byte ``offset`` on, as ``(elements,)``: a view, which does not outlive the loan."""
         return self.memory[offset : offset + elements * dtype.itemsize].view(dtype)
 
+    def begin(self, transfer: Transfer) -> None:
+        """Note the transfer that a store does with it from here on."""
+        self.transfer = transfer
+
     def record(self) -> None:
         """Say that copies between it and an accelerator were launched on the current stream.
 
@@ -89,6 +94,13 @@ class Buffers:
             if buffer.nbytes >= nbytes:
                 return self._free.pop(index)
         return None
+
+    def give_settled(self, buffer: Buffer) -> None:
+        """Return a buffer once its transfer has ended, well or not."""
+        if buffer.transfer is not None:
+            with suppress(OSError, RuntimeError):  # whoever needs the bytes has waited, and has raised it
+                buffer.transfer.settle()
+        self.give(buffer)
 
     def give(self, buffer: Buffer) -> None:
         """Return a buffer; nothing may be under way with it."""

@@ -119,7 +119,7 @@ class Link:
         return Copy(self._streams, stream.record_event(), target, source)
 
     def behind(self) -> AbstractContextManager[Any]:
-        """In this context collectives are begun that wait for all copies to the device so far.
+        """Begin collectives in this context that wait for all copies to the device so far.
 
         The stream of these copies is the current one in it, so that what is computed waits for neither.
         """

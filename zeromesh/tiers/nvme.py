@@ -52,7 +52,7 @@ class PendingRequest:
         return not self._left
 
     def wait(self) -> None:
-        """Until all its requests have ended; whenever that takes another ``patience`` seconds, the log says so.
+        """Wait until all its requests have ended; whenever that takes another ``patience`` seconds, the log says so.
 
         Raises:
             OSError: the disk failed, or what was read is not what was written.
@@ -114,6 +114,14 @@ class _Place:
         """True if all of it was."""
         return bool(self.checksums) and None not in self.checksums
 
+    def begin(self, transfer: PendingRequest) -> None:
+        """Note the transfer that is done with it from here on."""
+        self.transfer = transfer
+
+    def forget(self, requests: int) -> None:
+        """Forget the checksums, as so many requests overwrite the place."""
+        self.checksums = [None] * requests
+
 
 @dataclass(eq=False)
 class Region:
@@ -131,6 +139,23 @@ class Region:
     def padded(self) -> int:
         """Bytes that it takes in the file, and that a buffer for it must have."""
         return self._current.nbytes
+
+    def provide(self, spare: _Place) -> None:
+        """Write provisionally to this place from here on."""
+        assert self._next is None
+        self._next = spare
+
+    def commit(self) -> _Place:
+        """Let the provisional place be the region's; return the old one."""
+        assert self._next is not None
+        old, self._current, self._next = self._current, self._next, None
+        return old
+
+    def drop(self) -> _Place:
+        """Forget the provisional place and return it."""
+        assert self._next is not None
+        spare, self._next = self._next, None
+        return spare
 
 
 @dataclass(frozen=True)
@@ -249,8 +274,9 @@ class FileStore:
         place = region._current
         if provisional:
             if region._next is None:
-                region._next = self._take_spare(place.nbytes)
+                region.provide(self._take_spare(place.nbytes))
                 self._provisional.append(region)
+            assert region._next is not None
             place = region._next
         else:
             assert region._next is None, "a region is written while a provisional write of it awaits commit or drop"
@@ -281,10 +307,8 @@ class FileStore:
             self.drop()
             raise
         for region in self._provisional:
-            assert region._next is not None
             # Reads of the old place that are under way end well: who writes to it next waits for them.
-            self._spare.append(region._current)
-            region._current, region._next = region._next, None
+            self._spare.append(region.commit())
         self._provisional.clear()
 
     def drop(self) -> None:
@@ -293,8 +317,7 @@ class FileStore:
             assert region._next is not None
             with suppress(OSError, RuntimeError):
                 _settle(region._next)
-            self._spare.append(region._next)
-            region._next = None
+            self._spare.append(region.drop())
         self._provisional.clear()
 
     def traffic(self) -> DiskTraffic:
@@ -331,10 +354,11 @@ class FileStore:
         self._file.check()
         blocks = list(self._blocks(place))
         if writes:
-            place.checksums = [None] * len(blocks)
+            place.forget(len(blocks))
         what = f"{'writing' if writes else 'reading'} {place.nbytes:,} bytes at {place.offset:,} of {self.path}"
         pending = PendingRequest(what, len(blocks), self._meter, self._patience)
-        place.transfer = buffer.transfer = pending
+        place.begin(pending)
+        buffer.begin(pending)
         for index, block in enumerate(blocks):
             memory, offset = buffer.view[block], place.offset + block.start
             self._requests.put(_Request(pending, place, buffer, index, offset, memory, writes))

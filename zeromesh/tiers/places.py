@@ -32,13 +32,13 @@ class Place(Protocol):
     folder: Path | None
 
     def take(self, key: Hashable, read: bool) -> torch.Tensor:
-        """A block's memory; what it holds does not matter without ``read``. Raises OSError if the disk failed."""
+        """Return a block's memory, with its contents if ``read``. Raises OSError if the disk failed."""
 
     def give(self, key: Hashable, write: bool) -> None:
-        """It is used no more; with ``write`` it holds something else now. Raises OSError if the disk failed."""
+        """Return a block; with ``write`` it holds something else now. Raises OSError if the disk failed."""
 
     def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
-        """Each of some blocks, in order, until the next one is asked for. Raises OSError if the disk failed."""
+        """Yield blocks in order, each until the next one is asked for. Raises OSError if the disk failed."""
 
     def commit(self) -> None:
         """Let what was written provisionally count. Raises OSError as ``FileStore.commit``."""
@@ -54,7 +54,7 @@ class Place(Protocol):
 
 
 class Memory:
-    """In host memory, which is zeros at first. Nothing in it is provisional.
+    """Blocks in host memory, which is zeros at first. Nothing in it is provisional.
 
     Args:
         sizes: bytes of each block.
@@ -94,7 +94,7 @@ class Memory:
 
 
 class File:
-    """In a file: read ahead and written behind where they stream.
+    """Blocks in a file: read ahead and written behind where they stream.
 
     Args:
         sizes: bytes of each block.
@@ -122,9 +122,9 @@ class File:
             store.close()
             raise
         self._lent: dict[Hashable, Buffer] = {}
-        self.nbytes = store.nbytes
-        self.host_bytes = self._pool.nbytes
+        self.nbytes, self.host_bytes = store.nbytes, self._pool.nbytes
         self.folder: Path | None = store.path.parent
+        self.commit, self.drop, self.traffic, self.close = store.commit, store.drop, store.traffic, store.close
 
     def take(self, key: Hashable, read: bool) -> torch.Tensor:
         """See ``Place.take``."""
@@ -154,19 +154,3 @@ class File:
         regions = [self._regions[key] for key in keys]
         with closing(stream(self._store, regions, self._pool, write, provisional)) as buffers:
             yield from (buffer.memory for buffer in buffers)
-
-    def commit(self) -> None:
-        """See ``Place.commit``."""
-        self._store.commit()
-
-    def drop(self) -> None:
-        """See ``Place.drop``."""
-        self._store.drop()
-
-    def traffic(self) -> DiskTraffic | None:
-        """See ``Place.traffic``."""
-        return self._store.traffic()
-
-    def close(self) -> None:
-        """See ``Place.close``."""
-        self._store.close()

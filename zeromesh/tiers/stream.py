@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable
-from contextlib import suppress
 
 from zeromesh.tiers.buffers import Buffer, Buffers
 from zeromesh.tiers.nvme import FileStore, PendingRequest, Region
@@ -13,7 +12,7 @@ from zeromesh.tiers.nvme import FileStore, PendingRequest, Region
 def stream(
     store: FileStore, regions: Iterable[Region], buffers: Buffers, write: bool = True, provisional: bool = False
 ) -> Generator[Buffer]:
-    """Each region in a buffer, in their order: while one is computed with, the next are read and the last are written.
+    """Yield each region in a buffer, in order: while one is computed with, the next are read and the last are written.
 
     With three buffers all three go on at once. With one they take turns. The caller has a buffer until it asks for the
     next one; what it launched on an accelerator with it, it says by ``Buffer.record``.
@@ -56,11 +55,8 @@ def stream(
         while writing:
             _finish(writing, lent, buffers)
     finally:
-        for buffer in lent:
-            if buffer.transfer is not None:
-                with suppress(OSError, RuntimeError):  # the first error is on its way to the caller
-                    buffer.transfer.settle()
-            buffers.give(buffer)
+        for buffer in lent:  # the first error, if any, is on its way to the caller
+            buffers.give_settled(buffer)
 
 
 def _finish(writing: deque[tuple[Buffer, PendingRequest]], lent: list[Buffer], buffers: Buffers) -> None:

@@ -1,0 +1,219 @@
+"""Memory of gradients on the device, which is a budget: pools of buffers, their dtypes and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeromesh.comm.mesh import Mesh
+from zeromesh.model.placement import Tier
+from zeromesh.shard.gradient import Gradient, GradientPolicy
+from zeromesh.shard.slots import Pool, Slot, largest
+from zeromesh.tiers.link import Copy
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaving:
+    """A sum that is copied to the host, in a slot of a pool; or, without one, where autograd left it."""
+
+    copy: Copy
+    pool: Pool
+    slot: Slot | None
+
+
+class GradientMemory:
+    """Lends the buffers that full gradients and their sums lie in.
+
+    Args:
+        gradients: all gradients of the model.
+        policy: placement, dtypes and the number of full gradients at a time.
+        mesh: the ranks.
+        accumulates: whether micro-batches are expected to be summed.
+        settle: finishes the oldest reduction under way, which frees its buffers; returns False if there is none.
+
+    Attributes:
+        limit: number of reductions under way at a time.
+        slots: full gradients.
+        wires: full gradients in the dtype that is sent, where that is another one.
+        receives: parts of other ranks.
+        landings: sums on their way to the host.
+    """
+
+    def __init__(
+        self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool,
+        settle: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._gradients, self._policy, self._mesh = gradients, policy, mesh
+        self._group = mesh.shard
+        self._accumulates = accumulates
+        self._settle = settle
+        self._leaving: list[_Leaving] = []
+        for gradient in gradients:
+            self._choose_dtype(gradient)
+        count = policy.slots or (2 if policy.sharded else len(gradients))
+        self.limit = max(1, min(2, count - 1))
+        sizes = [g.layout.size * g.slot_dtype.itemsize for g in gradients if not g.in_place]
+        self.slots = Pool(largest(sizes, count), mesh.device)
+        wires = [g.layout.size * policy.wire_dtype(g.layout).itemsize for g in gradients if self.converts(g)]
+        # A sum that is sent to all ranks stays in its buffer while the next ones are made.
+        self.wires = Pool(largest(wires, self.limit if policy.owned else self.limit + 1), mesh.device)
+        self.receives = Pool(largest(map(self._receive_bytes, gradients), self.limit), mesh.device)
+        self.landings = Pool(largest(map(self._landing_bytes, gradients), self.limit), mesh.device)
+
+    def _choose_dtype(self, gradient: Gradient) -> None:
+        """Sum micro-batches in the dtype of the shard; keep what is reduced at once as narrow as the wire."""
+        at_once = self._policy.owned and (self._policy.sharded or not self._accumulates)
+        kept = self._policy.shard_dtype(gradient.layout)
+        slot_dtype = self._policy.wire_dtype(gradient.layout) if at_once else kept
+        stays = gradient.tier is Tier.DEVICE and slot_dtype == kept
+        gradient.choose(slot_dtype, shard_in_full=stays and not self._policy.sharded)
+
+    def converts(self, gradient: Gradient) -> bool:
+        """Return whether a gradient is sent in another dtype than that of its slot."""
+        return self._group.size > 1 and gradient.slot_dtype != self._policy.wire_dtype(gradient.layout)
+
+    def _receive_bytes(self, gradient: Gradient) -> int:
+        elements = self._group.receive_elements(gradient.layout.shard_size)
+        return elements * self._policy.wire_dtype(gradient.layout).itemsize
+
+    def _landing_bytes(self, gradient: Gradient) -> int:
+        if gradient.tier is Tier.DEVICE or self._group.size == 1:
+            return 0
+        return gradient.layout.shard_size * self._policy.shard_dtype(gradient.layout).itemsize
+
+    def _buffer_dtype(self, gradient: Gradient) -> torch.dtype:
+        """Return the dtype of the shard's own memory; as narrow as the sum on the host, if nothing is added to it."""
+        alone = self._mesh.gradients == 1 and not (self._accumulates or gradient.shared or gradient.tied_stages)
+        kept = self._policy.shard_dtype(gradient.layout)
+        exact = torch.promote_types(gradient.slot_dtype, kept) is kept  # a shard that is no wider rounds
+        return gradient.slot_dtype if gradient.tier is not Tier.DEVICE and alone and exact else kept
+
+    # Accounting.
+
+    @property
+    def shard_bytes(self) -> dict[Tier, int]:
+        """Bytes of shards that do not lie in full gradients, by tier."""
+        found = dict.fromkeys(Tier, 0)
+        for gradient in self._gradients:
+            if not gradient.shard_in_full:
+                elements = gradient.own.stop - gradient.own.start
+                found[gradient.tier] += elements * self._buffer_dtype(gradient).itemsize
+        return found
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of full gradients, in slots and where autograd left them (as many as may be under way)."""
+        left = [g.layout.nbytes for g in self._gradients if g.in_place]
+        return self.slots.nbytes + sum(largest(left, self.limit if self._policy.sharded else len(left)))
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """All pools; that of the slots is the first."""
+        return self.slots, self.wires, self.receives, self.landings
+
+    # Loans.
+
+    def take(self, pool: Pool, nbytes: int) -> Slot:
+        """Return a slot of at least ``nbytes`` bytes; sums that leave or are under way are finished for it."""
+        slot = pool.take(nbytes)
+        # Sums that leave come first, as the host does not wait for them.
+        while slot is None and (self.release(pool) or self._settle()):
+            slot = pool.take(nbytes)
+        return slot or pool.grow(nbytes)
+
+    def open(self, gradient: Gradient) -> None:
+        """Let a gradient fill a slot from here on."""
+        slot = self._full_slot(gradient)
+        gradient.open(slot.tensor(gradient.layout.size, gradient.slot_dtype), slot)
+
+    def _full_slot(self, gradient: Gradient) -> Slot:
+        return self.take(self.slots, gradient.layout.size * gradient.slot_dtype.itemsize)
+
+    def wire(self, gradient: Gradient) -> tuple[Slot, torch.Tensor]:
+        """Return memory for the full gradient in the dtype that is sent."""
+        dtype, elements = self._policy.wire_dtype(gradient.layout), gradient.layout.size
+        slot = self.take(self.wires, elements * dtype.itemsize)
+        return slot, slot.tensor(elements, dtype)
+
+    def receive(self, gradient: Gradient, dtype: torch.dtype) -> tuple[Slot, torch.Tensor]:
+        """Return memory for the other ranks' parts."""
+        slot = self.take(self.receives, self._receive_bytes(gradient))
+        return slot, slot.tensor(self._group.receive_elements(gradient.layout.shard_size), dtype)
+
+    def landing(self, gradient: Gradient) -> tuple[Slot, torch.Tensor]:
+        """Return memory on the device for a sum that goes on to the host."""
+        slot = self.take(self.landings, self._landing_bytes(gradient))
+        return slot, slot.tensor(gradient.layout.shard_size, self._policy.shard_dtype(gradient.layout))
+
+    def shard(self, gradient: Gradient) -> torch.Tensor:
+        """Return the shard's own memory, on its tier."""
+        return gradient.own_memory(self._buffer_dtype(gradient), self._mesh.device, self._policy.pinned)
+
+    # Changes.
+
+    def expect_sums(self, gradient: Gradient) -> torch.Tensor | None:
+        """Return a shard to which a sum is added, as wide as sums are; None where nothing has been summed yet."""
+        shard, dtype = gradient.shard, self._policy.shard_dtype(gradient.layout)
+        if shard is None or shard.itemsize >= dtype.itemsize:
+            return shard
+        self._accumulates = True  # more is added than was expected
+        gradient.land()
+        gradient.renew_memory()
+        return self.shard(gradient).copy_(shard)
+
+    def widen(self, finish: Callable[[], None]) -> None:
+        """Sum micro-batches, which were not expected, in the dtype that sums are kept in from here on.
+
+        Args:
+            finish: finishes all reductions under way, if any gradient changes its dtype.
+        """
+        if self._accumulates or self._policy.sharded:
+            return
+        self._accumulates = True
+        if all(gradient.slot_dtype == self._policy.shard_dtype(gradient.layout) for gradient in self._gradients):
+            return
+        finish()
+        for gradient in self._gradients:
+            before = gradient.slot_dtype
+            self._choose_dtype(gradient)
+            if before == gradient.slot_dtype:
+                continue
+            gradient.renew_memory()
+            if gradient.full is not None:
+                slot = self._full_slot(gradient)
+                self.give(self.slots, gradient.widen(slot.tensor(gradient.layout.size, gradient.slot_dtype), slot))
+
+    # Returns.
+
+    @staticmethod
+    def give(pool: Pool, slot: Slot | None) -> None:
+        """Return a slot; None where autograd left the gradient, or nothing was converted."""
+        if slot is not None:
+            pool.give(slot)
+
+    def leave(self, copy: Copy, pool: Pool, slot: Slot | None, most: int) -> None:
+        """Return a slot once the sum in it has left for the host; at most so many sums leave at a time."""
+        self._leaving.append(_Leaving(copy, pool, slot))
+        while len(self._leaving) > most:
+            self.release()
+
+    def release(self, pool: Pool | None = None) -> bool:
+        """Return the slot of the oldest sum, or the oldest in a pool, that leaves the device; False: none does.
+
+        The host goes on.
+        """
+        leaving = next((one for one in self._leaving if pool is None or one.pool is pool), None)
+        if leaving is None:
+            return False
+        self._leaving.remove(leaving)
+        # Whatever gets the memory next is launched behind the current stream, which waits for the copy here.
+        leaving.copy.order()
+        self.give(leaving.pool, leaving.slot)
+        return True
+
+    def trim(self) -> None:
+        """Give back the memory of all buffers that are not lent."""
+        for pool in self.pools:
+            pool.trim()

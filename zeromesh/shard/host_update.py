@@ -1,0 +1,87 @@
+"""Updates on the host, from the shards of gradients that rest there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from zeromesh.kernels.update import StepInput
+from zeromesh.model.piece import Piece
+from zeromesh.model.placement import Tier
+from zeromesh.observe.spans import span
+from zeromesh.shard.early import HostUpdate
+from zeromesh.shard.flat import Flat
+from zeromesh.shard.store import Tiers
+from zeromesh.tiers.link import Link
+from zeromesh.tiers.memory import Staging
+
+
+def pieces_on_host(flat: Flat, steps: HostUpdate | None) -> Iterator[tuple[int, slice, Piece]]:
+    """Yield the pieces that ``steps`` updates on the host, from the shard of their gradient."""
+    shard = None if flat.gradient is None else flat.gradient.shard
+    if steps is not None and shard is not None and flat.optimizer_tier is not Tier.DEVICE:
+        yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, shard))
+
+
+class HostUpdates:
+    """Updates masters on the host and writes the new parameters in the same pass.
+
+    Args:
+        store: has states that rest in files or in halves.
+        link: to the device.
+        pinned: whether host memory is page-locked.
+
+    Attributes:
+        nbytes: bytes that all updates so far have read and written.
+        seconds: time that they took.
+    """
+
+    def __init__(self, store: Tiers, link: Link, pinned: bool) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+        self._store = store
+        self._staging = Staging(link, pinned)
+
+    def update(self, steps: HostUpdate, flat: Flat) -> None:
+        """Update one flat buffer and its shard; one that ``steps`` does not update is only written to the shard."""
+        if not any(pieces_on_host(flat, steps)):
+            flat.write_shard()
+            return
+        apart = flat.master is not flat.shard and not flat.splits
+        if apart or flat.splits:
+            flat.load_shard(write=flat.splits, read=flat.splits)
+        out = self._staging.take(flat.shard, flat.parameter_tier) if apart else None
+        self._step(steps, flat, out)
+        if out is not None:
+            flat.load_shard(write=True, read=False)  # not before: an update that fails leaves what there was
+            flat.expect(self._staging.send(out, flat.shard))
+
+    def _step(self, steps: HostUpdate, flat: Flat, out: torch.Tensor | None) -> None:
+        """Update the masters; the new parameters go to ``out``, too."""
+        gradient = flat.gradient
+        assert gradient is not None
+        shard = gradient.shard
+        assert shard is not None
+        outs = {index: None if out is None else out[local] for index, local, _ in flat.pieces}
+        inputs = {
+            index: StepInput(piece.parameter, shard[local], outs[index], self._store.halves(flat, index))
+            for index, local, piece in flat.pieces
+            if gradient.used[index] and steps.takes(piece.parameter, shard)
+        }
+        began = time.perf_counter()
+        with span("update_on_host", gradient.unit):
+            steps.step(list(inputs.values()))
+        self.seconds += time.perf_counter() - began
+        self.nbytes += sum(map(self._moved, inputs.values()))
+        if out is None:
+            return
+        for index, local, piece in flat.pieces:
+            if index not in inputs:
+                out[local].copy_(piece.parameter.detach().view(-1))
+
+    def _moved(self, one: StepInput) -> int:
+        """Bytes that an update reads and writes: gradient, master and states twice, and the new parameter."""
+        parameter, gradient, out, _ = one  # both halves of a master are as large as the whole
+        rest = (1 + self._store.states) * parameter.nbytes
+        return gradient.nbytes + 2 * rest + (0 if out is None else out.nbytes)
