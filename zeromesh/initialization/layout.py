@@ -72,7 +72,7 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
     group = mesh.group("tensor")
     given = parse(settings.tensor_parallel.plan or {})
     if group.size == 1:
-        resolve(model, given, {}, 0, 1)  # raises where the plan is wrong, which is better told before there are ranks
+        resolve(model, given, {}, 0, 1)  # raises for a wrong plan, on one rank too
         return None
     found, notes = derive(model, group.size)
     if mesh.rank == 0:
