@@ -168,7 +168,7 @@ class Pipelined:
         return self._schedules[microbatches]
 
     def train(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
-        """Run forward and backward of all micro-batches; return their detached losses, on the last stage's rank only."""
+        """Run forward and backward of all micro-batches; return detached losses, on the last stage's rank only."""
         self._open = set(self.stages)
         self._updates += 1
         chosen = self._chosen.record
