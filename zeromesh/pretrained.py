@@ -174,7 +174,10 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
         )
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{str(path)!r} holds no configuration that transformers can read: {error}") from None
-    _require_plain(path, settings)
+    method = getattr(settings, "quantization_config", None)
+    if method is not None:
+        kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
+        raise ValueError(f"{str(path)!r} is quantized ({kind}), which cannot be trained; use the original weights")
     return settings, arguments
 
 
@@ -196,7 +199,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
     path = _local(folder)
     files = list(checkpoint_tensors(path))
     sources, unexpected, doubles = _sources(model, files)
-    targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+    kept = model.state_dict(keep_vars=True)
+    targets = dict(model.named_parameters()) | {n: buffer for n, buffer in model.named_buffers() if n in kept}
     _require_shapes(path, targets, sources)
     _require_floats(path, targets, sources)
     for name, one, other in doubles:
@@ -218,8 +222,12 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
         _log.warning("%s lacks %s, which keep their initial values", path, some(missing))
     with torch.no_grad():
         for name, target in targets.items():
-            if name in sources:
-                _give(target, sources[name])
+            if (source := sources.get(name)) is None:
+                continue
+            if target.device.type == "meta":
+                read_from(target, source)
+            else:
+                target.copy_(source.read(0, target.numel()).view(target.shape))
     return Loaded(missing, tuple(unexpected))
 
 
@@ -304,11 +312,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    kept = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
-
-
 def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: Mapping[str, Source]) -> None:
     wrong = []
     for name, target in targets.items():
@@ -352,13 +355,6 @@ def _is_equal(one: FileTensor, other: FileTensor) -> bool:
     )
 
 
-def _give(target: torch.Tensor, source: Source) -> None:
-    if target.device.type == "meta":
-        read_from(target, source)
-    else:
-        target.copy_(source.read(0, target.numel()).view(target.shape))
-
-
 def _local(folder: str | Path) -> Path:
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -367,13 +363,6 @@ def _local(folder: str | Path) -> Path:
             "with huggingface_hub's snapshot_download)"
         )
     return path
-
-
-def _require_plain(folder: Path, config: PretrainedConfig) -> None:
-    method = getattr(config, "quantization_config", None)
-    if method is not None:
-        kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
-        raise ValueError(f"{str(folder)!r} is quantized ({kind}), which cannot be trained; use the original weights")
 
 
 def require_transformers(module: str = "") -> Any:
