@@ -1,4 +1,4 @@
-"""Micro-batches in nested containers: casting, finding the loss, and comparing them with other ranks' and the sizes."""
+"""Micro-batches in nested containers: their dtype, their loss, and comparisons with other ranks and the settings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class WithLoss(ABC):
 
     @abstractmethod
     def loss(self, model: Callable[..., Any]) -> torch.Tensor:
-        """A scalar; ``model`` is called once, with whatever it takes."""
+        """Return a scalar; ``model`` is called once, with whatever it takes."""
 
 
 def loss_of(
     batch: Any, model: Callable[..., Any], loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     in_pairs: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The loss of one micro-batch, a scalar.
+    """Return the loss of one micro-batch, a scalar.
 
     Args:
         batch: ``(inputs, labels)`` with ``loss_fn``; else what the model takes: a mapping of keyword arguments, a tuple
@@ -66,7 +66,7 @@ def loss_of(
 
 
 def check_loss(loss: Any, graph: bool = True) -> torch.Tensor:
-    """The loss, if it is one; with ``graph`` one that can be differentiated.
+    """Return a loss after checking that it is a scalar tensor, and with ``graph`` that it can be differentiated.
 
     Raises:
         ValueError: it is not.
@@ -84,7 +84,7 @@ def check_loss(loss: Any, graph: bool = True) -> torch.Tensor:
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A floating-point tensor in a 16-bit dtype, finite where it was; any other as it is."""
+    """Return a floating-point tensor in a 16-bit dtype, finite where it was; any other tensor as it is."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     if dtype is torch.float16:  # the -1e9 of a mask must not become infinite
@@ -121,7 +121,7 @@ def require_same_inputs(ranks: Sequence[int], checksums: Sequence[float]) -> Non
 
 
 class MicroBatchSizes:
-    """Warns once where micro-batches have another size than the configuration says.
+    """A comparison of micro-batches with the configured size, which warns once.
 
     Args:
         configured: samples per rank and micro-batch; None where this rank is not to warn.
@@ -159,10 +159,10 @@ class MicroBatchSizes:
 
 
 def _samples_in(inputs: Any, configured: int) -> int | None:
-    """Samples in a micro-batch: the size of the first dimension of all tensors; None where that cannot be told.
+    """Return the samples in a micro-batch, the size of the first dimension of all tensors; None where it is unclear.
 
-    It cannot where tensors differ in it, or the first one has a single dimension. Some models have the batch second, in
-    (tokens, samples) or (tokens, samples, features): there a second dimension of the configured size is taken for it.
+    It is unclear where tensors differ in it, or the first one has a single dimension. Some models have the batch
+    second, in (tokens, samples) or (tokens, samples, features): a second dimension of the configured size counts.
     """
     tensors = [tensor for tensor in tensors_of(inputs) if tensor.dim() > 0]
     if not tensors or tensors[0].dim() < 2:

@@ -1,4 +1,4 @@
-"""Forward and backward of an engine's model on one rank: phases, dtypes, and checks of what the model is given."""
+"""Forward and backward of an engine's model on one rank: phases, dtypes, and checks of the inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 
 class Computation:
-    """Computes with one model. It has no reference to the engine, which may live no longer than its user wants.
+    """Forward and backward of one model. It has no reference to the engine, which goes away with its last user.
 
     Args:
         sharded: the model's states.
@@ -58,7 +58,7 @@ class Computation:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """In this context the run is in a phase that is measured, and a shortage of memory is explained."""
+        """Measure a phase of the run in this context, and explain a shortage of memory."""
         with self._observer.phase(name), explained(self._explain):
             yield
 
@@ -115,8 +115,8 @@ class Computation:
     def _note_inputs(self, inputs: Any) -> None:
         """Keep a checksum of the whole numbers among the inputs, which ranks that share a batch compare.
 
-        Losses do not tell: where ranks sum what they compute, other samples give a loss that is wrong, but one loss.
-        The first inputs are compared at once, as those of other shapes cannot even be summed.
+        Losses do not show a difference: ranks that sum their parts of activations get one loss, which is wrong. The
+        first inputs are compared at once, because tensors of different shapes cannot be summed.
         """
         noted = self._sharded.accumulation.inputs
         noted.append(batches.checksum(inputs, self._mesh.device))

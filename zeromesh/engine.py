@@ -1,7 +1,7 @@
-"""The engine: forward, backward, step. A thin composition of the parts that ``build.py`` puts together.
+"""The engine: forward, backward, step. A thin composition of the parts that ``initialize`` makes.
 
-``engine_state.py`` has what the rooms of the engine share, ``engine_answers.py`` the questions that users ask it,
-``engine_saving.py`` its checkpoints, ``computation.py`` the model's forward and backward, ``update.py`` the update.
+Its bases are in ``engine_state.py`` (the shared state), ``engine_answers.py`` (questions of users) and
+``engine_saving.py`` (checkpoints). ``computation.py`` runs the model's forward and backward, ``update.py`` the update.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Engine(BatchAnswers, RunAnswers, Saving):
         self._unbind: Callable[[], None] | None = None if parts.optimizer is None else bind(parts.optimizer, self)
 
     def __getattr__(self, name: str) -> Any:
-        """The model's own methods and attributes; its methods may use its parameters."""
+        """Return an attribute of the model; its methods may use its parameters."""
         if name == "module":
             raise AttributeError(name)
         value = getattr(self.module, name)
@@ -52,7 +52,7 @@ class Engine(BatchAnswers, RunAnswers, Saving):
     # Forward.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on this rank's share of a micro-batch.
+        """Call the model on this rank's share of a micro-batch.
 
         Floating-point inputs, in containers too, are cast to the dtype of a 16-bit run (``auto_cast: false`` leaves
         them alone). A container with one becomes a copy of its kind; others are passed on as they are.
@@ -182,12 +182,12 @@ class Engine(BatchAnswers, RunAnswers, Saving):
     # Whole batches.
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One update from as many micro-batches as are accumulated.
+        """Make one update from as many micro-batches as are accumulated.
 
         Args:
             data_iter: yields ``(inputs, labels)``, or whatever the model takes if it returns its loss: a mapping of
                 keyword arguments, a tuple or list of positional ones, or a single tensor. Or ``batches.WithLoss``. None
-                takes what ``training_data`` has, one pass after the other.
+                takes those of ``training_data``, one pass after the other.
 
         Returns:
             The mean loss over micro-batches and ranks: a detached 0-dim tensor, the same on every rank.
@@ -240,7 +240,7 @@ class Engine(BatchAnswers, RunAnswers, Saving):
         self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
         reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The mean loss of micro-batches, without gradients; 0-dim, on every rank.
+        """Return the mean loss of micro-batches, without gradients: 0-dim, the same on every rank.
 
         Args:
             data_iter: as for ``train_batch``.
@@ -302,7 +302,7 @@ class Engine(BatchAnswers, RunAnswers, Saving):
             compile_forward(unit.module, **options)
 
     def destroy(self) -> None:
-        """Drain what is under way and release the hooks."""
+        """Wait for pending transfers and release the hooks."""
         self.observer.close()
         if self._unbind is not None:
             self._unbind()

@@ -27,7 +27,7 @@ class BatchAnswers(EngineState):
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the global batch is cut."""
+        """Number of shares of the global batch."""
         return self.mesh.data_size
 
     def gradient_accumulation_steps(self) -> int:
@@ -60,12 +60,12 @@ class BatchAnswers(EngineState):
         return self._accumulation.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the current micro-batch is the last one before an update; holds until said otherwise."""
+        """Set whether the current micro-batch, and each after it, is the last one before an update."""
         self._accumulation.set_boundary(is_boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this context are not followed by an update.
+        """Accumulate gradients in this context without an update.
 
         Replicated gradients stay on their rank until a backward outside of it, or ``step``.
         """

@@ -24,10 +24,10 @@ class Saving(EngineState):
         self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> Path:  # fmt: skip
-        """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. All ranks call it.
+        """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. Collective.
 
-        It is there whole or not at all, and what was there before is not touched until then. With
-        ``checkpoint.keep_last`` older ones go away afterwards. See docs/checkpoints.md.
+        The checkpoint appears whole or not at all; an earlier one of this tag stays until then. Older ones go away
+        afterwards with ``checkpoint.keep_last``. See docs/checkpoints.md.
 
         Args:
             save_dir: a folder of checkpoints that all ranks see.
@@ -45,7 +45,7 @@ class Saving(EngineState):
             TypeError: a value of the client state cannot be kept; the message says which.
             ValueError: there is no folder, the tag is one of the names that the folder itself needs, or an argument
                 cannot be honoured.
-            RuntimeError: there are gradients that wait for their update, which a checkpoint does not hold.
+            RuntimeError: gradients wait for their update; a checkpoint does not hold them.
             ReplicaMismatch: ranks have different values of what updates keep equal; see ``replica_check``.
         """
         advice = "a checkpoint holds the whole model; save_16bit_model(folder, name, True) leaves frozen parameters out"
@@ -67,7 +67,7 @@ class Saving(EngineState):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         custom_load_fn: Any = None, *, load_data_position: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
-        """Continue from a checkpoint, of any number of ranks and any row. All ranks call it. See docs/checkpoints.md.
+        """Continue from a checkpoint of any number of ranks and any ZeRO stage. Collective. See docs/checkpoints.md.
 
         Args:
             load_dir: where it was saved.
@@ -124,7 +124,7 @@ class Saving(EngineState):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state dict into the model and the masters. Collective, with the same values on all ranks.
 
-        Of a model in stages, these are all of the model's, as ``state_dict`` gives them.
+        The state of a model in pipeline stages holds all stages, as ``state_dict`` returns it.
         """
         sharded = self.sharded
         with sharded.gathered(sharded.units):
@@ -140,14 +140,14 @@ class Saving(EngineState):
         return result
 
     def gathered_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's whole state as CPU tensors on rank 0, an empty dict elsewhere. All ranks call it."""
+        """Return the model's whole state as CPU tensors on rank 0, an empty dict elsewhere. Collective."""
         return whole.gathered_state_dict(self.sharded)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False, *, merge_adapters: bool = False,
     ) -> bool:  # fmt: skip
-        """Write the model, in the dtype it computes in, as a folder that ``from_pretrained`` opens. All ranks call it.
+        """Write the model, in the dtype it computes in, as a folder that ``from_pretrained`` opens. Collective.
 
         A model of transformers gets its configuration beside the weights; of one with PEFT's adapters, these are
         written alone, as PEFT reads them. The first rank holds one unit and one file's tensors, at most 4 GB, at once.
@@ -163,6 +163,6 @@ class Saving(EngineState):
             ValueError: there are no adapters to merge, or frozen parameters would be left out of what is merged.
         """
         taken = () if self.pipelined is None else self.pipelined.taken
-        chosen = export.Written(merge_adapters, exclude_frozen_parameters)
-        export.save_model(self.sharded, Path(save_dir), save_filename, chosen, taken)
+        chosen = {"merge_adapters": merge_adapters, "exclude_frozen": exclude_frozen_parameters}
+        export.save_model(self.sharded, Path(save_dir), save_filename, taken, **chosen)
         return True

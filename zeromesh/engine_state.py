@@ -1,4 +1,4 @@
-"""State of an engine: the parts that ``initialize`` makes, and the progress of the run. The engine's rooms share it."""
+"""State of an engine, which its base classes share: the parts that ``initialize`` makes, and the run's counters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Parts:
 
 
 class EngineState:
-    """State that the rooms of an engine read; only methods of the engine change it.
+    """State of an engine. Only methods of the engine change it.
 
     Attributes:
         module: the model, the same object that was passed in.

@@ -1,11 +1,10 @@
-"""Writing models as folders that ``from_pretrained`` of transformers, or of PEFT, opens; nobody holds all of one."""
+"""Write models as folders that ``from_pretrained`` of transformers or PEFT opens; no rank holds a whole model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,26 +29,14 @@ ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.b
 State = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Written:
-    """Parts of a model that are written.
-
-    Attributes:
-        merge_adapters: the model with its adapters added to it, instead of the adapters alone.
-        exclude_frozen: without parameters that are not trained.
-    """
-
-    merge_adapters: bool = False
-    exclude_frozen: bool = False
-
-
 def save_model(
-    sharded: ShardedModel, folder: Path, filename: str, chosen: Written, taken: Sequence[tuple[nn.Module, str]] = ()
-) -> None:
+    sharded: ShardedModel, folder: Path, filename: str, taken: Sequence[tuple[nn.Module, str]] = (), *,
+    merge_adapters: bool = False, exclude_frozen: bool = False,
+) -> None:  # fmt: skip
     """Write the model in the dtype it computes in, with what its library needs beside the weights; all ranks call it.
 
     Of a model with PEFT's adapters these alone are written, in the precision of their masters, as ``PeftModel``
-    reads them; with ``chosen.merge_adapters``, the model that they are added to. ``taken`` are the places of parameters
+    reads them; with ``merge_adapters``, the model that they are added to. ``taken`` are the places of parameters
     that other stages of a pipeline have.
 
     Raises:
@@ -60,7 +47,7 @@ def save_model(
     adapted = is_adapted(model)
     if not filename.endswith(".safetensors"):
         raise ValueError(f"save_filename = {filename!r} must end in .safetensors, which is what is written; change it")
-    if chosen.merge_adapters and not adapted:
+    if merge_adapters and not adapted:
         raise ValueError(f"merge_adapters: {type(model).__name__} has no adapters of PEFT; leave it out")
     if adapted and model.active_peft_config.is_prompt_learning:
         kind = model.active_peft_config.peft_type.value
@@ -68,18 +55,18 @@ def save_model(
             f"{kind} learns prompts, which are no part of a layer; inside zeromesh.zero.GatheredParameters("
             "model.parameters()), on the first rank, model.save_pretrained(folder) writes them"
         )
-    if chosen.merge_adapters and chosen.exclude_frozen:
+    if merge_adapters and exclude_frozen:
         raise ValueError(
             "merge_adapters and exclude_frozen_parameters: adapters are added to frozen parameters, which would be "
             "left out; set one of them to False"
         )
-    if adapted and not chosen.merge_adapters:
+    if adapted and not merge_adapters:
         _save_adapters(sharded, folder, taken)
         return
     first = sharded.mesh.rank == 0
     files, failure = attempt(lambda: ExportFiles(folder, filename, LARGEST_FILE) if first else None)
     failures = [failure]
-    for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures, chosen.exclude_frozen)):
+    for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures, exclude_frozen)):
         if files is not None and not any(failures):
             failures.append(attempt(lambda: _add(files, model, state))[1])  # noqa: B023
     world = sharded.mesh.group("world")
@@ -110,16 +97,16 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def plain_model(model: Any) -> nn.Module:
-    """The model that adapters were added to; else the model itself."""
+    """Return the model that adapters were added to; else the model itself."""
     inner: nn.Module = model.get_base_model() if is_adapted(model) else model
     return inner
 
 
 def written_names(model: nn.Module) -> dict[str, list[str]]:
-    """Under which of its names each parameter is written, by the first of them.
+    """Return the names under which each parameter is written, by its first name.
 
-    That one alone, unless adapters make several values of one: of an embedding that is the head, too, one may be
-    adapted, or both, each in its own way. Then the model that is written has them apart.
+    This is the first name alone, unless adapters make several values of one parameter: of an embedding that is tied
+    to the head, one may be adapted, or each in its own way. Then the written model has them untied.
     """
     every: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -160,9 +147,9 @@ def _plain_states(
 
 
 def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of each unit, with their values until the next are taken; then the buffers.
+    """Yield the tensors of each unit, with values until the next unit is taken; then the buffers.
 
-    A parameter that stands at several places is there once, unless adapters make several of it.
+    A tied parameter is there once, unless adapters make several values of it.
     """
     model = sharded.model
     written = written_names(model)
@@ -178,7 +165,7 @@ def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _with_adapters(sharded: ShardedModel, unit: Unit, names: Iterable[str]) -> list[Unit]:
-    """The unit, and those that hold the other parameters of its adapted layers."""
+    """Return the unit, and those that hold the other parameters of its adapted layers."""
     if not is_adapted(sharded.model):
         return [unit]
     owners = {id(p): owner for owner in sharded.units for flat in owner.flats for p in flat.parameters}
@@ -190,7 +177,7 @@ def _with_adapters(sharded: ShardedModel, unit: Unit, names: Iterable[str]) -> l
 def plain_state(
     model: nn.Module, state: Mapping[str, torch.Tensor], layer: Callable[[str], nn.Module] | None = None
 ) -> State:
-    """Copies of some of a model's tensors by their names, with adapters added to what they adapt.
+    """Return copies of some of a model's tensors by name, with adapters merged into their layers.
 
     Args:
         model: that they are of.
@@ -229,9 +216,9 @@ def _merged_name(model: nn.Module, name: str) -> str | None:
 
 
 def _under_adapters(model: nn.Module, path: str, name: str) -> str | None:
-    """The name in the layer under the adapters of a tensor of an adapted layer; None for what is the adapters' own.
+    """Return the name that a tensor of an adapted layer has in the plain layer; None for tensors of the adapters.
 
-    There may be several around one layer: experts have one for each of their parameters.
+    Adapters may be nested around one layer: experts have one for each of their parameters.
     """
     module: Any = model.get_submodule(path)
     own = name.removeprefix(f"{path}.")
@@ -241,7 +228,7 @@ def _under_adapters(model: nn.Module, path: str, name: str) -> str | None:
 
 
 def _adapted_path(model: nn.Module, name: str) -> str | None:
-    """The path of the adapted layer that a tensor belongs to."""
+    """Return the path of the adapted layer that a tensor belongs to; None if there is none."""
     parts = name.split(".")
     for depth in range(1, len(parts)):
         if _is_adapted_layer(model.get_submodule(".".join(parts[:depth]))):
@@ -250,7 +237,7 @@ def _adapted_path(model: nn.Module, name: str) -> str | None:
 
 
 def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the layer under the adapters with these added in fp32 at least."""
+    """Return a tensor of the plain layer with its adapters added, in at least fp32."""
     wide = copy.deepcopy(layer).cpu()
     wide.to(torch.promote_types(dtype, torch.float32))
     while _is_adapted_layer(wide):
@@ -276,7 +263,7 @@ def _finish(files: ExportFiles, folder: Path, model: nn.Module) -> None:
 
 
 def write_configuration(folder: Path, adapted: nn.Module) -> None:
-    """Write what transformers needs beside the weights, if the plain model is one of its."""
+    """Write the configuration files of transformers, if the plain model is one of its models."""
     model: Any = plain_model(adapted)
     if not hasattr(model, "base_model_prefix"):
         return
@@ -292,7 +279,7 @@ def write_configuration(folder: Path, adapted: nn.Module) -> None:
 
 
 def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn.Module, str]]) -> None:
-    """The trained parameters as PEFT keeps them: PEFT chooses which of them, and what they are called."""
+    """Write the trained parameters as PEFT keeps them; PEFT chooses and names them."""
     model: Any = sharded.model
     world, first = sharded.mesh.group("world"), sharded.mesh.rank == 0
     # PEFT looks into the modules that are trained whole instead of being adapted.
@@ -311,7 +298,7 @@ def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn
 
 
 def _chosen_states(sharded: ShardedModel, wanted: Sequence[str], others: Mapping[str, str]) -> Iterator[State]:
-    """The masters of some parameters, and buffers, on the ranks where they are to be shown."""
+    """Yield the masters of some parameters, and buffers, on the ranks that show them."""
     shown = shows(sharded.mesh)
     for unit in sharded.units:
         for flat in filter(sharded.is_first, unit.flats):
@@ -325,7 +312,7 @@ def _chosen_states(sharded: ShardedModel, wanted: Sequence[str], others: Mapping
 
 @contextmanager
 def _standing_in(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """In this context what stands in the places of other stages' parameters is parameters, so that PEFT sees them."""
+    """Put parameters of zeros where other stages have theirs, in this context, so that PEFT sees them."""
     zeros = [vars(module).pop(name) for module, name in places]
     for (module, name), value in zip(places, zeros, strict=True):
         module._parameters[name] = nn.Parameter(value.as_subclass(torch.Tensor), requires_grad=False)
@@ -338,7 +325,7 @@ def _standing_in(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
 
 
 def _whole(sharded: ShardedModel, unit: Unit, flat: Flat, index: int) -> torch.Tensor:
-    """A copy of a parameter's master, or of the parameter itself where it is frozen, as a resized embedding may be."""
+    """Return a copy of a parameter's master; of the parameter itself where it is frozen, as a resized embedding."""
     if not flat.layout.trainable:
         with sharded.gathered([unit]):
             return flat.parameters[index].detach().clone()
@@ -348,7 +335,7 @@ def _whole(sharded: ShardedModel, unit: Unit, flat: Flat, index: int) -> torch.T
 
 
 def adapter_names(model: Any) -> set[str]:
-    """The names in the model of what PEFT saves: it is asked about a state whose values are the names' numbers."""
+    """Return the model's names of the tensors that PEFT saves, from a state whose values are the names' numbers."""
     names = list(model.state_dict(keep_vars=True))
     numbered = {name: torch.tensor(number) for number, name in enumerate(names)}
     chosen: set[str] = set()

@@ -1,4 +1,4 @@
-"""A model that is cut into stages: where, in which order they compute, and a batch through all of them."""
+"""A model in pipeline stages: the cut, the schedule, and the run of a batch through all stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("zeromesh")
 
 
 def agreed(world: Group, blocks: Blocks) -> Blocks:
-    """The blocks as all ranks have them: what they cost is the mean over ranks, whose samples may have other shapes.
+    """Return the blocks with costs averaged over ranks, because samples of ranks may have different shapes.
 
     Raises:
         ValueError: the ranks have different ones.
@@ -57,10 +57,10 @@ def _mean(world: Group, costs: Sequence[float] | None) -> tuple[float, ...] | No
 
 
 class Pipelined:
-    """A model that is cut into stages.
+    """A model in pipeline stages.
 
     Attributes:
-        cut: where.
+        cut: the blocks of each stage.
         recorded: the update that was recorded last; None if none was.
         taken: where parameters of other ranks' stages were; attributes with zeros are in their places.
 
@@ -93,7 +93,7 @@ class Pipelined:
 
     @property
     def stages(self) -> list[int]:
-        """Those of this rank."""
+        """The stages of this rank."""
         return [stage for stage, rank in enumerate(self._placement) if rank == self._group.rank]
 
     @property
@@ -110,17 +110,17 @@ class Pipelined:
 
     @property
     def idle(self) -> frozenset[str]:
-        """Names of the buffers that other ranks compute with: of what is outside of blocks, all ranks have some."""
+        """Names of buffers outside of blocks that are here, while only other ranks compute with them."""
         return frozenset(n for n, stage in self.cut.buffers.items() if self._placement[stage] != self._group.rank)
 
     def take_away(self, dtype: torch.dtype | None) -> None:
-        """Leave the model the parameters of this rank's stages only; ``dtype`` is what 16-bit runs compute in."""
+        """Remove the parameters of other ranks' stages; ``dtype`` is that of 16-bit runs."""
         if isinstance(self._model, Chain):
             self._model.starts = self.cut.starts
         self.taken = take_away(self._model, self.cut, self.stages, dtype, self._mesh.device)
 
     def units_of(self, stage: int, sharded: ShardedModel) -> frozenset[int] | None:
-        """The units that have parameters of a stage; None where the rank has one stage only."""
+        """Return the units that have parameters of a stage; None where the rank has one stage only."""
         if len(self.stages) == 1:
             return None
         if stage not in self._units:
@@ -134,7 +134,7 @@ class Pipelined:
         return self._units[stage]
 
     def units_after(self, stage: int, sharded: ShardedModel) -> frozenset[int]:
-        """A stage is done with for this update; the units of those that are not."""
+        """Note that a stage is done with in this update; return the units of the stages that are not."""
         self._open.discard(stage)
         return frozenset().union(*(self.units_of(other, sharded) or () for other in self._open))
 
@@ -168,7 +168,7 @@ class Pipelined:
         return self._schedules[microbatches]
 
     def train(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
-        """Forward and backward of all micro-batches; their losses, detached, where the last stage is, else none."""
+        """Run forward and backward of all micro-batches; return detached losses, on the last stage's rank only."""
         self._open = set(self.stages)
         self._updates += 1
         chosen = self._chosen.record
@@ -186,7 +186,7 @@ class Pipelined:
         return losses
 
     def record(self) -> None:
-        """Record the next update: when each rank does what. To be called on all ranks; see ``recorded``."""
+        """Record the times of the next update's actions; see ``recorded``. All ranks call it."""
         self._records = True
 
     def _write(self, recorded: Recorded, folder: Path) -> None:
@@ -198,7 +198,7 @@ class Pipelined:
         _log.info("update %d: bubble %.1f%%, predicted %.1f%%; %s", self._updates, *(100 * b for b in bubbles), files)
 
     def evaluate(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
-        """Forwards only, of any number of micro-batches; else as ``train``."""
+        """Run the forwards of any number of micro-batches; else as ``train``."""
         if len(given) not in self._evaluations:
             self._evaluations[len(given)] = add_messages(forward_only(self._placement, len(given)))
         return self._run(trainer, self._evaluations[len(given)], given)
@@ -219,7 +219,7 @@ class Pipelined:
         return self._interpreter.run(schedule, self._group.rank, given, signatures, recorder)
 
     def _require_same(self, given: Sequence[Any], signatures: Sequence[Any], own: float) -> tuple[float, ...]:
-        """All stages are given the same micro-batches, or they would wait for what never comes.
+        """Compare the micro-batches of all stages, which would otherwise wait for messages that never come.
 
         Returns:
             ``own`` of each rank of the pipeline.
@@ -243,7 +243,7 @@ class Pipelined:
 
 
 class StageWork:
-    """Computes the stages of this rank, one micro-batch at a time, as the interpreter of a schedule asks.
+    """Computation of this rank's stages, one micro-batch at a time, for the interpreter of a schedule.
 
     Args:
         pipelined: the stages.

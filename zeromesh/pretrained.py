@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints: read straight into each rank's share of a model that nobody holds whole.
+"""Hugging Face checkpoints, read straight into each rank's shard; no rank holds a whole model.
 
-A checkpoint's tensors are not always the model's parameters: names have changed, and experts that are stored apart are
-computed with as one tensor. transformers has a table of these conversions, which is used here one parameter at a time.
+Tensors of a checkpoint are not always the model's parameters: names have changed, and experts that are stored apart
+are one tensor in the model. The table of these conversions in transformers is used here one parameter at a time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Converted:
             return ()
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of the flattened parameter; all that it is made of is read."""
+        """Return elements ``[start, stop)`` of the flattened parameter; all of its parts are read."""
         return self._make(FileTensor.whole).reshape(-1)[start:stop]
 
     def _make(self, read: Callable[[FileTensor], torch.Tensor]) -> torch.Tensor:
@@ -106,7 +106,7 @@ def from_pretrained(
     folder: str | Path, model_class: Any = None, *, weights: bool = True, strict: bool = True,
     dtype: torch.dtype = torch.float32, **config: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """A Hugging Face model from a local folder, not held by anybody: ``initialize`` reads each rank's share.
+    """Return a Hugging Face model of a local folder, without memory: ``initialize`` reads each rank's share.
 
     Args:
         folder: with config.json and, for ``weights``, safetensors.
@@ -130,9 +130,9 @@ def from_pretrained(
 
 
 def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **config: Any) -> PreTrainedModel:
-    """The model that a folder's config.json describes, deferred; see ``from_pretrained``.
+    """Return the model that a folder's config.json describes, without memory; see ``from_pretrained``.
 
-    Unless it ``draws`` its initial values, those of its parameters are not defined.
+    Initial values of its parameters are undefined unless it ``draws`` them.
     """
     settings, arguments = configuration(path, **config)
     make = model_class or require_transformers().AutoModelForCausalLM
@@ -174,7 +174,10 @@ def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str
         )
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{str(path)!r} holds no configuration that transformers can read: {error}") from None
-    _require_plain(path, settings)
+    method = getattr(settings, "quantization_config", None)
+    if method is not None:
+        kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
+        raise ValueError(f"{str(path)!r} is quantized ({kind}), which cannot be trained; use the original weights")
     return settings, arguments
 
 
@@ -196,7 +199,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
     path = _local(folder)
     files = list(checkpoint_tensors(path))
     sources, unexpected, doubles = _sources(model, files)
-    targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+    kept = model.state_dict(keep_vars=True)
+    targets = dict(model.named_parameters()) | {n: buffer for n, buffer in model.named_buffers() if n in kept}
     _require_shapes(path, targets, sources)
     _require_floats(path, targets, sources)
     for name, one, other in doubles:
@@ -218,15 +222,19 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
         _log.warning("%s lacks %s, which keep their initial values", path, some(missing))
     with torch.no_grad():
         for name, target in targets.items():
-            if name in sources:
-                _give(target, sources[name])
+            if (source := sources.get(name)) is None:
+                continue
+            if target.device.type == "meta":
+                read_from(target, source)
+            else:
+                target.copy_(source.read(0, target.numel()).view(target.shape))
     return Loaded(missing, tuple(unexpected))
 
 
 def describe_sources(model: nn.Module) -> str:
-    """A line for each parameter that will be read from a checkpoint, with a hash of some of its elements.
+    """Return a line for each parameter that will be read from a checkpoint, with a hash of some of its elements.
 
-    Each rank reads its own part. Of copies that are not the same, a model would be made that nobody has trained.
+    Ranks compare it, because each reads its own part: different copies of a checkpoint would be mixed.
     """
     found = ((name, source_of(parameter)) for name, parameter in model.named_parameters())
     return "\n".join(f"{name}: {_hash(source)} in {source}" for name, source in found if source is not None)
@@ -279,7 +287,7 @@ def _sources(
 
 
 def _renaming(model: nn.Module, names: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-    """A function from a tensor's name to (parameter, pattern of a converter), and transformers' table behind it."""
+    """Return a function from a tensor's name to (parameter, pattern of a converter), and transformers' table."""
     if not hasattr(model, "base_model_prefix"):
         return lambda key: (key, None), []
     core = require_transformers("core_model_loading")
@@ -298,15 +306,10 @@ def _renaming(model: nn.Module, names: Mapping[str, Any]) -> tuple[Any, list[Any
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter that has several, by the others."""
+    """Return the first name of each parameter that has several, by the other names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    kept = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: Mapping[str, Source]) -> None:
@@ -323,7 +326,7 @@ def _require_shapes(folder: Path, targets: Mapping[str, torch.Tensor], sources: 
 
 
 def _require_floats(folder: Path, targets: Mapping[str, torch.Tensor], sources: Mapping[str, Source]) -> None:
-    """Refuse what is to be a floating-point number, and is the code of one."""
+    """Raise ValueError for quantized values of floating-point parameters."""
     wide = [sources[name] for name, target in targets.items() if name in sources and target.is_floating_point()]
     coded = [f"{file} ({file.kind})" for source in wide for file in _files_of(source) if file.kind not in FLOATING]
     if coded:
@@ -339,7 +342,7 @@ def _files_of(source: Source) -> list[FileTensor]:
 
 
 def _is_needed(model: nn.Module, name: str, target: torch.Tensor) -> bool:
-    """Not where a class of transformers lists a buffer as one that older checkpoints lack."""
+    """Return False for a buffer that, by its class in transformers, older checkpoints lack."""
     known = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return isinstance(target, nn.Parameter) or not any(re.search(pattern, name) for pattern in known)
 
@@ -352,13 +355,6 @@ def _is_equal(one: FileTensor, other: FileTensor) -> bool:
     )
 
 
-def _give(target: torch.Tensor, source: Source) -> None:
-    if target.device.type == "meta":
-        read_from(target, source)
-    else:
-        target.copy_(source.read(0, target.numel()).view(target.shape))
-
-
 def _local(folder: str | Path) -> Path:
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -369,15 +365,8 @@ def _local(folder: str | Path) -> Path:
     return path
 
 
-def _require_plain(folder: Path, config: PretrainedConfig) -> None:
-    method = getattr(config, "quantization_config", None)
-    if method is not None:
-        kind = method.get("quant_method") if isinstance(method, dict) else type(method).__name__
-        raise ValueError(f"{str(folder)!r} is quantized ({kind}), which cannot be trained; use the original weights")
-
-
 def require_transformers(module: str = "") -> Any:
-    """transformers, or a module of it.
+    """Import transformers, or a module of it.
 
     Raises:
         ValueError: it is not installed.
@@ -391,7 +380,7 @@ def require_transformers(module: str = "") -> Any:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts layer 10 after layer 9: experts are stacked in this order."""
+    """Return a key that sorts layer 10 after layer 9: experts are stacked in this order."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 

@@ -1,4 +1,4 @@
-"""Compare, to the bit, what several ranks hold copies of."""
+"""Compare copies of states on several ranks, bit by bit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _hash(tensor: torch.Tensor) -> int:
 
 
 def _whole(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what every rank of the shard group holds whole."""
+    """Yield the tensors that every rank of the shard group holds whole."""
     for unit in sharded.units:
         for flat in unit.flats:
             if not unit.sharded and unit.state is State.FETCHED:
@@ -119,7 +119,7 @@ def _kind(flat: Flat) -> str:
 
 
 def _kept(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a rank of the shard group keeps, of which replicas of the group have copies."""
+    """Yield the shards of a rank, of which replicas of the group have copies."""
     for flat in sharded.flats:
         for index, start, stop in flat.layout.owned(flat.own.start, flat.own.stop):
             name, local = flat.layout.segments[index].name, slice(start - flat.own.start, stop - flat.own.start)

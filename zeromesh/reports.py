@@ -1,4 +1,4 @@
-"""Reports of an engine: its memory, its traffic, what bounds it, and what to do when memory is used up."""
+"""Reports of an engine: memory, traffic, bounds, and remedies when memory is used up."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ REMEDIES = 3
 def memory(
     sharded: ShardedModel, optimizer: Optimizer | None, activations: ActivationStore | None = None
 ) -> dict[str, Any]:
-    """Bytes by state and tier on this rank, at the most: slots and gradients may be there during a step only.
+    """Return the most bytes of this rank by state and tier; slots and gradients may be there during a step only.
 
     Returns:
         For each of ``STATES`` a dict of tier (``device``, ``host`` or ``nvme``) to bytes; ``total``, their sum;
@@ -117,10 +117,10 @@ def find_bounds(
     """Find the resource that bounded the updates so far. Measures the machine for up to two seconds. Collective.
 
     Args:
-        observer: that looked.
-        sharded: what it looked at.
-        dtype: that is computed in.
-        operations: of this rank's device in an update, floating-point; None: not known.
+        observer: has measured the updates.
+        sharded: the model's states.
+        dtype: of the computation.
+        operations: floating-point operations of this rank in an update; None: not known.
 
     Returns:
         For this rank; None where no breakdown was switched on, or no update was seen.
@@ -190,7 +190,7 @@ def network_bandwidth(mesh: Mesh) -> float:
 
 
 def _best(do: Callable[[], object]) -> float:
-    """Seconds of the best of some times, after one that is not counted."""
+    """Return the seconds of the fastest of ``TIMES`` runs, after one that is not counted."""
     do()
     found = float("inf")
     for _ in range(TIMES):

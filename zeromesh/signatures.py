@@ -1,4 +1,4 @@
-"""Arguments that DeepSpeed's functions have: its order for ``initialize``, and a refusal of what cannot be honoured."""
+"""Arguments of DeepSpeed's functions: its order for ``initialize``, and refusals of those that cannot be honoured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def takes_args_first(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _by_name(given: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Positional arguments in DeepSpeed's order, by name."""
+    """Return positional arguments in DeepSpeed's order by name."""
     first = given[0]
     if isinstance(first, str | Path | Mapping):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The loader that ``initialize(training_data=...)`` makes: passes over a data set, which can be taken up in the middle.
+"""The loader that ``initialize(training_data=...)`` makes: passes over a data set, resumable in the middle.
 
 A pass has one order of all samples: the data set's own, or one that follows from the seed and the number of the pass
 alone. The ranks take its samples in turn, so that how far a pass is can be said in samples of that order, whatever the
@@ -27,7 +27,7 @@ class Position(NamedTuple):
 
 
 class Sampler(DistributedSampler[Any]):
-    """torch's, but counts its passes, so that each has an order of its own, and may begin a pass in its middle.
+    """A distributed sampler that counts its passes, each with an order of its own, and may begin a pass in its middle.
 
     With ``drop_last`` a pass has a multiple of ``whole`` samples: of whole updates, so that which samples an update
     takes does not depend on the number of ranks at the end of a pass either.
@@ -72,7 +72,7 @@ class Sampler(DistributedSampler[Any]):
 
 
 class Loader(DataLoader[Any]):
-    """Batches of this rank's share of the data set; knows how far it is.
+    """Batches of this rank's share of the data set, with a position.
 
     Attributes:
         position: up to where batches were handed out, by whichever iterator handed out the last one.
@@ -100,7 +100,7 @@ class Loader(DataLoader[Any]):
             )
 
     def example(self) -> Any:
-        """A micro-batch of the first samples, the same on every rank; where the loader is does not change."""
+        """Return a micro-batch of the first samples, the same on every rank, without moving the loader."""
         assert self.batch_size is not None
         numbers = list(range(min(self.batch_size, self.sampler.length)))
         several = getattr(self.dataset, "__getitems__", None)  # as torch's loaders read, where there is that
@@ -110,7 +110,7 @@ class Loader(DataLoader[Any]):
         return self._counted(super().__iter__())
 
     def passes(self) -> Iterator[Any]:
-        """One pass after the other, without end."""
+        """Yield batches of one pass after the other, without end."""
         while True:
             yield from self
 
@@ -144,9 +144,9 @@ class Loader(DataLoader[Any]):
                 )
 
     def go_to(self, saved: dict[str, Any] | None) -> Position:
-        """Let the next iterator go on at a saved position; after a whole pass that is the beginning of the next one.
+        """Begin the next iterator at a saved position; after a whole pass, at the beginning of the next one.
 
-        Without one, at the beginning of the first pass.
+        Without a saved position it begins at the first pass.
         """
         number, samples = (0, 0) if saved is None else (saved["number"], saved["samples"])
         left = (self.sampler.used - samples) // self.sampler.num_replicas
@@ -158,7 +158,7 @@ class Loader(DataLoader[Any]):
 
 
 def _about(key: str, value: int | None) -> str:
-    """One entry of a saved position, in words."""
+    """Describe one entry of a saved position."""
     if key == "length":
         return f"training_data of length {value}"
     return "the data set's own order" if value is None else f"the order of seed {value}"

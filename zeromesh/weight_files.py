@@ -37,7 +37,7 @@ class FileTensor:
         return f"{self.key} in {self.file.name}"
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor; only the rows that they lie in are read."""
+        """Return elements ``[start, stop)`` of the flattened tensor; only the rows that they lie in are read."""
         if not self.shape:
             return self.whole().reshape(1)[start:stop]
         width = math.prod(self.shape[1:])
@@ -46,7 +46,7 @@ class FileTensor:
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
     def whole(self) -> torch.Tensor:
-        """All of it, in its shape."""
+        """Return the tensor in its shape."""
         return self._taken(lambda file: file.get_tensor(self.key))
 
     def _taken(self, take: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -62,7 +62,7 @@ class FileTensor:
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[FileTensor]:
-    """The tensors of the safetensors files in a folder.
+    """Yield the tensors of the safetensors files in a folder.
 
     Raises:
         ValueError: there are none, or one is damaged or missing.
@@ -78,7 +78,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[FileTensor]:
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """The files of a checkpoint, and the tensors that its index expects in each; none without an index."""
+    """Return the files of a checkpoint, with the tensors that its index expects in each; none without an index."""
     index = folder / INDEX
     if index.is_file():
         try:
@@ -122,7 +122,7 @@ def _opened(file: Path) -> Any:
 
 @lru_cache(maxsize=OPEN_FILES)
 def _handle(file: Path, *state: int) -> Any:
-    """Another one when the file has been written anew."""
+    """Open a file; the state is in the key of the cache, so a file that was rewritten is opened again."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -169,7 +169,7 @@ class ExportFiles:
             self._state[name] = tensor.contiguous()
 
     def finish(self) -> None:
-        """Write what is left and give the files their names; files of an earlier, longer export go away."""
+        """Write the rest and give the files their names; remove files of an earlier, longer export."""
         if self._state or not self._written:
             self._flush()
         total, stem = len(self._written), self._name.removesuffix(".safetensors")
@@ -192,7 +192,7 @@ class ExportFiles:
                 path.unlink()
 
     def discard(self) -> None:
-        """Remove what was written so far."""
+        """Remove the files written so far."""
         for part, _ in self._written:
             part.unlink(missing_ok=True)
 
@@ -213,7 +213,7 @@ class ExportFiles:
 
 
 def _named(folder: Path, pattern: str) -> list[Path]:
-    """The files whose names fit a regular expression."""
+    """Return the files whose names fit a regular expression."""
     return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]
 
 

@@ -113,8 +113,14 @@ class Init:
         self._entered.pop().__exit__(*error)
 
 
-def _owner(parameter: nn.Parameter) -> Engine:
+def engine_of(parameter: nn.Parameter) -> Engine | None:
+    """Return the living engine that owns a parameter; None if there is none."""
     engine: Engine | None = _OWNERS.get(parameter, lambda: None)()
+    return engine
+
+
+def _owner(parameter: nn.Parameter) -> Engine:
+    engine = engine_of(parameter)
     if engine is None:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; pass a parameter of the model that "

@@ -34,7 +34,7 @@ def check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None
 
 
 def _check_free(model: nn.Module) -> None:
-    """Raise ValueError if some of the model belongs to an engine: two would move the same memory."""
+    """Raise ValueError if a part of the model belongs to an engine: two engines would move the same memory."""
     held = [name for name, module in model.named_modules() if _is_driven(module)]
     held += [name for name, parameter in model.named_parameters() if _is_held(parameter)]
     if held:
@@ -47,7 +47,7 @@ def _check_free(model: nn.Module) -> None:
 
 def _is_held(parameter: nn.Parameter) -> bool:
     """Return whether a living engine owns a parameter, or a destroyed one has left it sharded."""
-    owner = zero._OWNERS.get(parameter, lambda: None)()
+    owner = zero.engine_of(parameter)
     return type(parameter).__module__ == guard.__name__ or (owner is not None and _is_driven(owner.module))
 
 

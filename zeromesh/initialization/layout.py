@@ -72,7 +72,7 @@ def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None
     group = mesh.group("tensor")
     given = parse(settings.tensor_parallel.plan or {})
     if group.size == 1:
-        resolve(model, given, {}, 0, 1)  # raises where the plan is wrong, which is better told before there are ranks
+        resolve(model, given, {}, 0, 1)  # raises for a wrong plan, on one rank too
         return None
     found, notes = derive(model, group.size)
     if mesh.rank == 0:
@@ -178,7 +178,11 @@ def take_stage(
     groups = [{**group, "params": [p for p in group["params"] if id(p) in here]} for group in owned]
     if plan is not None:
         resolved, stacks = plan
-        members = [m for m in resolved.members if _is_here(m, here)]
+        members = []
+        for member in resolved.members:
+            own = member.module._parameters.get(member.parameter) if member.parameter else None
+            if any(id(one) in here for one in ([own] if member.parameter else member.module.parameters())):
+                members.append(member)
         heads = {
             name: heads
             for name, heads in resolved.heads.items()
@@ -188,13 +192,6 @@ def take_stage(
         stacks = [part for part in parts if part.blocks]
         plan = SplitPlan(members, resolved.held, resolved.of_parameter, heads), stacks
     return groups, plan
-
-
-def _is_here(member: Any, here: set[int]) -> bool:
-    """Return whether this rank has the parameters of a member of a plan."""
-    module = member.module
-    parameters = [module._parameters.get(member.parameter)] if member.parameter else module.parameters()
-    return any(id(parameter) in here for parameter in parameters)
 
 
 def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> SpreadSequences | None:

@@ -37,7 +37,7 @@ ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "csv_monitor": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),
     "wandb": lambda chosen: (chosen.group, chosen.team, chosen.project),
 }
-"""Return the arguments of each monitor's writer, by the name of its section."""
+"""Arguments of each monitor's writer, by the name of its section."""
 
 
 def parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[dict[str, Any]]:

@@ -106,7 +106,7 @@ def prepare_run(plan: Plan) -> Prepared:
         if user is not None:
             scheduler = prepare.build_scheduler(settings, chosen.scheduler, user)
             return Prepared(owned, user, scheduler, monitor, where_offloaded(settings, user))
-        with messages.silent("zeromesh.optim"):  # it will speak when they are made in earnest
+        with messages.silent("zeromesh.optim"):  # its messages come when the real one is built
             stand_in = prepare.stand_in(plan, owned)
             if chosen.scheduler is None:
                 prepare.build_scheduler(settings, None, stand_in)
