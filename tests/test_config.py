@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.explain import look_up
 from zeromesh.config.settings import Settings, entries
-from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, WITHOUT_EFFECT
+from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, WITHOUT_EFFECT, look_up
 from zeromesh.model.placement import ROWS
 from zeromesh.model.precision import LossScale, Precision
 

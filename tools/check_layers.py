@@ -45,7 +45,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fed",
     ),
     ("shard", "tensor", "context", "pipeline", "activation", "precision", "optim"),
-    ("comm", "observe", "config", "tiers"),
+    ("comm", "observe", "tiers"),
+    ("config",),
     ("model", "kernels"),
 )
 """Packages and top-level modules, top to bottom."""

@@ -26,8 +26,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.printing import jsonable, lines_of
-from zeromesh.config.unset import tell_unset
+from zeromesh.config.printing import jsonable, lines_of, tell_unset
 from zeromesh.engine import Engine, Parts
 from zeromesh.fed import FedBatches
 from zeromesh.initialization import messages, prepare

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.random_state import random_state
-from zeromesh.checkpoint.shards import Box
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
+from zeromesh.optim.schedules import RateSchedule
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import Flat
@@ -135,7 +137,7 @@ def own_buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
 def parameters(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
     """Return the compute dtype of each parameter here, and whether it is trained, by name."""
     return {
-        segment.name: {"dtype": str(flat.layout.dtype).removeprefix("torch."), "trainable": flat.layout.trainable}
+        segment.name: {"dtype": dtype_name(flat.layout.dtype), "trainable": flat.layout.trainable}
         for flat in sharded.flats
         for segment in flat.layout.segments
     }
@@ -154,3 +156,12 @@ def model_fields(engine: RunState) -> dict[str, Any]:
     fields = given if isinstance(given, dict) else getattr(given, "__dict__", {})
     plain = {key: value for key, value in fields.items() if isinstance(value, bool | int | str)}
     return {key: value for key, value in plain.items() if isinstance(key, str) and not key.startswith("_")}
+
+
+def scheduler_name(scheduler: Any) -> str | None:
+    """Return the class of a scheduler, with those that it is made of; None if there is none."""
+    if scheduler is None:
+        return None
+    name = scheduler.name if isinstance(scheduler, RateSchedule) else type(scheduler).__name__
+    parts = getattr(scheduler, "_schedulers", None)  # of torch's SequentialLR and ChainedScheduler
+    return f"{name}({', '.join(str(scheduler_name(part)) for part in parts)})" if parts else name

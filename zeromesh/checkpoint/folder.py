@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest, require_files, signed
+from zeromesh.config.keys import KEEP_LAST
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def begin(draft: Path, needed: int) -> None:
         raise OSError(
             errno.ENOSPC,
             f"a checkpoint needs {needed:,} bytes in {draft.parent}, where {free:,} are free; make room, set "
-            "checkpoint.keep_last, or save to another folder",
+            f"{KEEP_LAST}, or save to another folder",
         )
 
 

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.shards import CODES, dtype_name
-
 FORMAT = 2
 """Format of manifests that are written; format 1 is read, too."""
 
 MANIFEST = "manifest.json"
 
-MOST_SHOWN = 6
-"""So many tensors of a damaged file are named."""
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of dtypes in safetensors files."""
 
 
 def signed(content: dict[str, Any]) -> dict[str, Any]:
@@ -109,19 +125,25 @@ def require_files(folder: Path, manifest: dict[str, Any]) -> None:
         _require_file(path, shard)
         size, wanted = path.stat().st_size, max((box["bytes"][1] for box in boxes), default=0)
         if size < wanted:
-            lost = listed([box["key"] for box in boxes if box["bytes"][1] > size])
+            lost = some([box["key"] for box in boxes if box["bytes"][1] > size])
             raise ValueError(f"{path} is cut off after {size:,} of {wanted:,} bytes, and lacks {lost}")
 
 
-def listed(keys: list[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {len(keys) - MOST_SHOWN} more" if len(keys) > MOST_SHOWN else ""
-    return ", ".join(keys[:MOST_SHOWN]) + more
+def some(items: Iterable[str], what: str = "", separator: str = ", ", most: int = 6) -> str:
+    """Return the first of them, and how many more there are."""
+    shown = list(items)
+    more = [f"and {len(shown) - most} more {what}".rstrip()] if len(shown) > most else []
+    return separator.join(shown[:most] + more)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name in torch, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _require_file(path: Path, shard: dict[str, Any]) -> None:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing, which held {listed([box['key'] for box in shard['boxes']])}")
+        raise FileNotFoundError(f"{path} is missing, which held {some([box['key'] for box in shard['boxes']])}")
 
 
 def _find_bytes(manifest: dict[str, Any], folder: Path) -> None:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from zeromesh.checkpoint.manifest import dtype_name
+
 
 class _Kind(NamedTuple):
     """Conversion of values of one type to and from JSON; ``to`` gives the argument of ``pack``."""
@@ -97,7 +99,7 @@ def _pack_tensor(
     value: torch.Tensor | numpy.ndarray[Any, Any], path: str, apart: dict[str, torch.Tensor] | None
 ) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return {"__tensor__": [value.tolist(), str(value.dtype).removeprefix("torch.")]}
+        return {"__tensor__": [value.tolist(), dtype_name(value.dtype)]}
     library = "torch" if isinstance(value, torch.Tensor) else "numpy"
     try:
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(numpy.ascontiguousarray(value))
@@ -110,7 +112,7 @@ def _pack_tensor(
         )
     name = f"client_state/{len(apart)}"
     apart[name] = tensor.contiguous()
-    return {"__stored__": [name, library, list(value.shape), str(tensor.dtype).removeprefix("torch.")]}
+    return {"__stored__": [name, library, list(value.shape), dtype_name(tensor.dtype)]}
 
 
 def unpack(value: Any, apart: Callable[[str], torch.Tensor] | None = None) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.contents import RunState, boxes, model_fields, parameters, tied
+from zeromesh.checkpoint.boxes import Box, write_shard
+from zeromesh.checkpoint.contents import RunState, boxes, model_fields, parameters, scheduler_name, tied
 from zeromesh.checkpoint.folder import (
     DRAFT,
     begin,
@@ -28,8 +29,6 @@ from zeromesh.checkpoint.folder import (
 )
 from zeromesh.checkpoint.optimizer import options, scalars
 from zeromesh.checkpoint.packing import pack
-from zeromesh.checkpoint.schedule import scheduler_name
-from zeromesh.checkpoint.shards import Box, write_shard
 from zeromesh.comm.agreement import require_agreement, together
 from zeromesh.tiers.lock import FolderInUse, locked
 

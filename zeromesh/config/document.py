@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.config.errors import ConfigError, show
-from zeromesh.config.tables import RENAMED
-
-UNSET = "auto"
-"""The value that means: as if the key were not there."""
-
+from zeromesh.config.tables import RENAMED, UNSET
 
 DEEPEST = 50
 """Levels of objects and lists that a configuration may have."""

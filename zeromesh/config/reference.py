@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.config.catalogue import Entry, Schema, children, section_of
-from zeromesh.config.document import UNSET
 from zeromesh.config.errors import show
 from zeromesh.config.settings import Settings, entries
-from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, WITHOUT_EFFECT
+from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, UNSET, WITHOUT_EFFECT
 
 COMMAND = "python -m zeromesh.config.reference"
 DIFFERENCES_SHOWN = 20
@@ -138,12 +137,11 @@ def _refused() -> str:
 
 
 def _describe(part: Schema, definitions: dict[str, Schema], prefix: str) -> None:
-    """Say in the descriptions which keys are special."""
+    """Describe each key, and say which are special."""
     for name, value in part["properties"].items():
         path = prefix + name
         note = _sentence(_note(path).replace("`", ""))
-        if note:
-            value["description"] = f"{entries()[path].meaning} {note}."
+        value["description"] = entries()[path].meaning + (f" {note}." if note else "")
         inner = section_of(value, definitions)
         if inner is not None:
             _describe(inner, definitions, f"{path}.")

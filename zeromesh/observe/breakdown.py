@@ -33,6 +33,23 @@ class Breakdown:
     phases: dict[str, float]
     inside: dict[str, dict[str, float]]
 
+    def __add__(self, other: Breakdown) -> Breakdown:
+        """Return the breakdown of the updates of both."""
+        updates = self.updates + other.updates
+
+        def mean(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+            sums = {
+                kind: first.get(kind, 0.0) * self.updates + second.get(kind, 0.0) * other.updates
+                for kind in first | second
+            }
+            return {kind: value / updates for kind, value in sums.items()}
+
+        inside = {
+            phase: mean(self.inside.get(phase, {}), other.inside.get(phase, {})) for phase in self.phases | other.phases
+        }
+        total = (self.total * self.updates + other.total * other.updates) / updates
+        return Breakdown(updates, total, mean(self.phases, other.phases), inside)
+
     def text(self) -> str:
         """A table."""
         lines = [f"{self.updates} updates, {1e3 * self.total:.2f} ms each", f"  {'phase':<22}{'ms':>10}{'share':>8}"]

@@ -13,15 +13,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 _log = logging.getLogger("zeromesh")
 
 
-class MetricWriter(Protocol):
-    """Destination of values."""
+class MetricWriter:
+    """Destination of values; a class that holds nothing back needs no ``close``."""
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
         """Write values by their names.
@@ -31,9 +31,11 @@ class MetricWriter(Protocol):
             samples: that were consumed; the place on the x axis,
             own: unless it is this one, on an axis of the user's own.
         """
+        raise NotImplementedError
 
     def rewind(self, step: int) -> None:
         """Drop, or hide, what lies after ``step``: a run goes on from there."""
+        self.close()
 
     def close(self) -> None:
         """Write what has not been written."""
@@ -46,7 +48,7 @@ OURS = ("Train_Samples_", "Validation_Samples_")
 """Beginnings of the names of files whose steps are samples."""
 
 
-class CsvFiles:
+class CsvFiles(MetricWriter):
     """A file per name, with the columns ``step`` and the last part of the name, as DeepSpeed's.
 
     Args:
@@ -87,11 +89,8 @@ class CsvFiles:
                     csv.writer(file, lineterminator="\n").writerows([head, *kept])
                 part.replace(path)
 
-    def close(self) -> None:
-        """See ``MetricWriter``."""
 
-
-class TensorBoardFiles:
+class TensorBoardFiles(MetricWriter):
     """Event files for TensorBoard; of a run that went back, what lies after the point it went on from is hidden.
 
     TensorBoard hides by steps, whatever the name. So values with steps of their own are a run beside it, of which
@@ -130,8 +129,11 @@ class TensorBoardFiles:
             writer.close()
 
 
-class WandbRun:
-    """A run of Weights & Biases, begun with the first value. A process begins a run of its own."""
+class WandbRun(MetricWriter):
+    """A run of Weights & Biases, begun with the first value. A process begins a run of its own.
+
+    What was sent stays where it is: after a rewind a new run begins.
+    """
 
     def __init__(self, group: str | None, team: str | None, project: str) -> None:
         import wandb
@@ -144,10 +146,6 @@ class WandbRun:
         if self._run is None:
             self._run = self._begin()
         self._run.log(dict(values) if own is None else {**values, OWN: own}, step=samples)
-
-    def rewind(self, step: int) -> None:
-        """See ``MetricWriter``. What was sent stays where it is: a new run begins."""
-        self.close()
 
     def close(self) -> None:
         """See ``MetricWriter``."""

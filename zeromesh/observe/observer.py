@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from zeromesh.observe.bounds import together
 from zeromesh.observe.breakdown import Breakdown, Timer
 from zeromesh.observe.monitors import Monitor
 from zeromesh.observe.profile import FlopsPlan, Profile
@@ -115,7 +114,7 @@ class Observer:
         """Since the last time; begins anew."""
         found = timer.take(self._updates - self._timed_from)
         self._timed_from = self._updates
-        self._whole = found if self._whole is None else together([self._whole, found])
+        self._whole = found if self._whole is None else self._whole + found
         timer.begin()
         return found
 
