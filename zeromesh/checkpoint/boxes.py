@@ -53,7 +53,7 @@ class Box:
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """Name of the box in the file."""
         within = "" if self.offsets is None else f"@{','.join(map(str, self.offsets))}"
         return f"{self.name}{within}[{self.start}:{self.stop}]"
 
@@ -155,7 +155,7 @@ class _Stored(NamedTuple):
 
 
 def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """The pieces of a box that lie together in its tensor: (where in the tensor, where in the box, elements)."""
+    """Yield the contiguous runs of a box: (start in the tensor, start in the box, elements)."""
     cut = max((axis for axis in range(len(shape)) if sizes[axis] != shape[axis]), default=0)
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     length = prod(sizes[cut:])
@@ -165,7 +165,7 @@ def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
 
 
 class Reader:
-    """Reads tensors, or ranges of them, from a checkpoint's folder; what is not asked for is not read.
+    """Reader of tensors, or ranges of them, in a checkpoint's folder; nothing else is read.
 
     Attributes:
         folder: of the checkpoint.

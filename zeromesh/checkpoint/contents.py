@@ -48,7 +48,7 @@ class RunState(Protocol):
 
 
 def boxes(engine: RunState, read: bool = True) -> Iterator[Box]:
-    """The ranges that this rank is to write: its shard, whatever it holds beyond; replicas write nothing twice.
+    """Yield the boxes that this rank writes: its shard, also where it holds more; replicas write nothing twice.
 
     The data of what rests on NVMe are there until the next box is asked for. Without ``read`` they are any.
     """
@@ -69,7 +69,7 @@ def boxes(engine: RunState, read: bool = True) -> Iterator[Box]:
 
 
 def held(sharded: ShardedModel, flat: Flat) -> tuple[torch.Tensor, int]:
-    """The part of a flat buffer from which parameters are saved, and where in the layout it begins."""
+    """Return the part of a flat buffer from which parameters are saved, and its start in the layout."""
     if flat.layout.trainable:
         return flat.master, flat.own.start
     return (flat.home, flat.shard.start) if sharded.sharded else (flat.full, 0)
@@ -124,13 +124,13 @@ def pieces(sharded: ShardedModel) -> Iterator[tuple[Flat, Piece]]:
 
 
 def buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers here that are part of the model's state, by name."""
+    """Return the buffers here that are part of the model's state, by name."""
     persistent = {id(buffer) for buffer in sharded.buffers.state()}
     return ((name, buffer) for name, buffer in sharded.model.named_buffers() if id(buffer) in persistent)
 
 
 def own_buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those whose values are the model's: another stage's are not, where it has them but does not compute with them."""
+    """Return the buffers that this stage computes with; the values of the others are another stage's."""
     return ((name, buffer) for name, buffer in buffers(sharded) if name not in sharded.idle)
 
 

@@ -1,4 +1,4 @@
-"""Continuing from a checkpoint: everything is checked before the first value is taken."""
+"""Loading a checkpoint: everything is checked before the first value is taken."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from zeromesh.checkpoint.whole import of_all_stages
 from zeromesh.comm.agreement import attempt, require_agreement, share, together
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
+from zeromesh.config.batch import TRAIN
 from zeromesh.config.errors import nearest
 from zeromesh.shard.sharded import ShardedModel
 
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 Shapes = dict[str, tuple[int, ...]]
 
 MOST_SHOWN = 20
-"""So many tensors of each kind are named when a checkpoint does not fit."""
+"""Most tensors of each kind that an error names."""
 
 
 def load(
@@ -211,11 +212,11 @@ def _require_same_scheduler(engine: RunState, reader: Reader) -> None:
 
 
 def _require_same_batch(engine: RunState, saved: int | None) -> None:
-    """Under a launcher that restarts the ranks, nobody would see that a new world has silently changed the batch."""
+    """Raise ValueError if another number of ranks, after a restart by the launcher, would silently change the batch."""
     if saved is not None and saved != engine.train_batch_size():
         raise ValueError(
             f"the checkpoint was trained with {saved} samples per update, and the {engine.mesh.world_size} ranks now "
-            f"take {engine.train_batch_size()}; set train_batch_size to {saved}, so that the number of ranks does not "
+            f"take {engine.train_batch_size()}; set {TRAIN} to {saved}, so that the number of ranks does not "
             "change it"
         )
 
@@ -244,7 +245,7 @@ def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Re
 
 
 def _load_progress(sharded: ShardedModel, reader: Reader) -> None:
-    """Random numbers go on as in the run that was saved."""
+    """Continue the random numbers of the run that was saved."""
     _load_random_state(reader, sharded.mesh.rank)
     share_random_state(sharded.mesh.group("tensor"))
     if reader.manifest.get("mesh", {}).get("pipeline", 1) != sharded.mesh.sizes["pipeline"]:
@@ -252,7 +253,7 @@ def _load_progress(sharded: ShardedModel, reader: Reader) -> None:
 
 
 def _load_random_state(reader: Reader, rank: int) -> None:
-    """Each rank takes its own; one that the checkpoint has not, a seed that follows from the first rank's."""
+    """Restore this rank's random state; a rank that the checkpoint lacks gets a seed made of the first rank's."""
     if f"random/{rank}" in reader.names:
         restore_random_state(reader.tensor(f"random/{rank}"))
     elif "random/0" in reader.names:

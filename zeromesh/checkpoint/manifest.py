@@ -1,4 +1,4 @@
-"""Manifests: what a checkpoint says of itself, and whether its files are there and as long as it says."""
+"""Manifests: the description of a checkpoint, and the check that its files are there and not cut off."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, as of the newest format.
+    """Return the manifest of a checkpoint, in the newest format.
 
     Raises:
         FileNotFoundError: there is none.
@@ -73,7 +73,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def require_sound(folder: Path, manifest: dict[str, Any]) -> None:
-    """Look at what the manifest says of files and boxes, before any of it is used; a hash does not say who wrote it.
+    """Check the manifest's files and boxes before any of them is used: a hash does not say who wrote it.
 
     Raises:
         ValueError: a file lies elsewhere, a box is there twice, or its numbers contradict each other.
@@ -114,7 +114,7 @@ def _place(box: dict[str, Any]) -> tuple[str, str]:
 
 
 def require_files(folder: Path, manifest: dict[str, Any]) -> None:
-    """Look at whether all files are there, and not cut off; nothing of them is read.
+    """Check that all files are there and not cut off; nothing of them is read.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -147,7 +147,7 @@ def _require_file(path: Path, shard: dict[str, Any]) -> None:
 
 
 def _find_bytes(manifest: dict[str, Any], folder: Path) -> None:
-    """Complete a manifest of format 1 by what the headers of its files say."""
+    """Complete a manifest of format 1 from the headers of its files."""
     dtypes = {code: dtype_name(dtype) for dtype, code in CODES.items()}
     for shard in manifest["shards"]:
         path = folder / shard["file"]

@@ -106,7 +106,7 @@ def _state_keys(reader: Reader) -> list[str]:
 
 
 def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
-    """Take the options of the groups, and the states of what this rank updates."""
+    """Load the options of the groups, and the states of the pieces that this rank updates."""
     for group, saved in zip(optimizer.param_groups, reader.manifest["groups"], strict=True):
         group.update({key: _restored(group.get(key), value) for key, value in unpack(saved).items()})
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}

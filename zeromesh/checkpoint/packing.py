@@ -1,4 +1,4 @@
-"""Values of Python as JSON, and back, without pickle: what of a checkpoint is neither a model's tensor nor plain JSON.
+"""Python values as JSON, and back, without pickle: the values of a checkpoint that are no tensors of a model.
 
 Values that JSON does not have are marked: ``{"__tuple__": [...]}``. Tensors and arrays of more than one element are
 kept apart, for a file of their own.

@@ -33,7 +33,7 @@ from zeromesh.comm.agreement import require_agreement, together
 from zeromesh.tiers.lock import FolderInUse, locked
 
 MANIFEST_BYTES = 400
-"""About so many of the manifest tell of one box."""
+"""Estimated bytes of the manifest for each box."""
 
 ONE_FOLDER = "save to a folder that all ranks see"
 

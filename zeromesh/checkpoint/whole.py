@@ -35,7 +35,7 @@ def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def on_all_ranks(mesh: Mesh, own: State) -> State:
-    """Tensors of all stages, copies of those of others. All ranks call it."""
+    """Return the tensors of all stages, copies of those of others. Collective."""
     if mesh.sizes["pipeline"] == 1:
         return own
     group, found = mesh.group("pipeline"), State()
@@ -55,7 +55,7 @@ def shows(mesh: Mesh) -> bool:
 
 
 def on_first_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
-    """Tensors of all stages on the first rank, one of the ``states`` at a time; empty ones elsewhere.
+    """Yield the tensors of all stages on the first rank, one of the ``states`` at a time; empty ones elsewhere.
 
     All ranks call it and go through it to its end.
 
@@ -90,7 +90,7 @@ def _line(mesh: Mesh) -> list[int]:
 
 
 def _send(group: Group, to: int, device: torch.device, state: State) -> None:
-    """Send tensors to a place along the pipeline; none says that there are no more."""
+    """Send tensors to a rank of the pipeline; an empty state ends the series."""
     header = torch.frombuffer(bytearray(_forms(state).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([header.numel()], device=device)
     values = [part for value in state.values() for part in _parts(value.detach().contiguous().to(device))]
@@ -128,7 +128,7 @@ def _parts(value: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def gathered_state_dict(sharded: ShardedModel) -> State:
-    """Whole parameters and buffers as CPU tensors on rank 0, empty elsewhere; one unit is gathered at a time."""
+    """Return whole parameters and buffers as CPU tensors on rank 0, {} elsewhere; one unit is gathered at a time."""
     found = State()
     for state in on_first_rank(sharded.mesh, _shown(sharded)):
         found |= state
@@ -149,7 +149,7 @@ def _shown(sharded: ShardedModel) -> Iterator[State]:
 
 
 def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """This rank's state dict with the tensors of the other stages. All ranks call it."""
+    """Return this rank's state dict with the tensors of the other stages. Collective."""
     own = {
         name: value
         for name, value in state.items()

@@ -163,7 +163,7 @@ def _sentences(detail: ErrorDetails, entries: dict[str, Entry]) -> list[str]:
 
 
 def _own_sentences(path: str, value: Any, error: Exception, entries: dict[str, Entry]) -> list[str]:
-    """Problems that the settings' own checks found: with one value, or between several keys of a section."""
+    """Return the problems that the settings' own checks found: with one value, or between keys of a section."""
     if isinstance(error, ConfigError):
         return list(error.problems)
     return [f"{path}: {error}" if entries[path].section else f"{path} = {show(value)}: {error}"]

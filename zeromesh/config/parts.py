@@ -153,7 +153,7 @@ class TensorParallel(Section):
 
 
 class ContextParallel(Section):
-    """How ranks share one sequence."""
+    """Sequences that several ranks share."""
 
     strategy: Literal["ring", "ulysses"] = key(
         "ring", "ring: keys and values go around the ranks; ulysses: each rank has all tokens for some heads."
@@ -161,7 +161,7 @@ class ContextParallel(Section):
 
 
 class PipelineRecord(Section):
-    """Which update of a pipeline is drawn, and where."""
+    """The update of a pipeline that is drawn, and the folder of the drawing."""
 
     folder: str = key("runs/pipeline", "Folder of the files; older ones are kept.", min_length=1)
     step: PositiveInt = key(3, "The update that is recorded, counted from 1 in this process.")
@@ -195,7 +195,7 @@ class Pipeline(Section):
 
 
 class CheckpointWriter(Section):
-    """How files of a checkpoint are written."""
+    """Writing of a checkpoint's files."""
 
     type: str | None = key(None, "Kind of writer: mock, python or fast.")
     decoupled: bool = key(False, "Write while training goes on.")
@@ -207,13 +207,13 @@ class CheckpointWriter(Section):
 
 
 class CheckpointParallelWrite(Section):
-    """Which ranks write a checkpoint."""
+    """The ranks that write a checkpoint."""
 
     pipeline_stage: bool = key(False, "All stages of a pipeline write at once.")
 
 
 class Checkpoint(Section):
-    """How checkpoints are written and loaded."""
+    """Writing and loading of checkpoints."""
 
     keep_last: PositiveInt | None = key(
         None,
@@ -266,7 +266,7 @@ class MeshSizes(Section):
 
 
 class Communication(Section):
-    """How the links between nodes are used."""
+    """Use of the links between nodes."""
 
     hierarchical: bool | None = key(
         None,
@@ -341,7 +341,7 @@ class TraceSettings(Section):
 
 
 class ReplicaCheck(Section):
-    """Comparisons of what several ranks hold copies of."""
+    """Comparison of the copies that several ranks hold."""
 
     interval: PositiveInt | None = key(
         None, "Updates between two comparisons, to the bit. Null: none but those of at_saves."

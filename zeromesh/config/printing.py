@@ -20,7 +20,7 @@ DOCUMENTED = ("model.vocab_size", "data.vocabulary_size", "run.resume")
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` in the types of JSON; what has no such form becomes its name."""
+    """Return ``value`` in the types of JSON; a value without such a form becomes its name."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -32,7 +32,7 @@ def jsonable(value: Any) -> Any:
 
 
 def without_idle(section: dict[str, Any], given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``section`` without the keys that have no effect and were not given."""
+    """Return ``section`` without the keys that have no effect and were not set."""
     kept = {}
     for key, value in section.items():
         if prefix + key in WITHOUT_EFFECT:
@@ -47,7 +47,7 @@ def without_idle(section: dict[str, Any], given: dict[str, Any], prefix: str = "
 
 
 def lines_of(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line for each key, with its whole path: ``optimizer.params.lr = 0.01``."""
+    """Yield a line for each key, with its whole path: ``optimizer.params.lr = 0.01``."""
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from lines_of(value, f"{prefix}{key}.")

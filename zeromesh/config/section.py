@@ -25,7 +25,7 @@ def key(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 def _integral(value: Any) -> Any:
-    """JSON writers use ``5e8`` for whole numbers; a float without a fraction is one."""
+    """Return a float without a fraction as a whole number: JSON writers use ``5e8`` for those."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

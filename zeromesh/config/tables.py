@@ -227,7 +227,7 @@ GONE: dict[str, str] = {
 """Keys of DeepSpeed that are refused unless they are switched off, and what to do instead."""
 
 ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param")
-"""Those of them that are switched on by being there."""
+"""Keys of ``GONE`` that are switched on by being there."""
 
 
 def not_yet_problems(document: Mapping[str, Any], known: Sequence[str]) -> list[str]:
@@ -258,7 +258,7 @@ def gone_problems(document: Mapping[str, Any]) -> list[str]:
 
 
 def without_gone(document: Mapping[str, Any]) -> dict[str, Any]:
-    """``document`` without the sections that are refused."""
+    """Return ``document`` without the sections that are refused."""
     return _without(document, "")
 
 

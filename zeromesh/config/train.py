@@ -178,7 +178,7 @@ class SampleSettings(Section):
 
 
 class RunSettings(Section):
-    """How long to train, and what to write."""
+    """Length and output of a run."""
 
     steps: PositiveInt = key(..., "Updates of the parameters.")
     output: str = key("runs/train", "Folder of everything the run writes.")

@@ -80,7 +80,7 @@ class Compile(Section):
 
 
 class ModelInfo(Section):
-    """What the autotuner knows of the model."""
+    """Facts of the model for the autotuner."""
 
     profile: bool = key(False, "Profile the model.")
     num_params: CountInt | None = key(None, "Number of parameters.")

@@ -11,7 +11,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 class OffloadOptimizer(Section):
-    """Where the optimizer's state rests."""
+    """The memory tier of the optimizer's state."""
 
     device: Device = key(
         "none", "Where the optimizer's state rests. cpu and nvme: the host updates, and has the gradients, too."
@@ -47,7 +47,7 @@ class OffloadOptimizer(Section):
 
 
 class OffloadParam(Section):
-    """Where sharded parameters rest."""
+    """The memory tier of sharded parameters."""
 
     device: Device = key("none", "Memory of the sharded parameters.")
     nvme_path: str | None = key(
@@ -87,7 +87,7 @@ class ZenFlow(Section):
 
 
 class ZeroOptimization(Section):
-    """Which states are sharded over the data-parallel ranks, and where they rest."""
+    """The states that are sharded over the data-parallel ranks, and their memory tiers."""
 
     stage: CountInt = key(
         0, "What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.", le=3
@@ -152,7 +152,7 @@ class ZeroOptimization(Section):
 
     @property
     def early_share(self) -> float | None:
-        """Share of the offloaded state that is updated during the backward; None: it depends on the room there is."""
+        """Share of the offloaded state that is updated during the backward; None: it depends on the free memory."""
         section = self.offload_optimizer
         if section is None:
             return None

@@ -1,4 +1,4 @@
-"""Resource that bounds a run, and its distance from the limit.
+"""The resource that bounds a run, and its distance from its limit.
 
 Every second of an update is put down to one resource: waits and copies by the kind of their span, the rest of forward,
 backward and step to the device that computes. What was moved or computed meanwhile, and what the machine was measured
@@ -93,7 +93,7 @@ class Bounds:
     uses: tuple[Use, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: ``updates``, ``seconds``, ``bound`` (a resource), ``advice``, and per resource its ``Use``."""
+        """Return ``updates``, ``seconds``, ``bound`` (a resource), ``advice``, and ``uses``: a ``Use`` per resource."""
         uses = {use.resource: {k: v for k, v in asdict(use).items() if k != "resource"} for use in self.uses}
         first = self.uses[0].resource
         return {

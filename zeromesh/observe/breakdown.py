@@ -14,7 +14,7 @@ DATA, OTHER = "data", "other"
 """Time between phases: waiting for a batch where a forward follows, else the user's own code."""
 
 MOST_PHASES = 1000
-"""So many phases are kept at most where no update comes, as in a long evaluation."""
+"""Most phases that are kept without an update, as in a long evaluation."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Breakdown:
         return Breakdown(updates, total, mean(self.phases, other.phases), inside)
 
     def text(self) -> str:
-        """A table."""
+        """Return a table."""
         lines = [f"{self.updates} updates, {1e3 * self.total:.2f} ms each", f"  {'phase':<22}{'ms':>10}{'share':>8}"]
         for phase, seconds in self.phases.items():
             lines.append(self._line(phase, seconds, 2))
@@ -65,7 +65,7 @@ class Breakdown:
 
 
 class Timer:
-    """Takes breakdowns of what ``spans`` saw since the last one; what it holds does not grow with the updates."""
+    """Timer that takes breakdowns of ``spans``; the memory that it needs does not grow with the updates."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
@@ -122,7 +122,7 @@ class Sums:
                 kinds[span.kind] += own_seconds(span, clock)
 
     def breakdown(self, end: Any, updates: int) -> Breakdown:
-        """Per update, with what lies between the last phase and a mark of the clock."""
+        """Return the means per update, with the time between the last phase and a mark of the clock."""
         rest = self._parts.get(OTHER, 0.0) + self._clock.seconds(self._last, end)
         parts = {kind: seconds for kind, seconds in self._parts.items() if kind != OTHER} | {OTHER: rest}  # as the last
         return Breakdown(

@@ -1,4 +1,4 @@
-"""Values of a run, written where people look at them: TensorBoard, Weights & Biases, CSV files.
+"""Writers of a run's values: TensorBoard, Weights & Biases, CSV files.
 
 ``MONITORS`` has a row for each. The first rank writes; a writer that fails is given up with one warning, and training
 goes on.
@@ -34,7 +34,7 @@ class MetricWriter:
         raise NotImplementedError
 
     def rewind(self, step: int) -> None:
-        """Drop, or hide, what lies after ``step``: a run goes on from there."""
+        """Drop, or hide, the values after ``step``, from which a run continues."""
         self.close()
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class CsvFiles(MetricWriter):
         self._kept: dict[Path, set[str]] = {}
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """See ``MetricWriter``. What a resumed run has from before is not written again."""
+        """See ``MetricWriter``. Rows that a resumed run kept are not written again."""
         step = samples if own is None else own
         for name, value in values.items():
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
@@ -75,7 +75,7 @@ class CsvFiles(MetricWriter):
                 writer.writerow([step, value])
 
     def rewind(self, step: int) -> None:
-        """See ``MetricWriter``. A line that was cut off goes, too. Users' own values keep their own steps."""
+        """See ``MetricWriter``. Deletes a line that was cut off, too. Users' own values keep their own steps."""
         for path in (path for start in OURS for path in self._folder.glob(f"{start}*.csv")):
             with path.open(newline="") as file:
                 head, *rows = list(csv.reader(file)) or [[]]

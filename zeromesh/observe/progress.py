@@ -23,7 +23,7 @@ from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 
 STEP_SECONDS = 5.0
 READING_SECONDS = 10.0
-"""Without a terminal, a line is written when so much time has passed since the last one."""
+"""Least time between lines without a terminal, for steps and for reading."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Live:
 
 
 class Display(Live):
-    """Shows steps as they come. A context: the live line ends with it.
+    """Display of steps. A context: the live line ends with it.
 
     Args:
         console: where to; a quiet one shows nothing.
@@ -110,7 +110,7 @@ class Display(Live):
 
 
 class ReadingBar(Live):
-    """Shows how many bytes were read. A context: the bar ends with it.
+    """Bar of bytes that were read. A context: the bar ends with it.
 
     Args:
         console: where to; None for nowhere.

@@ -95,7 +95,7 @@ class Span:
 
 
 class Spans:
-    """Watches the phases of one engine.
+    """Recorder of the phases of one engine.
 
     Attributes:
         timed: whether spans are kept, to be read.
@@ -114,7 +114,7 @@ class Spans:
         self._loose: list[Span] = []
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """In this context the engine is in a phase; inside of another one it is a part of that."""
+        """Return the context of a phase of the engine; a phase inside of another one is a part of that."""
         return Span(self, name, "", is_phase=True) if self.timed or self.traced else NOTHING
 
     @property
@@ -142,7 +142,7 @@ _watching: Spans | None = None
 
 
 def span(kind: str, of: object = "") -> AbstractContextManager[None]:
-    """In this context something is done that is worth a name.
+    """Return the context of a named piece of work.
 
     Args:
         kind: what is done; one word.

@@ -17,12 +17,12 @@ from zeromesh.observe.spans import PREFIX, Spans
 _log = logging.getLogger("zeromesh")
 
 MOST_SHOWN = 25
-"""So many spans are in the table."""
+"""Most spans in the table."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Updates to record, and the folder.
+    """Updates to record, and the folder of the files.
 
     Attributes:
         start: the first one, counted from 1 in this process.
@@ -38,7 +38,7 @@ class Window:
 
 
 class Trace:
-    """Records the updates of a window.
+    """Recorder of the updates of a window.
 
     Args:
         window: which.

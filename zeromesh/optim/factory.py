@@ -1,4 +1,4 @@
-"""From a name or a user's optimizer to an optimizer over the pieces that this rank updates.
+"""Construction of optimizers over the pieces that this rank updates, from a name or from a user's optimizer.
 
 An optimizer that works element by element is right on any piece. One that looks at more is right only where whole
 parameters are here, or where it is one of ours that asks the other ranks.
@@ -44,7 +44,7 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 
 _EXCHANGING: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
-"""Those that get from other ranks what they need of whole parameters."""
+"""Optimizers that get the parts of whole parameters from other ranks."""
 
 _NEVER: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
@@ -56,7 +56,7 @@ _WHOLE: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: f"it averages over rows and columns; use {UNSHARDED}, or another optimizer such as Lion",
     torch.optim.Muon: 'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use ' + UNSHARDED,
 }
-"""Torch's own that are right only on whole parameters, and what to do where they are sharded."""
+"""Optimizers of torch that are right only on whole parameters, and the remedy where parameters are sharded."""
 
 _FUSED: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.Adam: frozenset({"cpu", "cuda"}),
@@ -224,7 +224,7 @@ def _check_foreign(name: str, key: str, value: Any, accepted: Iterable[str]) -> 
 
 
 def _plain(value: Any) -> Any:
-    """JSON's lists as the tuples, and its integers among them as the floats, that optimizers expect."""
+    """Return a list of numbers as the tuple of floats that optimizers expect."""
     if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
         return value
     return tuple(float(item) for item in value)

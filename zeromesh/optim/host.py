@@ -1,4 +1,4 @@
-"""Steps for what rests on the host: by the native kernel, unit by unit, where it does what the optimizer does."""
+"""Updates of states on the host by the native kernel, where it computes the same as the optimizer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def count_states(optimizer: Optimizer | None) -> int:
 
 
 class HostSteps:
-    """For one update: changes parameters of an optimizer as its own ``step`` would, which can go on with the states.
+    """Update parameters of an optimizer as its own ``step`` would, which can continue with the states.
 
     Args:
         optimizer: with its groups as they are in this update.

@@ -144,7 +144,7 @@ class Muon(StepOptimizer):
 
 
 def orthogonalize(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
-    """Nearly the nearest orthogonal matrix, by Newton-Schulz iteration of a quintic polynomial (Jordan 2024).
+    """Return nearly the nearest orthogonal matrix, by Newton-Schulz iteration of a quintic polynomial (Jordan 2024).
 
     Args:
         matrix: shape (rows, columns), any floating dtype.

@@ -24,14 +24,14 @@ from zeromesh.optim.values import checked, unknown_parameter, without_auto
 _log = logging.getLogger(__name__)
 
 Curve = Callable[[int, float], tuple[float, float | None]]
-"""From a position and a group's own learning rate to its learning rate and its first beta; None leaves the betas."""
+"""Learning rate and first beta, from a position and a group's own learning rate; None leaves the betas."""
 
 SECOND_BETA = 0.99
 """The second beta of an optimizer whose first one a schedule moves, as in DeepSpeed."""
 
 
 class RateSchedule:
-    """Moves an optimizer's hyperparameters along one curve per parameter group.
+    """Move an optimizer's hyperparameters along one curve per parameter group.
 
     Args:
         optimizer: its groups are set at once, and again by every ``step``.
@@ -53,7 +53,7 @@ class RateSchedule:
         self._apply()
 
     def step(self) -> None:
-        """Move on by one update. To be called after the optimizer's ``step``."""
+        """Advance by one update; call it after the optimizer's ``step``."""
         self.last_batch_iteration += 1
         self._apply()
 
@@ -152,7 +152,7 @@ def _first_rate(optimizer: Optimizer) -> float:
 
 
 def _tell_betas(name: str, optimizer: Optimizer) -> None:
-    """Say where the momentum does not move, and where the second beta changes."""
+    """Warn where the momentum does not move, and where the second beta changes."""
     kept = [group["betas"] for group in optimizer.param_groups if "betas" in group]
     if len(kept) < len(optimizer.param_groups):
         _log.warning("%s leaves the momentum as it is where %s has no betas", name, optimizer.__class__.__name__)
