@@ -59,13 +59,11 @@ class Box:
 
 
 def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[Box] | None = None) -> dict[str, Any]:
-    """Write this rank's boxes and flush them to the disk; returns its entry for the manifest.
+    """Write this rank's boxes and flush them to the disk; return its entry for the manifest.
 
-    Where not all data can be in memory at once, ``filled`` gives the same boxes once more with theirs, each until the
-    next is asked for; the data of ``boxes`` are not looked at then.
-
-    The file is written as the data are hashed, and at most ``PART`` bytes are copied at a time: safetensors' own
-    functions want all data on the host at once, in memory that no two tensors share, as shards of a flat buffer do.
+    Where not all data fit in memory at once, ``filled`` yields the same boxes with their data, each valid until the
+    next; the data of ``boxes`` are not read then. Data are hashed as they are written, at most ``PART`` bytes at a
+    time: safetensors' own functions need all of them on the host at once, in memory that no two tensors share.
 
     Raises:
         TypeError: a tensor has a dtype that safetensors files cannot hold.
@@ -222,7 +220,7 @@ class Reader:
             raise ValueError(f"{self.folder} lacks {missing} of the {stop - start} elements of {name} that are needed")
 
     def verify(self, first: int = 0, step: int = 1, names: Collection[str] | None = None) -> None:
-        """Compare every ``step``-th part, from ``first`` on, with what was written; all files must be there, and whole.
+        """Compare every ``step``-th part, from ``first`` on, with its hash; all files must be there, and whole.
 
         Args:
             first: so that several processes may share the work.

@@ -8,7 +8,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
@@ -19,7 +18,7 @@ from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_sam
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.checkpoint.random_state import derive_random_state, restore_random_state, share_random_state
 from zeromesh.checkpoint.whole import of_all_stages
-from zeromesh.comm.agreement import attempt, require_agreement, share, together
+from zeromesh.comm.agreement import attempt, require_agreement, share, texts, together
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import TRAIN
@@ -112,14 +111,9 @@ def load(
 
 def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:
     """Raise ValueError on every rank unless all of them are to load the same checkpoint."""
-    data = torch.tensor(list((tag or "").encode()), dtype=torch.uint8)
-    sizes = world.exchange(torch.tensor([data.numel()])).flatten().tolist()
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    rows = world.exchange(padded).tolist()
     ranks: dict[str, list[int]] = {}
-    for rank, (row, size) in enumerate(zip(rows, sizes, strict=True)):
-        ranks.setdefault(bytes(row[:size]).decode(), []).append(rank)
+    for rank, name in enumerate(texts(world, tag or "")):
+        ranks.setdefault(name, []).append(rank)
     if len(ranks) == 1:
         return
     seen = [f"{some(map(str, found), 'ranks', most=MOST_SHOWN)}: {name or 'none'}" for name, found in ranks.items()]

@@ -22,7 +22,6 @@ class Breakdown:
     """Mean seconds per update.
 
     Attributes:
-        updates: how many.
         total: from the end of one update to that of the next.
         phases: parts of ``total``; they add up to it.
         inside: per phase the kinds of spans in it, each without the spans inside of it; the rest is the phase's own.

@@ -21,16 +21,10 @@ _log = logging.getLogger("zeromesh")
 
 
 class MetricWriter:
-    """Destination of values; a class that holds nothing back needs no ``close``."""
+    """Destination of values. A class that holds nothing back needs no ``close``."""
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """Write values by their names.
-
-        Args:
-            values: numbers.
-            samples: that were consumed; the place on the x axis,
-            own: unless it is this one, on an axis of the user's own.
-        """
+        """Write values by their names, at the samples consumed so far, or at ``own``, a step on a user's own axis."""
         raise NotImplementedError
 
     def rewind(self, step: int) -> None:
@@ -179,13 +173,10 @@ def open_monitor(name: str, *arguments: Any) -> MetricWriter:
 
 
 class Monitor:
-    """Writers of a run's values.
+    """Writers of a run's values by name; there are none on ranks other than the first.
 
     Attributes:
-        samples: that all ranks have consumed; the place on the x axis where none is given.
-
-    Args:
-        writers: by name; none on all ranks but the first.
+        samples: samples that all ranks have consumed, the place on the x axis by default.
     """
 
     def __init__(self, writers: Mapping[str, MetricWriter] | None = None) -> None:
@@ -216,7 +207,7 @@ class Monitor:
             self._each(lambda writer: writer.write(numbers, self.samples, own))
 
     def rewind(self, samples: int) -> None:
-        """The run goes on from a checkpoint after so many samples."""
+        """Continue from a checkpoint after so many samples."""
         self.samples = samples
         self._each(lambda writer: writer.rewind(samples))
 

@@ -51,9 +51,7 @@ FORMULAS: dict[Any, Formula] = {
 
 
 class Operations(TorchDispatchMode):
-    """Context in which operations are counted. It may be entered again, and counts on.
-
-    What is done changes nowhere: every operator is called with what it was called with.
+    """Context in which operations are counted. It may be entered again, and counts on. Operators run unchanged.
 
     Attributes:
         forward: operations outside of any backward.

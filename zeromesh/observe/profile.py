@@ -34,11 +34,10 @@ class FlopsPlan:
 
     Attributes:
         after: updates before the one that is counted.
-        depth: of modules to report; -1: all.
-        top: modules to report per depth.
-        detailed: whether every module is reported, too.
+        depth: depth of the modules to report; -1: all.
+        top: modules to report per depth; with ``detailed`` all are reported, too.
         output: file of the report; None: the log.
-        dtype: of the products, for the peak.
+        dtype: dtype of the products, for the peak.
     """
 
     after: int

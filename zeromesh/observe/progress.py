@@ -77,12 +77,7 @@ class Live:
 
 
 class Display(Live):
-    """Display of steps. A context: the live line ends with it.
-
-    Args:
-        console: where to; a quiet one shows nothing.
-        steps: steps of the whole run.
-    """
+    """Display of the steps of a run. A context: the live line ends with it. A quiet console shows nothing."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -110,13 +105,7 @@ class Display(Live):
 
 
 class ReadingBar(Live):
-    """Bar of bytes that were read. A context: the bar ends with it.
-
-    Args:
-        console: where to; None for nowhere.
-        what: a few words.
-        total: bytes.
-    """
+    """Bar of bytes that were read, of a total. A context: the bar ends with it. Without a console nothing is shown."""
 
     def __init__(self, console: Console | None, what: str, total: int) -> None:
         self._console, self._what, self._total, self._read = console, what, total, 0
