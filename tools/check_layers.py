@@ -46,7 +46,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "signatures",
     ),
     ("shard", "tensor", "context", "pipeline", "activation", "precision", "optim"),
-    ("comm", "observe", "config", "tiers"),
+    ("comm", "observe", "tiers"),
+    ("config",),
     ("model", "kernels"),
 )
 """Packages and top-level modules, top to bottom."""

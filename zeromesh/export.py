@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.stages import on_first_rank, shows
+from zeromesh.checkpoint.whole import on_first_rank, shows
 from zeromesh.comm.agreement import attempt, share, texts, together
 from zeromesh.pretrained import first_names
 from zeromesh.shard.flat import Flat

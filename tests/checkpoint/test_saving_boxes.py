@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zeromesh.checkpoint import boxes, shards
-from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint import boxes
+from zeromesh.checkpoint.boxes import Box, Reader, write_shard
 from zeromesh.checkpoint.folder import write_json, write_manifest
-from zeromesh.checkpoint.manifest import MANIFEST
-from zeromesh.checkpoint.shards import CODES, Box, write_shard
+from zeromesh.checkpoint.manifest import CODES, MANIFEST
 
 
 def write(folder: Path, *owned: list[Box]) -> Reader:
@@ -85,7 +84,7 @@ def test_a_dtype_that_the_files_cannot_hold_is_refused_by_name(tmp_path: Path) -
 def test_parts_of_more_dimensions_hold_any_range_of_the_flattened_tensor(
     shape: tuple[int, ...], parts: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "PART", 16)
+    monkeypatch.setattr(boxes, "PART", 16)
     monkeypatch.setattr(boxes, "BUFFER", 16)
     values = torch.arange(float(torch.Size(shape).numel())).view(shape)
     written = []

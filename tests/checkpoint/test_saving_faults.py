@@ -17,8 +17,8 @@ import torch
 
 from harness import run_ranks, spawn_ranks
 from runs import assert_same, config, everything, seed_everything, start, train
+from zeromesh.checkpoint import boxes, save
 from zeromesh.checkpoint import folder as folders
-from zeromesh.checkpoint import save, shards
 
 # Saves that fail.
 
@@ -107,7 +107,7 @@ def die(folder: str, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if (where == "shard") == (engine.mesh.rank == 1):
-        setattr(*((shards, "_write") if where == "shard" else (save, "commit")), kill)
+        setattr(*((boxes, "_write") if where == "shard" else (save, "commit")), kill)
     engine.save_checkpoint(folder)
 
 

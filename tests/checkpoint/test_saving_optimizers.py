@@ -14,9 +14,9 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from runs import assert_same, config, everything, start, train
+from zeromesh.checkpoint.contents import scheduler_name
 from zeromesh.checkpoint.folder import write_manifest
 from zeromesh.checkpoint.optimizer import state_number
-from zeromesh.checkpoint.schedule import scheduler_name
 
 # Optimizers and parameters of other shapes.
 

@@ -10,7 +10,7 @@ import pytest
 
 from harness import run_ranks
 from test_tiers import start, update
-from zeromesh.observe.bounds import ADVICE, COMPUTE, DISK, HOST, INPUT, LINK, NETWORK, PROGRAM, Amount, bounds, together
+from zeromesh.observe.bounds import ADVICE, COMPUTE, DISK, HOST, INPUT, LINK, NETWORK, PROGRAM, Amount, bounds
 from zeromesh.observe.breakdown import Breakdown
 from zeromesh.tiers import swap_file
 
@@ -59,7 +59,7 @@ def test_what_moved_in_no_time_is_told_all_the_same() -> None:
 
 def test_breakdowns_are_put_together_by_their_updates() -> None:
     other = Breakdown(12, 1.0, {"forward": 0.4, "checkpoint": 0.6}, {"forward": {"wait_disk": 0.4}})
-    found = together([BREAKDOWN, other])
+    found = BREAKDOWN + other
     assert found.updates == 16
     assert found.total == pytest.approx(1.25)
     assert found.phases["forward"] == pytest.approx((0.5 * 4 + 0.4 * 12) / 16)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeromesh.comm.collectives import Group
+from zeromesh.config.keys import PARTITION_ACTIVATIONS, RECOMPUTED
 from zeromesh.model.containers import map_tensors, tensors_of
 
 _TAG = 4
@@ -173,10 +174,10 @@ class ActivationStore:
         number = torch.stack(differs).sum().view(1)
         if bool(self.group.exchange(number, _TAG).any()):
             raise RuntimeError(
-                "activation_checkpointing.partition_activations keeps a part of each block's inputs on each rank of "
+                f"{PARTITION_ACTIVATIONS} keeps a part of each block's inputs on each rank of "
                 f"the axis {self.group.axis}, but inputs differ between these ranks, and the gradients are wrong: name "
-                "whole blocks in activation_checkpointing.targets, whose inputs are the same on all of them, or set "
-                "partition_activations to false"
+                f"whole blocks in {RECOMPUTED}, whose inputs are the same on all of them, or set "
+                f"{PARTITION_ACTIVATIONS} to false"
             )
 
 

@@ -1,27 +1,125 @@
-"""Reading a checkpoint: any part of a named tensor, from whichever files hold it.
+"""Boxes of tensors: each rank writes those that it owns to one file, and reads any part of a tensor from all files.
 
-Every rank has written the boxes it owned to one file (see ``shards``); the manifest joins them, with a SHA-256 of each.
-There is no pickle anywhere.
+A *box* is a range ``[start, stop)`` of a flattened tensor, or of a flattened N-dimensional part of one. The files are
+in the safetensors format, which anybody's reader opens; the manifest has a SHA-256 of each box. There is no pickle
+anywhere.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from zeromesh.checkpoint.folder import another_offered
-from zeromesh.checkpoint.manifest import listed, read_manifest, require_files, require_sound
+from zeromesh.checkpoint.manifest import CODES, dtype_name, read_manifest, require_files, require_sound, some
+
+PART = 16 * 1024**2
+"""Bytes that are written, hashed and brought to the host at a time."""
 
 BUFFER = 1024**2
 """Bytes that are read at a time; few enough for a processor's cache."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements ``[start, stop)`` of a flattened box of the tensor ``name``.
+
+    Attributes:
+        name: of the tensor.
+        shape: global shape of the tensor.
+        start, stop: the range of the flattened box.
+        data: shape ``(stop - start,)``.
+        offsets, sizes: where the box begins in the tensor and how large it is, by dimension; None is the whole tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    data: torch.Tensor
+    offsets: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the box in the file."""
+        within = "" if self.offsets is None else f"@{','.join(map(str, self.offsets))}"
+        return f"{self.name}{within}[{self.start}:{self.stop}]"
+
+
+def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[Box] | None = None) -> dict[str, Any]:
+    """Write this rank's boxes and flush them to the disk; return its entry for the manifest.
+
+    Where not all data fit in memory at once, ``filled`` yields the same boxes with their data, each valid until the
+    next; the data of ``boxes`` are not read then. Data are hashed as they are written, at most ``PART`` bytes at a
+    time: safetensors' own functions need all of them on the host at once, in memory that no two tensors share.
+
+    Raises:
+        TypeError: a tensor has a dtype that safetensors files cannot hold.
+    """
+    ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # so that each lies at a multiple of its item's size
+    ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
+    header = _header(ordered, ends)
+    places = {
+        box.key: (len(header) + begin, len(header) + end)
+        for box, begin, end in zip(ordered, ends, ends[1:], strict=False)
+    }
+    path = folder / f"rank_{rank:05d}.safetensors"
+    listed = []
+    with path.open("wb") as file:
+        file.write(header)
+        for box in boxes if filled is None else filled:
+            begin, end = places.pop(box.key)
+            entry: dict[str, Any] = {
+                "key": box.key,
+                "name": box.name,
+                "shape": list(box.shape),
+                "dtype": dtype_name(box.data.dtype),
+            }
+            if box.offsets is not None and box.sizes is not None:
+                entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
+            file.seek(begin)
+            entry |= {"start": box.start, "stop": box.stop, "bytes": [begin, end], "sha256": _write(file, box)}
+            listed.append(entry)
+        assert not places, f"{next(iter(places))} was not given again"
+        file.flush()
+        os.fsync(file.fileno())
+    listed.sort(key=lambda entry: entry["bytes"])  # as they lie in the file, which is how they are read and hashed
+    return {"file": path.name, "header": hashlib.sha256(header).hexdigest(), "boxes": listed}
+
+
+def _header(boxes: list[Box], ends: list[int]) -> bytes:
+    """The beginning of a safetensors file: its length in 8 bytes, then JSON, padded to a multiple of 8 bytes."""
+    entries: dict[str, Any] = {}
+    for box, begin, end in zip(boxes, ends, ends[1:], strict=False):
+        if box.data.dtype not in CODES:
+            raise TypeError(f"{box.name} is of {box.data.dtype}, which a checkpoint cannot hold; convert it")
+        assert box.key not in entries, f"{box.key} is written twice"
+        entries[box.key] = {"dtype": CODES[box.data.dtype], "shape": [box.data.numel()], "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(file: BinaryIO, box: Box) -> str:
+    """Write the data of a box; returns their hash."""
+    digest = hashlib.sha256()
+    for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
+        data = part.cpu().numpy()
+        file.write(data)
+        digest.update(data)
+    return digest.hexdigest()
 
 
 class _Stored(NamedTuple):
@@ -55,7 +153,7 @@ class _Stored(NamedTuple):
 
 
 def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """The pieces of a box that lie together in its tensor: (where in the tensor, where in the box, elements)."""
+    """Yield the contiguous runs of a box: (start in the tensor, start in the box, elements)."""
     cut = max((axis for axis in range(len(shape)) if sizes[axis] != shape[axis]), default=0)
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     length = prod(sizes[cut:])
@@ -65,7 +163,7 @@ def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
 
 
 class Reader:
-    """Reads tensors, or ranges of them, from a checkpoint's folder; what is not asked for is not read.
+    """Reader of tensors, or ranges of them, in a checkpoint's folder; nothing else is read.
 
     Attributes:
         folder: of the checkpoint.
@@ -122,7 +220,7 @@ class Reader:
             raise ValueError(f"{self.folder} lacks {missing} of the {stop - start} elements of {name} that are needed")
 
     def verify(self, first: int = 0, step: int = 1, names: Collection[str] | None = None) -> None:
-        """Compare every ``step``-th part, from ``first`` on, with what was written; all files must be there, and whole.
+        """Compare every ``step``-th part, from ``first`` on, with its hash; all files must be there, and whole.
 
         Args:
             first: so that several processes may share the work.
@@ -150,7 +248,7 @@ class Reader:
                 if _hash(file, begin, end) != digest:
                     damaged.setdefault(shard["file"], []).extend(keys)
         if damaged:
-            files = [f"{self.folder / file}, of which {listed(keys)}" for file, keys in damaged.items()]
+            files = [f"{self.folder / file}, of which {some(keys)}" for file, keys in damaged.items()]
             raise ValueError(f"not what was written (SHA-256 differs): {'; '.join(files)}, cannot be used")
 
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.random_state import random_state
-from zeromesh.checkpoint.shards import Box
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
+from zeromesh.optim.schedules import RateSchedule
 from zeromesh.precision.scaler import LossScaler
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
@@ -66,7 +68,7 @@ class RunState(Protocol):
 
 
 def boxes(engine: RunState, read: bool = True) -> Iterator[Box]:
-    """The ranges that this rank is to write: its shard, whatever it holds beyond; replicas write nothing twice.
+    """Yield the boxes that this rank writes: its shard, also where it holds more; replicas write nothing twice.
 
     The data of what rests on NVMe are there until the next box is asked for. Without ``read`` they are any.
     """
@@ -87,7 +89,7 @@ def boxes(engine: RunState, read: bool = True) -> Iterator[Box]:
 
 
 def held(sharded: ShardedModel, flat: Flat) -> tuple[torch.Tensor, int]:
-    """The part of a flat buffer from which parameters are saved, and where in the layout it begins."""
+    """Return the part of a flat buffer from which parameters are saved, and its start in the layout."""
     if flat.layout.trainable:
         return flat.master, flat.own.start
     return (flat.shard, flat.shard_range.start) if sharded.sharded else (flat.full, 0)
@@ -142,20 +144,20 @@ def pieces(sharded: ShardedModel) -> Iterator[tuple[Flat, Piece]]:
 
 
 def buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers here that are part of the model's state, by name."""
+    """Return the buffers here that are part of the model's state, by name."""
     persistent = {id(buffer) for buffer in sharded.buffers.state()}
     return ((name, buffer) for name, buffer in sharded.model.named_buffers() if id(buffer) in persistent)
 
 
 def own_buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those whose values are the model's: another stage's are not, where it has them but does not compute with them."""
+    """Return the buffers that this stage computes with; the values of the others are another stage's."""
     return ((name, buffer) for name, buffer in buffers(sharded) if name not in sharded.idle)
 
 
 def parameters(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
     """Return the compute dtype of each parameter here, and whether it is trained, by name."""
     return {
-        segment.name: {"dtype": str(flat.layout.dtype).removeprefix("torch."), "trainable": flat.layout.trainable}
+        segment.name: {"dtype": dtype_name(flat.layout.dtype), "trainable": flat.layout.trainable}
         for flat in sharded.flats
         for segment in flat.layout.segments
     }
@@ -174,3 +176,12 @@ def model_fields(engine: RunState) -> dict[str, Any]:
     fields = given if isinstance(given, dict) else getattr(given, "__dict__", {})
     plain = {key: value for key, value in fields.items() if isinstance(value, bool | int | str)}
     return {key: value for key, value in plain.items() if isinstance(key, str) and not key.startswith("_")}
+
+
+def scheduler_name(scheduler: Any) -> str | None:
+    """Return the class of a scheduler, with those that it is made of; None if there is none."""
+    if scheduler is None:
+        return None
+    name = scheduler.name if isinstance(scheduler, RateSchedule) else type(scheduler).__name__
+    parts = getattr(scheduler, "_schedulers", None)  # of torch's SequentialLR and ChainedScheduler
+    return f"{name}({', '.join(str(scheduler_name(part)) for part in parts)})" if parts else name

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: how one appears in them whole or not at all, which is the latest, which go away.
+"""Folders of checkpoints: a checkpoint appears whole or not at all; the latest is named, and old ones are deleted.
 
 A checkpoint is there when its folder has its name: it is written under another one (``.draft``), flushed to the disk,
 and renamed last. Where it takes the place of an earlier one, that has the name with ``.old`` for a moment.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest, require_files, signed
+from zeromesh.config.keys import KEEP_LAST
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ LATEST = "latest"
 DRAFT = ".draft"
 OLD = ".old"
 GONE = f".gone{DRAFT}"
-"""Ends of names of what is no checkpoint: one that is written, one that is replaced, one that is deleted."""
+"""Ends of folder names that are no checkpoints: being written, being replaced, being deleted."""
 
 
 # What is whole, and what to do where something is not.
@@ -54,7 +55,7 @@ def _is_whole(folder: Path) -> bool:
 
 @contextmanager
 def another_offered(folder: Path) -> Iterator[None]:
-    """In this context, errors about a checkpoint end with what to do instead."""
+    """Return a context in which errors about a checkpoint end with the remedy."""
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
@@ -113,7 +114,7 @@ def begin(draft: Path, needed: int) -> None:
         raise OSError(
             errno.ENOSPC,
             f"a checkpoint needs {needed:,} bytes in {draft.parent}, where {free:,} are free; make room, set "
-            "checkpoint.keep_last, or save to another folder",
+            f"{KEEP_LAST}, or save to another folder",
         )
 
 
@@ -199,7 +200,7 @@ def require_tag(tag: str) -> None:
 
 
 def locate(folder: Path, tag: str) -> Path:
-    """The folder of a checkpoint. It has another name if a process died as it put a new one in its place."""
+    """Return the folder of a checkpoint. It has another name if a process died while it was replaced."""
     path, old = folder / tag, folder / f"{tag}{OLD}"
     return old if not (path / MANIFEST).is_file() and (old / MANIFEST).is_file() else path
 
@@ -211,7 +212,7 @@ def is_left(path: Path) -> bool:
 
 
 def latest(folder: Path) -> str | None:
-    """The tag that ``folder/latest`` names; None if there is no checkpoint.
+    """Return the tag that ``folder/latest`` names; None if there is no checkpoint.
 
     If there is no such file, or it is empty, or names what is not there or was not written to its end, the newest
     complete checkpoint is taken, with a warning.
@@ -238,7 +239,7 @@ def _newest(folder: Path, besides: Path | None = None) -> str | None:
 
 
 def _by_age(folder: Path, besides: Path | None = None) -> Iterator[str]:
-    """The tags of what has a manifest, newest first."""
+    """Return the tags of the folders that have a manifest, newest first."""
     found: dict[str, int] = {}
     for manifest in folder.glob(f"*/{MANIFEST}"):
         if not is_left(manifest.parent) and manifest.parent != besides:

@@ -1,4 +1,4 @@
-"""Continuing from a checkpoint: everything is checked before the first value is taken."""
+"""Loading a checkpoint: everything is checked before the first value is taken."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import Counters, RunState, buffers, held
-from zeromesh.checkpoint.fit import require_same_model, shapes, some
+from zeromesh.checkpoint.contents import Counters, RunState, buffers, held, model_fields, own_buffers, scheduler_name
 from zeromesh.checkpoint.folder import latest, locate
+from zeromesh.checkpoint.manifest import some
 from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_same_optimizer, set_learning_rates
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.checkpoint.random_state import derive_random_state, restore_random_state, share_random_state
-from zeromesh.checkpoint.schedule import require_same_scheduler
-from zeromesh.comm.agreement import attempt, require_agreement, share, together
+from zeromesh.checkpoint.whole import of_all_stages
+from zeromesh.comm.agreement import attempt, require_agreement, share, texts, together
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
+from zeromesh.config.batch import TRAIN
+from zeromesh.config.errors import nearest
 from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger(__name__)
+
+Shapes = dict[str, tuple[int, ...]]
+
+MOST_SHOWN = 20
+"""Most tensors of each kind that an error names."""
 
 
 def load(
@@ -65,17 +71,17 @@ def load(
     optimizer = engine.optimizer if optimizer_states else None
     loader = engine.training_dataloader if data_position else None
 
-    wanted = shapes(engine.sharded)
+    wanted = _shapes(engine.sharded)
 
     def prepare() -> Reader:
         reader = _open(folder, chosen)
-        require_same_model(engine, reader, wanted, strict)
+        _require_same_model(engine, reader, wanted, strict)
         if may_restart():
             _require_same_batch(engine, reader.manifest.get("train_batch_size"))
         if optimizer is not None:
             require_same_optimizer(engine.sharded, optimizer, reader)
         if scheduler_states:
-            require_same_scheduler(engine, reader)
+            _require_same_scheduler(engine, reader)
         if loader is not None:
             loader.require_same_data(reader.manifest.get("data"))
         return reader
@@ -106,29 +112,106 @@ def load(
 
 def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:
     """Raise ValueError on every rank unless all of them are to load the same checkpoint."""
-    data = torch.tensor(list((tag or "").encode()), dtype=torch.uint8)
-    sizes = world.exchange(torch.tensor([data.numel()])).flatten().tolist()
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    rows = world.exchange(padded).tolist()
     ranks: dict[str, list[int]] = {}
-    for rank, (row, size) in enumerate(zip(rows, sizes, strict=True)):
-        ranks.setdefault(bytes(row[:size]).decode(), []).append(rank)
+    for rank, name in enumerate(texts(world, tag or "")):
+        ranks.setdefault(name, []).append(rank)
     if len(ranks) == 1:
         return
-    seen = [f"{some(map(str, found), 'ranks')}: {name or 'none'}" for name, found in ranks.items()]
+    seen = [f"{some(map(str, found), 'ranks', most=MOST_SHOWN)}: {name or 'none'}" for name, found in ranks.items()]
     raise ValueError(
         f"the ranks would load different checkpoints from {folder}: by rank, {'; '.join(seen)}; all ranks need the "
         "same: use a folder that all of them see, or pass the same tag"
     )
 
 
+def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict: bool) -> None:
+    """Raise ValueError unless the tensors of the checkpoint are the model's, which are ``wanted``.
+
+    Without ``strict``, those that are in one of them only are left out, with a warning; shapes must be equal anyway.
+    """
+    saved = {name: reader.shape(name) for name in reader.names if name.startswith(("parameter/", "buffer/"))}
+    # Of a tensor without elements there is nothing to write.
+    saved, wanted = ({name: shape for name, shape in found.items() if 0 not in shape} for found in (saved, wanted))
+    missing = {name: shape for name, shape in wanted.items() if name not in saved}
+    extra = {name: saved[name] for name in sorted(saved) if name not in wanted}
+    other = [f"{_bare(name)}: saved {saved[name]}, wanted {shape}" for name, shape in wanted.items()
+             if saved.get(name, shape) != shape]  # fmt: skip
+    if not strict and not other:
+        if (missing or extra) and engine.mesh.rank == 0:
+            kept = some(map(_bare, missing), "tensors", most=MOST_SHOWN) or "none"
+            ignored = some(map(_bare, extra), "tensors", most=MOST_SHOWN) or "none"
+            _log.warning("not in %s, and left as they are: %s; only in it: %s", reader.folder, kept, ignored)
+        return
+    lacking = _unmatched(missing, extra, "not in the checkpoint")
+    unknown = _unmatched(extra, missing, "not in the model")
+    if other or lacking or unknown:
+        hint = "" if other else "\nload_module_strict=False loads those that are in both"
+        text = "\n".join(some(lines, "like these", "\n", MOST_SHOWN) for lines in (other, lacking, unknown) if lines)
+        raise ValueError(f"{reader.folder} is of another model:\n{text}{_fields(engine, reader)}{hint}")
+
+
+def _shapes(sharded: ShardedModel) -> Shapes:
+    """Return the parameters and buffers of all stages. Collective."""
+    found = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
+    found |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
+    return {name: tuple(shape) for name, shape in of_all_stages(sharded.mesh, found).items()}
+
+
+def _fields(engine: RunState, reader: Reader) -> str:
+    """Return a line with the differing fields of the model's own configuration; empty if none are known."""
+    saved = reader.manifest.get("model", {})
+    differ = [
+        f"{key} (saved {saved[key]!r}, wanted {value!r})"
+        for key, value in model_fields(engine).items()
+        if key in saved and saved[key] != value
+    ]
+    return f"\nof the model's configuration, these differ: {some(differ, 'fields')}" if differ else ""
+
+
+def _bare(name: str) -> str:
+    return name.split("/", 1)[1]
+
+
+def _unmatched(names: Shapes, others: Shapes, what: str) -> list[str]:
+    """One line per tensor that has no counterpart, with the nearest name of one on the other side that could be it."""
+    lines = [f"{_bare(name)}: {what}" for name in names]
+    for number, (name, shape) in enumerate(list(names.items())[:MOST_SHOWN]):  # comparing words takes long
+        kind = name.removesuffix(_bare(name))
+        similar = nearest(_bare(name), [_bare(o) for o in others if o.startswith(kind) and others[o] == shape])
+        lines[number] += f"; did you mean {similar!r}?" if similar else ""
+    return lines
+
+
+def _require_same_scheduler(engine: RunState, reader: Reader) -> None:
+    """Raise ValueError unless the state in a checkpoint is one of such a scheduler.
+
+    Where only one of them has a scheduler, that is a warning.
+    """
+    scheduler, state = engine.lr_scheduler, reader.manifest["scheduler"]
+    name = scheduler_name(scheduler)
+    saved = reader.manifest.get("scheduler_type", "a scheduler" if state else None)
+    if scheduler is None or not state:
+        if (scheduler is None) == bool(state) and engine.mesh.rank == 0:
+            begins = f"{name} begins at its beginning" if name else "its learning rates stay as they were last"
+            _log.warning("%s has %s, but this run has %s: %s", reader.folder, saved or "no scheduler", name, begins)
+        return
+    # Checkpoints of former versions do not name it.
+    lacking = sorted(key for key in scheduler.state_dict() if key not in state and not key.startswith("_"))
+    known = "scheduler_type" in reader.manifest
+    if str(saved).lower() != str(name).lower() if known else lacking:
+        lacks = "" if known else f" whose state lacks {', '.join(lacking)}"
+        raise ValueError(
+            f"{reader.folder} is of {saved}{lacks}, but this run has {name}; make the same scheduler, or pass "
+            "load_lr_scheduler_states=False to begin this one where it is"
+        )
+
+
 def _require_same_batch(engine: RunState, saved: int | None) -> None:
-    """Under a launcher that restarts the ranks, nobody would see that a new world has silently changed the batch."""
+    """Raise ValueError if another number of ranks, after a restart by the launcher, would silently change the batch."""
     if saved is not None and saved != engine.train_batch_size():
         raise ValueError(
             f"the checkpoint was trained with {saved} samples per update, and the {engine.mesh.world_size} ranks now "
-            f"take {engine.train_batch_size()}; set train_batch_size to {saved}, so that the number of ranks does not "
+            f"take {engine.train_batch_size()}; set {TRAIN} to {saved}, so that the number of ranks does not "
             "change it"
         )
 
@@ -157,7 +240,7 @@ def _load_tensors(sharded: ShardedModel, optimizer: Optimizer | None, reader: Re
 
 
 def _load_progress(sharded: ShardedModel, reader: Reader) -> None:
-    """Random numbers go on as in the run that was saved."""
+    """Continue the random numbers of the run that was saved."""
     _load_random_state(reader, sharded.mesh.rank)
     share_random_state(sharded.mesh.group("tensor"))
     if reader.manifest.get("mesh", {}).get("pipeline", 1) != sharded.mesh.sizes["pipeline"]:
@@ -165,7 +248,7 @@ def _load_progress(sharded: ShardedModel, reader: Reader) -> None:
 
 
 def _load_random_state(reader: Reader, rank: int) -> None:
-    """Each rank takes its own; one that the checkpoint has not, a seed that follows from the first rank's."""
+    """Restore this rank's random state; a rank that the checkpoint lacks gets a seed made of the first rank's."""
     if f"random/{rank}" in reader.names:
         restore_random_state(reader.tensor(f"random/{rank}"))
     elif "random/0" in reader.names:

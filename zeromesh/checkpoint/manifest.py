@@ -1,24 +1,40 @@
-"""Manifests: what a checkpoint says of itself, and whether its files are there and as long as it says."""
+"""Manifests: the description of a checkpoint, and the check that its files are there and not cut off."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.shards import CODES, dtype_name
-
 FORMAT = 2
 """Format of manifests that are written; format 1 is read, too."""
 
 MANIFEST = "manifest.json"
 
-MOST_SHOWN = 6
-"""So many tensors of a damaged file are named."""
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of dtypes in safetensors files."""
 
 
 def signed(content: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +44,7 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, as of the newest format.
+    """Return the manifest of a checkpoint, in the newest format.
 
     Raises:
         FileNotFoundError: there is none.
@@ -57,7 +73,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def require_sound(folder: Path, manifest: dict[str, Any]) -> None:
-    """Look at what the manifest says of files and boxes, before any of it is used; a hash does not say who wrote it.
+    """Check the manifest's files and boxes before any of them is used: a hash does not say who wrote it.
 
     Raises:
         ValueError: a file lies elsewhere, a box is there twice, or its numbers contradict each other.
@@ -98,7 +114,7 @@ def _place(box: dict[str, Any]) -> tuple[str, str]:
 
 
 def require_files(folder: Path, manifest: dict[str, Any]) -> None:
-    """Look at whether all files are there, and not cut off; nothing of them is read.
+    """Check that all files are there and not cut off; nothing of them is read.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -109,23 +125,29 @@ def require_files(folder: Path, manifest: dict[str, Any]) -> None:
         _require_file(path, shard)
         size, wanted = path.stat().st_size, max((box["bytes"][1] for box in boxes), default=0)
         if size < wanted:
-            lost = listed([box["key"] for box in boxes if box["bytes"][1] > size])
+            lost = some([box["key"] for box in boxes if box["bytes"][1] > size])
             raise ValueError(f"{path} is cut off after {size:,} of {wanted:,} bytes, and lacks {lost}")
 
 
-def listed(keys: list[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {len(keys) - MOST_SHOWN} more" if len(keys) > MOST_SHOWN else ""
-    return ", ".join(keys[:MOST_SHOWN]) + more
+def some(items: Iterable[str], what: str = "", separator: str = ", ", most: int = 6) -> str:
+    """Return the first of them, and how many more there are."""
+    shown = list(items)
+    more = [f"and {len(shown) - most} more {what}".rstrip()] if len(shown) > most else []
+    return separator.join(shown[:most] + more)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name in torch, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _require_file(path: Path, shard: dict[str, Any]) -> None:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing, which held {listed([box['key'] for box in shard['boxes']])}")
+        raise FileNotFoundError(f"{path} is missing, which held {some([box['key'] for box in shard['boxes']])}")
 
 
 def _find_bytes(manifest: dict[str, Any], folder: Path) -> None:
-    """Complete a manifest of format 1 by what the headers of its files say."""
+    """Complete a manifest of format 1 from the headers of its files."""
     dtypes = {code: dtype_name(dtype) for dtype, code in CODES.items()}
     for shard in manifest["shards"]:
         path = folder / shard["file"]

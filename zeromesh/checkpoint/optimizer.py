@@ -9,7 +9,9 @@ from torch.optim import Optimizer
 
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.contents import RunState, pieces, updates_whole
+from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.packing import unpack
+from zeromesh.config.keys import UNSHARDED
 from zeromesh.model.piece import Piece
 from zeromesh.model.split import Held
 from zeromesh.shard.sharded import ShardedModel
@@ -55,7 +57,7 @@ def scalars(engine: RunState) -> dict[str, dict[str, Any]]:
             if not isinstance(value, torch.Tensor):
                 found.setdefault(piece.name, {})[key] = value
             elif value.ndim == 0:
-                found.setdefault(piece.name, {})[key] = [value.item(), str(value.dtype).removeprefix("torch.")]
+                found.setdefault(piece.name, {})[key] = [value.item(), dtype_name(value.dtype)]
     return found
 
 
@@ -76,7 +78,7 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             if not updates_whole(flat) and name in reader.names and reader.shape(name) != piece.shape:
                 raise ValueError(
                     f"{name} in {reader.folder} has shape {reader.shape(name)} and cannot be cut as its parameter of "
-                    f"shape {piece.shape}; load it with ZeRO-0, or pass load_optimizer_states=False"
+                    f"shape {piece.shape}; load it with {UNSHARDED}, or pass load_optimizer_states=False"
                 )
 
 
@@ -104,7 +106,7 @@ def _state_keys(reader: Reader) -> list[str]:
 
 
 def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
-    """Take the options of the groups, and the states of what this rank updates."""
+    """Load the options of the groups, and the states of the pieces that this rank updates."""
     for group, saved in zip(optimizer.param_groups, reader.manifest["groups"], strict=True):
         group.update({key: _restored(group.get(key), value) for key, value in unpack(saved).items()})
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}

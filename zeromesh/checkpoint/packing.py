@@ -1,4 +1,4 @@
-"""Values of Python as JSON, and back, without pickle: what of a checkpoint is neither a model's tensor nor plain JSON.
+"""Python values as JSON, and back, without pickle: the values of a checkpoint that are no tensors of a model.
 
 Values that JSON does not have are marked: ``{"__tuple__": [...]}``. Tensors and arrays of more than one element are
 kept apart, for a file of their own.
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+
+from zeromesh.checkpoint.manifest import dtype_name
 
 
 class _Kind(NamedTuple):
@@ -97,7 +99,7 @@ def _pack_tensor(
     value: torch.Tensor | numpy.ndarray[Any, Any], path: str, apart: dict[str, torch.Tensor] | None
 ) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return {"__tensor__": [value.tolist(), str(value.dtype).removeprefix("torch.")]}
+        return {"__tensor__": [value.tolist(), dtype_name(value.dtype)]}
     library = "torch" if isinstance(value, torch.Tensor) else "numpy"
     try:
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(numpy.ascontiguousarray(value))
@@ -110,7 +112,7 @@ def _pack_tensor(
         )
     name = f"client_state/{len(apart)}"
     apart[name] = tensor.contiguous()
-    return {"__stored__": [name, library, list(value.shape), str(tensor.dtype).removeprefix("torch.")]}
+    return {"__stored__": [name, library, list(value.shape), dtype_name(tensor.dtype)]}
 
 
 def unpack(value: Any, apart: Callable[[str], torch.Tensor] | None = None) -> Any:

@@ -44,7 +44,7 @@ def restore_random_state(packed: torch.Tensor) -> None:
 
 
 def share_random_state(group: Group) -> None:
-    """Let all ranks of a group have the state of its first one."""
+    """Give all ranks of a group the random state of its first rank. Collective."""
     if group.size > 1:
         state = bytes(random_state().tolist()).decode()
         restore_random_state(torch.tensor(list(texts(group, state)[0].encode()), dtype=torch.uint8))

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.contents import RunState, boxes, model_fields, parameters, tied
+from zeromesh.checkpoint.boxes import Box, write_shard
+from zeromesh.checkpoint.contents import RunState, boxes, model_fields, parameters, scheduler_name, tied
 from zeromesh.checkpoint.folder import (
     DRAFT,
     begin,
@@ -28,13 +29,11 @@ from zeromesh.checkpoint.folder import (
 )
 from zeromesh.checkpoint.optimizer import options, scalars
 from zeromesh.checkpoint.packing import pack
-from zeromesh.checkpoint.schedule import scheduler_name
-from zeromesh.checkpoint.shards import Box, write_shard
 from zeromesh.comm.agreement import require_agreement, together
 from zeromesh.tiers.lock import FolderInUse, locked
 
 MANIFEST_BYTES = 400
-"""About so many of the manifest tell of one box."""
+"""Estimated bytes of the manifest for each box."""
 
 ONE_FOLDER = "save to a folder that all ranks see"
 
@@ -80,7 +79,7 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
 
     def finish() -> None:
         if rank == 0:
-            write_manifest(draft, _state(engine, kept) | _joined(draft, world.size))
+            write_manifest(draft, _state(engine, kept) | _merged_entries(draft, world.size))
             commit(draft, final)
             if save_latest:
                 write_latest(folder, tag)
@@ -111,19 +110,19 @@ def _lock(held: ExitStack, folder: Path) -> None:
         raise unwritable(folder, error) from error
 
 
-def _joined(draft: Path, ranks: int) -> dict[str, Any]:
+def _merged_entries(draft: Path, ranks: int) -> dict[str, Any]:
     """Merge the ranks' descriptions of their shards; their own files are deleted."""
     shards: list[Any] = []
-    joined: dict[str, dict[str, Any]] = {"scalars": {}, "parameters": {}, "tied": {}}
+    merged: dict[str, dict[str, Any]] = {"scalars": {}, "parameters": {}, "tied": {}}
     for path in sorted(draft.glob("rank_*.json")):
         part = json.loads(path.read_text(encoding="utf-8"))
         shards.append(part["shard"])
-        for key, found in joined.items():
+        for key, found in merged.items():
             found |= part.get(key, {})
         path.unlink()
     if len(shards) != ranks:
         raise OSError(f"the first rank sees the files of {len(shards)} of {ranks} ranks in {draft}; {ONE_FOLDER}")
-    return {"shards": shards, **joined}
+    return {"shards": shards, **merged}
 
 
 def _scheduler_state(engine: RunState) -> Any:

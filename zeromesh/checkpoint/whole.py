@@ -1,29 +1,142 @@
-"""The whole model on one rank, or on all."""
+"""The whole model on one rank or on all, gathered from the stages of a pipeline; with one stage nothing is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from zeromesh.checkpoint.contents import own_buffers, tied
-from zeromesh.checkpoint.fit import some
-from zeromesh.checkpoint.stages import State, of_all_stages, on_all_ranks, on_first_rank, shows
-from zeromesh.comm.agreement import attempt, share
+from zeromesh.checkpoint.manifest import dtype_name, some
+from zeromesh.comm.agreement import attempt, share, texts
+from zeromesh.comm.collectives import Group
+from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.sharded import ShardedModel
+
+State = dict[str, torch.Tensor]
+
+STATE_TAG = 12
+"""Tag on the pipeline axis of tensors that are shown or saved whole."""
+
+PART = 1 << 28
+"""Bytes of one message: some backends count those in 32 bits."""
+
+
+def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge JSON values by name over all stages; the first stage that has a name counts. Collective."""
+    if mesh.sizes["pipeline"] == 1:
+        return dict(own)
+    found: dict[str, Any] = {}
+    for text in texts(mesh.group("pipeline"), json.dumps(own)):
+        found = found | {name: value for name, value in json.loads(text).items() if name not in found}
+    return found
+
+
+def on_all_ranks(mesh: Mesh, own: State) -> State:
+    """Return the tensors of all stages, copies of those of others. Collective."""
+    if mesh.sizes["pipeline"] == 1:
+        return own
+    group, found = mesh.group("pipeline"), State()
+    for place, text in enumerate(texts(group, _forms(own))):
+        for name, form in json.loads(text).items():
+            if name not in found:
+                value = own[name].detach().contiguous() if place == group.rank else _empty(form, mesh.device)
+                for part in _parts(value.to(mesh.device)):
+                    group.broadcast(part, place)
+                found[name] = own[name] if place == group.rank else value
+    return found
+
+
+def shows(mesh: Mesh) -> bool:
+    """Return whether this rank takes part in ``on_first_rank``: it is the first rank, or sends its stage there."""
+    return 0 in _line(mesh)
+
+
+def on_first_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
+    """Yield the tensors of all stages on the first rank, one of the ``states`` at a time; empty ones elsewhere.
+
+    All ranks call it and go through it to its end.
+
+    Args:
+        mesh: the ranks.
+        states: what this rank's stage has, on the ranks that take part (see ``shows``); elsewhere what is in it does
+            not matter. It is gone through by all ranks of the stage together.
+    """
+    ranks = _line(mesh)
+    if ranks == [0] or 0 not in ranks:
+        yield from states
+        return
+    group, first = mesh.group("pipeline"), ranks.index(0)
+    if mesh.rank != 0:
+        for state in states:
+            if state:
+                _send(group, first, mesh.device, state)
+            yield {}
+        _send(group, first, mesh.device, {})
+        return
+    for place in range(group.size):
+        if place == first:
+            yield from states
+            continue
+        while state := _receive(group, place, mesh.device):
+            yield state
+
+
+def _line(mesh: Mesh) -> list[int]:
+    """The ranks of this one's pipeline, by their place along it."""
+    return next(line for line in mesh.lines("pipeline") if mesh.rank in line)
+
+
+def _send(group: Group, to: int, device: torch.device, state: State) -> None:
+    """Send tensors to a rank of the pipeline; an empty state ends the series."""
+    header = torch.frombuffer(bytearray(_forms(state).encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([header.numel()], device=device)
+    values = [part for value in state.values() for part in _parts(value.detach().contiguous().to(device))]
+    for message in (length, header, *values):
+        group.send_and_receive({to: message}, {}, STATE_TAG, "whole tensors").wait()
+
+
+def _receive(group: Group, place: int, device: torch.device) -> State:
+    def receive(message: torch.Tensor) -> torch.Tensor:
+        group.send_and_receive({}, {place: message}, STATE_TAG, "whole tensors").wait()
+        return message
+
+    length = int(receive(torch.empty(1, dtype=torch.int64, device=device)))
+    header = receive(torch.empty(length, dtype=torch.uint8, device=device))
+    found = State()
+    for name, form in json.loads(bytes(header.tolist())).items():
+        value = _empty(form, device)
+        for part in _parts(value):
+            receive(part)
+        found[name] = value.cpu()
+    return found
+
+
+def _forms(state: State) -> str:
+    return json.dumps({name: [dtype_name(v.dtype), *v.shape] for name, v in state.items()})
+
+
+def _empty(form: list[Any], device: torch.device) -> torch.Tensor:
+    return torch.empty(form[1:], dtype=getattr(torch, form[0]), device=device)
+
+
+def _parts(value: torch.Tensor) -> Iterable[torch.Tensor]:
+    """A tensor's bytes, as the backends do not know every dtype, in several messages where there are many."""
+    return value.view(-1).view(torch.uint8).split(PART) if value.numel() else ()
 
 
 def gathered_state_dict(sharded: ShardedModel) -> State:
-    """Whole parameters and buffers as CPU tensors on rank 0, empty elsewhere; one unit is gathered at a time."""
+    """Return whole parameters and buffers as CPU tensors on rank 0, {} elsewhere; one unit is gathered at a time."""
     found = State()
-    for state in on_first_rank(sharded.mesh, _parts(sharded)):
+    for state in on_first_rank(sharded.mesh, _shown(sharded)):
         found |= state
     names = of_all_stages(sharded.mesh, tied(sharded))
     return found | {name: found[own] for name, own in names.items()} if found else found
 
 
-def _parts(sharded: ShardedModel) -> Iterator[State]:
+def _shown(sharded: ShardedModel) -> Iterator[State]:
     """Return the tensors of this rank's stage, on the ranks that show them."""
     shown = shows(sharded.mesh)
     for unit in sharded.units:
@@ -36,7 +149,7 @@ def _parts(sharded: ShardedModel) -> Iterator[State]:
 
 
 def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """This rank's state dict with the tensors of the other stages. All ranks call it."""
+    """Return this rank's state dict with the tensors of the other stages. Collective."""
     own = {
         name: value
         for name, value in state.items()
@@ -61,9 +174,8 @@ def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> 
     assert result is not None
     result.missing_keys.extend(sorted(elsewhere - state.keys()))
     if strict and (result.missing_keys or result.unexpected_keys):
+        lacks, has = (some(names, "names", most=20) or "nothing" for names in result[:2])
         raise RuntimeError(
-            f"the state lacks {some(result.missing_keys, 'names') or 'nothing'}, and has "
-            f"{some(result.unexpected_keys, 'names') or 'nothing'} that the model does not; strict=False takes what is "
-            "in both"
+            f"the state lacks {lacks}, and has {has} that the model does not; strict=False takes what is in both"
         )
     return result

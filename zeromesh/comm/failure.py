@@ -37,7 +37,7 @@ HASTE = 1.0
 
 HINTS = {
     signal.SIGKILL: "if nobody sent it, the kernel did because memory ran out (see dmesg): start fewer ranks on this "
-    "machine, lower train_micro_batch_size_per_gpu, or use a higher zero_optimization.stage",
+    "machine, make the micro-batches smaller, or shard more of the states",
     signal.SIGSEGV: "native code used memory that it must not; PYTHONFAULTHANDLER=1 shows where",
     signal.SIGBUS: "a file in shared memory could not grow: make /dev/shm larger, or use fewer loader workers",
 }

@@ -74,7 +74,7 @@ class Mesh:
             product = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "1"
             raise ValueError(
                 f"the mesh has {product} = {prod(self.sizes.values())} ranks, but {self.world_size} are running; "
-                "set mesh.data to -1 to let it fill what is left, or start as many ranks as the mesh has"
+                "give the data axis the size -1, which fills what is left, or start as many ranks as the mesh has"
             )
         self.device = device
         self.links = links or Links()

@@ -44,9 +44,9 @@ class Places:
         even = len(set(counts.values())) == 1
         if hierarchical and not even:
             raise ValueError(
-                "two steps, or fewer bits between nodes, are asked for (communication.hierarchical, across_nodes_*, or "
-                f"DeepSpeed's zero_quantized_*), but a group of {len(node_of)} ranks lies on nodes with "
-                f"{', '.join(str(counts[node]) for node in sorted(counts))} of them; it needs as many on every node: "
+                "two steps, or fewer bits, between nodes are asked for, but a group of "
+                f"{len(node_of)} ranks lies on nodes with {', '.join(str(counts[node]) for node in sorted(counts))} of "
+                "them; it needs as many on every node: "
                 "start as many ranks on each, or leave it out"
             )
         if hierarchical is False or not even:

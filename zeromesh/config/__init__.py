@@ -1,1 +1,1 @@
-"""From a JSON file in DeepSpeed's format to frozen settings: the only package that knows DeepSpeed's key names."""
+"""Frozen settings from a JSON file in DeepSpeed's format: the only package that knows the names of keys."""

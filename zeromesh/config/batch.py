@@ -28,7 +28,7 @@ class BatchSizes:
 def solve_batch(
     train: int | None, micro: int | None, accumulation: int | None, data_size: int, elastic: bool = False
 ) -> BatchSizes:
-    """The three sizes from any consistent subset: ``train = micro x accumulation x data_size``.
+    """Return the three sizes from any consistent subset: ``train = micro x accumulation x data_size``.
 
     With nothing given, a micro-batch has one sample and there is no accumulation.
 
@@ -65,7 +65,7 @@ def solve_batch(
 
 
 def _refit(train: int, micro: int, data_size: int) -> BatchSizes:
-    """The same global batch on another number of ranks; a micro-batch never grows, since memory may not hold more."""
+    """Keep the global batch on another number of ranks; a micro-batch never grows, since memory may not hold more."""
     if train % data_size:
         divisors = divisors_of(train)
         work = ", ".join(map(str, divisors[:LISTED])) + (", ..." if len(divisors) > LISTED else "")
@@ -81,7 +81,7 @@ def _refit(train: int, micro: int, data_size: int) -> BatchSizes:
 
 
 def divisors_of(number: int) -> list[int]:
-    """All of them, in order."""
+    """Return all divisors, in order."""
     low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return low + [number // size for size in reversed(low) if size * size != number]
 
@@ -104,7 +104,7 @@ def _check_product(train: int, micro: int, accumulation: int, data_size: int) ->
 
 
 def _divide(train: int, given: Mapping[str, int], data_size: int) -> int:
-    """``train / (given x data_size)``, which must be a whole number."""
+    """Return ``train / (given x data_size)``, which must be a whole number."""
     factor = prod(given.values()) * data_size
     if train % factor == 0:
         return train // factor
@@ -121,7 +121,7 @@ def _divide(train: int, given: Mapping[str, int], data_size: int) -> int:
 
 
 def solve_mesh(sizes: Mapping[str, int], shard_group: tuple[str, int] | None, world_size: int) -> dict[str, int]:
-    """The size of every axis; their product is ``world_size``.
+    """Return the size of every axis; their product is ``world_size``.
 
     Args:
         sizes: size by axis; ``data`` may be -1, for what is left.

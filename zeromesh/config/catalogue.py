@@ -1,14 +1,20 @@
-"""Every key of the settings by its dotted path, with what may stand there: for errors and for the reference."""
+"""Every key of the settings by its dotted path, with its rule, and what errors say of it.
+
+``explain`` makes of what pydantic objects to sentences with the key, the value, the rule and the remedy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from zeromesh.config.errors import nearest, show
+from zeromesh.config.errors import ConfigError, nearest, show
+from zeromesh.config.tables import RENAMED
 
 Schema = dict[str, Any]
 
@@ -21,7 +27,14 @@ MARKS = {
     "object": "an object",
     "array": "a list",
 }
-BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+KEYS_SHOWN = 12
+BOUNDS = (
+    ("minimum", ">="),
+    ("exclusiveMinimum", ">"),
+    ("maximum", "<="),
+    ("exclusiveMaximum", "<"),
+    ("multipleOf", "a multiple of"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,21 +70,15 @@ def children(entries: dict[str, Entry], section: str) -> list[str]:
     return [name for name in paths if "." not in name]
 
 
-def suggest(entries: dict[str, Entry], path: str, more: Iterable[str] = ()) -> str | None:
-    """The known path nearest to an unknown one: in its own section, else anywhere by its last name.
-
-    ``more`` are further paths that are known.
-    """
+def _suggest(entries: dict[str, Entry], path: str) -> str | None:
+    """Return the known path nearest to an unknown one: in its own section, else anywhere by its last name."""
     section, _, name = path.rpartition(".")
     prefix = f"{section}." if section else ""
-    siblings = children(entries, section) + [
-        other.removeprefix(prefix) for other in more if other.rpartition(".")[0] == section
-    ]
-    match = nearest(name, siblings)
+    others = [other.removeprefix(prefix) for other in RENAMED if other.rpartition(".")[0] == section]
+    match = nearest(name, children(entries, section) + others)
     if match:
         return prefix + match
-    same_name = [other for other in entries if other.rpartition(".")[2] == name]
-    return same_name[0] if same_name else None
+    return next((other for other in entries if other.rpartition(".")[2] == name), None)
 
 
 def _walk(schema: Schema, definitions: dict[str, Schema], prefix: str) -> Iterator[Entry]:
@@ -117,3 +124,91 @@ def _rule(part: Schema, definitions: dict[str, Schema]) -> str:
         if key in part
     ]
     return " ".join([words, " and ".join(bounds)]).strip()
+
+
+def explain(error: ValidationError, entries: dict[str, Entry]) -> list[str]:
+    """One sentence per problem that pydantic found."""
+    return [sentence for detail in error.errors(include_url=False) for sentence in _sentences(detail, entries)]
+
+
+def _path(detail: ErrorDetails, entries: dict[str, Entry]) -> tuple[str, str]:
+    """The dotted path of the key that a problem is with, and the position inside its value, if any."""
+    path, position = "", ""
+    for part in detail["loc"]:
+        deeper = f"{path}.{part}".lstrip(".")
+        if deeper in entries or detail["type"] == "extra_forbidden":
+            path = deeper
+        elif isinstance(part, int):
+            position = f"[{part}]"
+    return path, position
+
+
+def _sentences(detail: ErrorDetails, entries: dict[str, Entry]) -> list[str]:
+    path, position = _path(detail, entries)
+    if detail["type"] == "extra_forbidden":
+        return [_unknown(path, entries)]
+    if detail["type"] == "missing":
+        entry = entries[path]
+        return [f"{path} is missing: {_lower(entry.meaning)} It must be {entry.rule}."]
+    value = detail["input"]
+    if detail["type"] == "value_error":
+        return _own_sentences(path, value, detail["ctx"]["error"], entries)
+    entry = entries[path]
+    where = f"{path}{position} = {show(value)}"
+    if entry.section and not isinstance(value, Mapping):
+        keys = children(entries, path)
+        shown = ", ".join(keys[:KEYS_SHOWN]) + (", ..." if len(keys) > KEYS_SHOWN else "")
+        return [f"{where}: must be an object; write {{ ... }} with any of {shown}"]
+    return [f"{where}: must be {entry.rule}; {_remedy(value, detail, entry)}"]
+
+
+def _own_sentences(path: str, value: Any, error: Exception, entries: dict[str, Entry]) -> list[str]:
+    """Return the problems that the settings' own checks found: with one value, or between keys of a section."""
+    if isinstance(error, ConfigError):
+        return list(error.problems)
+    return [f"{path}: {error}" if entries[path].section else f"{path} = {show(value)}: {error}"]
+
+
+def _unknown(path: str, entries: dict[str, Entry]) -> str:
+    suggestion = _suggest(entries, path)
+    if suggestion:
+        return f"{path} is not a known key; did you mean {suggestion}?"
+    section = path.rpartition(".")[0]
+    keys = children(entries, section)
+    if len(keys) <= KEYS_SHOWN:
+        return f"{path} is not a known key; {section or 'the top level'} has {', '.join(keys)}"
+    return f"{path} is not a known key; docs/configuration.md lists them all"
+
+
+def _remedy(value: Any, detail: ErrorDetails, entry: Entry) -> str:
+    """Return the remedy, as exactly as it is known."""
+    return next(_remedies(value, detail["type"], entry))
+
+
+def _remedies(value: Any, kind: str, entry: Entry) -> Iterator[str]:
+    if isinstance(value, str) and kind == "literal_error":
+        suggestion = nearest(value, [str(option) for option in _options(entry)])
+        if suggestion:
+            yield f'did you mean "{suggestion}"?'
+    if isinstance(value, str) and kind != "literal_error":
+        try:
+            plain = json.loads(value.lower())
+        except json.JSONDecodeError:
+            plain = None
+        if isinstance(plain, bool | int | float) and isinstance(plain, bool) == entry.rule.startswith("true"):
+            yield f"write {show(plain)} without quotes"
+    if entry.rule.startswith("true") and value in (0, 1) and not isinstance(value, str):
+        yield f"write {show(bool(value))}"
+    if isinstance(value, float) and "whole" in entry.rule and value == value and abs(value) != float("inf"):
+        yield f"the nearest are {int(value // 1)} and {int(value // 1) + 1}"
+    yield f"it is: {_lower(entry.meaning).rstrip('.')}" if entry.required else f"leave it out for {show(entry.default)}"
+
+
+def _options(entry: Entry) -> list[str]:
+    listed = entry.rule.removeprefix("one of ").removesuffix(" or null")
+    return [word.strip('"') for word in listed.split(", ")]
+
+
+def _lower(sentence: str) -> str:
+    """The sentence with a small first letter, unless its first word is a name."""
+    return sentence[:1].lower() + sentence[1:] if sentence.split(" ")[0].istitle() else sentence

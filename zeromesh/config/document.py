@@ -1,4 +1,4 @@
-"""From a path or a dict to one plain document: no duplicate keys, one name per key, nothing that means "unset"."""
+"""Reading of a configuration, from a path or a dict: no key twice, one name per key, nothing that means "unset"."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.config.errors import ConfigError, show
-from zeromesh.config.tables import RENAMED
-
-UNSET = "auto"
-"""The value that means: as if the key were not there."""
-
+from zeromesh.config.tables import RENAMED, UNSET
 
 DEEPEST = 50
 """Levels of objects and lists that a configuration may have."""
@@ -148,7 +144,7 @@ def _repeated_paths(value: Any, prefix: str) -> list[str]:
 
 
 def _copy(value: Any) -> Any:
-    """Containers copied, so that the settings do not change when the caller's dict does."""
+    """Copy containers, so that the settings do not change when the caller's dict does."""
     if isinstance(value, Mapping):
         return {str(key): _copy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -157,7 +153,7 @@ def _copy(value: Any) -> Any:
 
 
 def _parse_override(override: str) -> dict[str, Any]:
-    """``a.b=1`` as ``{"a": {"b": 1}}``."""
+    """Return ``a.b=1`` as ``{"a": {"b": 1}}``."""
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
@@ -176,7 +172,7 @@ def _parse_override(override: str) -> dict[str, Any]:
 
 
 def _merge(document: Any, change: Any) -> Any:
-    """``document`` with the values of ``change``; objects are merged key by key, all else is replaced."""
+    """Return ``document`` with the values of ``change``; objects are merged key by key, all else is replaced."""
     if not isinstance(document, dict) or not isinstance(change, dict):
         return change
     merged = {key: _merge(document[key], item) for key, item in change.items() if key in document}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from collections.abc import Iterable, Sequence
@@ -32,20 +33,13 @@ class ConfigError(ValueError):
 
 
 def show(value: object) -> str:
-    """``value`` as JSON where it has such a form, shortened to one line."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        text = _described(value)
+    """Return ``value`` as JSON where it has such a form, shortened to one line."""
+    text = f"a value of type {type(value).__name__}, too large to show"
+    for form in (json.dumps, repr):
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # a whole number may have too many digits
+            text = form(value)
+            break
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
-
-
-def _described(value: object) -> str:
-    """A value that is not of JSON's types, or that has no text: whole numbers of too many digits have none."""
-    try:
-        return repr(value)
-    except (ValueError, RecursionError):
-        return f"a value of type {type(value).__name__}, too large to show"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -35,7 +35,7 @@ GONE_OPTIMIZERS: dict[str, str] = {
 
 
 def check_optimizer(name: str) -> str:
-    """``name`` itself. Raises ValueError, with a suggestion, if there is no such optimizer."""
+    """Return ``name``. Raise ValueError, with a suggestion, if there is no such optimizer."""
     import torch
 
     if name.lower() in GONE_OPTIMIZERS:
@@ -44,7 +44,7 @@ def check_optimizer(name: str) -> str:
 
 
 def check_scheduler(name: str) -> str:
-    """``name`` itself. Raises ValueError, with what to do, if there is no such schedule or it needs a metric."""
+    """Return ``name``. Raise ValueError, with the remedy, if there is no such schedule or it needs a metric."""
     from torch.optim import lr_scheduler
 
     if name.lower() == "reducelronplateau":

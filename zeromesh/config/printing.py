@@ -1,16 +1,26 @@
-"""Settings as JSON: what is printed, saved with a run, and compared between ranks."""
+"""Settings as JSON, printed, saved with a run and compared between ranks; and the values of keys that are "auto"."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from zeromesh.config.tables import WITHOUT_EFFECT
+from zeromesh.config.document import whole_document
+from zeromesh.config.errors import show
+from zeromesh.config.section import Section
+from zeromesh.config.tables import UNSET, WITHOUT_EFFECT, look_up
+
+_log = logging.getLogger("zeromesh")
+
+DOCUMENTED = ("model.vocab_size", "data.vocabulary_size", "run.resume")
+"""Keys of ours for which "auto" has a meaning of its own."""
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` in the types of JSON; what has no such form becomes its name."""
+    """Return ``value`` in the types of JSON; a value without such a form becomes its name."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -22,7 +32,7 @@ def jsonable(value: Any) -> Any:
 
 
 def without_idle(section: dict[str, Any], given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``section`` without the keys that have no effect and were not given."""
+    """Return ``section`` without the keys that have no effect and were not set."""
     kept = {}
     for key, value in section.items():
         if prefix + key in WITHOUT_EFFECT:
@@ -37,9 +47,62 @@ def without_idle(section: dict[str, Any], given: dict[str, Any], prefix: str = "
 
 
 def lines_of(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line for each key, with its whole path: ``optimizer.params.lr = 0.01``."""
+    """Yield a line for each key, with its whole path: ``optimizer.params.lr = 0.01``."""
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from lines_of(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key} = {json.dumps(value)}"
+
+
+def tell_unset(
+    source: str | Path | Mapping[str, Any] | Section, settings: Section, used: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Warn of each key that is "auto" and has an effect, with the value that it has now.
+
+    Args:
+        source: the configuration, as it was given; settings have no such keys any more.
+        settings: made from it.
+        used: values by dotted path that are not in the settings, such as ``optimizer.params.lr``.
+        overrides: as given with the configuration.
+    """
+    if isinstance(source, Section):
+        return
+    values = jsonable(settings.model_dump())
+    lines = [
+        f"\n  {path} = {_value(path, values, used)}"
+        for path in unset_paths(whole_document(source, overrides))
+        if not _is_idle(path)
+    ]
+    if lines:
+        _log.warning(
+            'these keys of the configuration are "auto", which nothing fills in here; they have their defaults, or '
+            "follow from other keys:%s\nwrite the values that you want",
+            "".join(lines),
+        )
+
+
+def unset_paths(document: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted paths of the keys whose value is "auto", at any depth."""
+    found = []
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            found += unset_paths(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and value == UNSET:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+def _is_idle(path: str) -> bool:
+    parts = path.split(".")
+    above = {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    return path in DOCUMENTED or not above.isdisjoint(WITHOUT_EFFECT)
+
+
+def _value(path: str, values: Mapping[str, Any], used: Mapping[str, Any]) -> str:
+    if path in used:
+        return show(used[path])
+    if path.startswith(("optimizer.params.", "scheduler.params.")):
+        return f"the default of {look_up(values, path.split('.')[0] + '.type')[1]}"
+    return show(look_up(values, path)[1])

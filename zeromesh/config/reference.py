@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic.json_schema import GenerateJsonSchema
+
 from zeromesh.config.catalogue import Entry, Schema, children, section_of
-from zeromesh.config.document import UNSET
 from zeromesh.config.errors import show
 from zeromesh.config.settings import Settings, entries
-from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, WITHOUT_EFFECT
+from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, UNSET, WITHOUT_EFFECT
 
 COMMAND = "python -m zeromesh.config.reference"
 DIFFERENCES_SHOWN = 20
@@ -45,6 +46,13 @@ The last column says where a key comes from: *DeepSpeed*, or *ours*; and which k
 """
 
 
+class _Untitled(GenerateJsonSchema):
+    """Schema whose fields have no titles, which would only repeat their names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
 def page() -> str:
     """The reference as Markdown."""
     known = entries()
@@ -55,9 +63,10 @@ def page() -> str:
 
 def schema() -> Schema:
     """The JSON schema of a configuration file."""
-    whole = Settings.model_json_schema()
+    whole = Settings.model_json_schema(schema_generator=_Untitled)
     _describe(whole, whole["$defs"], "")
     for part in [whole, *whole["$defs"].values()]:
+        del part["title"]
         _loosen(part)
     for old, new in RENAMED.items():
         section, _, name = new.rpartition(".")
@@ -68,7 +77,7 @@ def schema() -> Schema:
     whole["properties"]["zero_optimization"]["anyOf"].append({"type": "boolean"})
     whole["properties"]["$schema"] = {"type": "string"}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "ZeroMesh configuration"}
-    return {**head, **_without_titles(whole)}
+    return {**head, **whole}
 
 
 def _section(section: str, known: dict[str, Entry]) -> str:
@@ -138,12 +147,11 @@ def _refused() -> str:
 
 
 def _describe(part: Schema, definitions: dict[str, Schema], prefix: str) -> None:
-    """Say in the descriptions which keys are special."""
+    """Describe each key, and say which are special."""
     for name, value in part["properties"].items():
         path = prefix + name
         note = _sentence(_note(path).replace("`", ""))
-        if note:
-            value["description"] = f"{entries()[path].meaning} {note}."
+        value["description"] = entries()[path].meaning + (f" {note}." if note else "")
         inner = section_of(value, definitions)
         if inner is not None:
             _describe(inner, definitions, f"{path}.")
@@ -152,26 +160,11 @@ def _describe(part: Schema, definitions: dict[str, Schema], prefix: str) -> None
 def _loosen(part: Schema) -> None:
     """Let "auto" stand for every key; defaults of whole sections only repeat those of their keys."""
     for name, value in part.get("properties", {}).items():
-        kept = {key: value.pop(key) for key in ("description", "default", "title") if key in value}
+        kept = {key: value.pop(key) for key in ("description", "default") if key in value}
         if isinstance(kept.get("default"), dict):
             del kept["default"]
         options = value.get("anyOf", [value] if value else [])
         part["properties"][name] = {**kept, "anyOf": [*options, {"const": UNSET}]} if options else kept
-
-
-def _without_titles(value: Any) -> Any:
-    """Pydantic repeats every name as a title."""
-    if isinstance(value, list):
-        return [_without_titles(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: {name: _without_titles(item) for name, item in inner.items()}
-        if key == "properties"
-        else _without_titles(inner)
-        for key, inner in value.items()
-        if key != "title"
-    }
 
 
 def files() -> dict[str, str]:

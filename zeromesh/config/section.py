@@ -19,8 +19,13 @@ class Section(BaseModel):
     )
 
 
+def key(default: Any, meaning: str, **limits: Any) -> Any:
+    """Return a field with its meaning, for the reference; a default of ``...`` makes it required."""
+    return Field(default, description=meaning, **limits)
+
+
 def _integral(value: Any) -> Any:
-    """JSON writers use ``5e8`` for whole numbers; a float without a fraction is one."""
+    """Return a float without a fraction as a whole number: JSON writers use ``5e8`` for those."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -1,12 +1,18 @@
-"""Tables of special keys, which the rules read.
+"""Tables of special keys, and the functions that apply them to a document.
 
 Each is keyed by dotted path; a path of a section speaks for all keys in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from zeromesh.config.errors import show
+
+UNSET = "auto"
+"""The value that means: as if the key were not there."""
 
 OURS: tuple[str, ...] = (
     "mesh",
@@ -221,4 +227,81 @@ GONE: dict[str, str] = {
 """Keys of DeepSpeed that are refused unless they are switched off, and what to do instead."""
 
 ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param")
-"""Those of them that are switched on by being there."""
+"""Keys of ``GONE`` that are switched on by being there."""
+
+
+def not_yet_problems(document: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+    """One sentence per key whose value needs something that this version does not have.
+
+    ``known`` are problems found before: a key of which the value is wrong anyway is not named again.
+    """
+    problems = []
+    for path, row in NOT_YET.items():
+        found, value = look_up(document, path)
+        if any(problem.startswith(f"{path} = ") for problem in known):
+            continue
+        if found and value not in row.allowed:
+            allowed = " or ".join(show(option) for option in row.allowed)
+            problem = f"{path} = {show(value)}: {row.what} is not in this version yet"
+            problems.append(f"{problem}; leave the key out or set it to {allowed}")
+    return problems
+
+
+def gone_problems(document: Mapping[str, Any]) -> list[str]:
+    """One sentence per section that is refused."""
+    found = {path: look_up(document, path) for path in GONE}
+    return [
+        f"{path} is not available; {GONE[path]}"
+        for path, (there, value) in found.items()
+        if there and not _switched_off(path, value)
+    ]
+
+
+def without_gone(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``document`` without the sections that are refused."""
+    return _without(document, "")
+
+
+def without_effect(document: Mapping[str, Any]) -> dict[str, str]:
+    """The keys that the document sets and that change nothing, with the reason."""
+    rows = {**WITHOUT_EFFECT, **{path: "it is switched off" for path in GONE}}
+    return {path: reason for path, reason in rows.items() if look_up(document, path)[0]}
+
+
+def look_up(document: Mapping[str, Any], path: str) -> tuple[bool, Any]:
+    """Return whether ``path`` is in the document, and the value there."""
+    value: Any = document
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return False, None
+        value = value[name]
+    return True, value
+
+
+def _switched_off(path: str, value: Any) -> bool:
+    """Return whether a section is false or empty, or an object in which nothing is enabled at any depth.
+
+    Those in ``ON_IF_THERE`` must say ``enabled: false`` themselves.
+    """
+    if not isinstance(value, Mapping) or not value:
+        return not value
+    if path in ON_IF_THERE:
+        return value.get("enabled", True) is False
+    return not _enables(value)
+
+
+def _enables(value: Any) -> bool:
+    """Return whether ``enabled`` is anything but false, null or "auto" in an object, or in one inside it."""
+    if isinstance(value, list | tuple):
+        return any(map(_enables, value))
+    if not isinstance(value, Mapping):
+        return False
+    return value.get("enabled") not in (None, False, UNSET) or any(map(_enables, value.values()))
+
+
+def _without(section: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {
+        key: _without(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in section.items()
+        if f"{prefix}{key}" not in GONE
+    }

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, ValidationError, field_validator, model_validator
 
 from zeromesh.config.batch import divisors_of
 from zeromesh.config.errors import show
-from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFloat, PositiveInt, Section, SizeInt
+from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFloat, PositiveInt, Section, SizeInt, key
 
 
 class ModelShape(Section):
     """The language model to train."""
 
-    architecture: Literal["gpt", "llama"] = Field("gpt", description="Kind of model.")
-    vocab_size: SizeInt | None = Field(
-        None, description='Entries of the vocabulary. Null or "auto": as many as the tokenizer has.'
+    architecture: Literal["gpt", "llama"] = key("gpt", "Kind of model.")
+    vocab_size: SizeInt | None = key(None, 'Entries of the vocabulary. Null or "auto": as many as the tokenizer has.')
+    hidden_size: SizeInt = key(..., "Size of the hidden state; a multiple of heads.")
+    layers: PositiveInt = key(..., "Number of blocks.", le=10_000)
+    heads: SizeInt = key(..., "Attention heads.")
+    kv_heads: SizeInt | None = key(None, "Key and value heads; a divisor of heads. Null: as many as heads. Llama only.")
+    mlp_size: SizeInt | None = key(
+        None, "Size between the matrices of the MLP. Null: what the architecture usually has."
     )
-    hidden_size: SizeInt = Field(description="Size of the hidden state; a multiple of heads.")
-    layers: PositiveInt = Field(le=10_000, description="Number of blocks.")
-    heads: SizeInt = Field(description="Attention heads.")
-    kv_heads: SizeInt | None = Field(
-        None, description="Key and value heads; a divisor of heads. Null: as many as heads. Llama only."
-    )
-    mlp_size: SizeInt | None = Field(
-        None, description="Size between the matrices of the MLP. Null: what the architecture usually has."
-    )
-    sequence_length: SizeInt = Field(description="Tokens per sample.")
-    dropout: CountFloat = Field(0.0, lt=1, description="Probability that an activation is dropped.")
-    tie_embeddings: bool | None = Field(
-        None, description="Use the embedding as the output matrix. Null: gpt does, llama does not."
-    )
-    rope_theta: PositiveFloat = Field(10000.0, description="Base of the rotary position angles. Llama only.")
-    norm_eps: PositiveFloat = Field(1e-5, description="Added to the variance in normalisation layers.")
-    initializer_range: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")
+    sequence_length: SizeInt = key(..., "Tokens per sample.")
+    dropout: CountFloat = key(0.0, "Probability that an activation is dropped.", lt=1)
+    tie_embeddings: bool | None = key(None, "Use the embedding as the output matrix. Null: gpt does, llama does not.")
+    rope_theta: PositiveFloat = key(10000.0, "Base of the rotary position angles. Llama only.")
+    norm_eps: PositiveFloat = key(1e-5, "Added to the variance in normalisation layers.")
+    initializer_range: PositiveFloat = key(0.02, "Standard deviation of the initial weights.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -55,39 +49,38 @@ class ModelShape(Section):
 class HuggingFace(Section):
     """A causal language model of transformers to train, in place of one of model's."""
 
-    path: str = Field(
-        description="Local folder with config.json, and with safetensors where the model is to be trained further."
+    path: str = key(
+        ..., "Local folder with config.json, and with safetensors where the model is to be trained further."
     )
-    weights: bool | None = Field(
-        None, description="Start from the folder's weights. Null: if it has any. False: from initial values."
+    weights: bool | None = key(
+        None, "Start from the folder's weights. Null: if it has any. False: from initial values."
     )
-    sequence_length: PositiveInt = Field(description="Tokens per sample; at most what the model has positions for.")
-    attention: str | None = Field(
-        None, description="transformers' name of how attention is computed, such as eager or sdpa. Null: its choice."
+    sequence_length: PositiveInt = key(..., "Tokens per sample; at most what the model has positions for.")
+    attention: str | None = key(
+        None, "transformers' name of how attention is computed, such as eager or sdpa. Null: its choice."
     )
 
 
 class Lora(Section):
     """Low-rank adapters of PEFT: they alone are trained. Its names and its defaults."""
 
-    r: PositiveInt = Field(8, description="Rank of the adapters.")
-    lora_alpha: PositiveInt = Field(8, description="Adapters are multiplied by lora_alpha / r.")
-    lora_dropout: CountFloat = Field(0.0, lt=1, description="Probability that an input of an adapter is dropped.")
-    target_modules: Names | None = Field(
-        None,
-        description="Modules with adapters: ends of their names, or all-linear. Null: what PEFT has for the model.",
+    r: PositiveInt = key(8, "Rank of the adapters.")
+    lora_alpha: PositiveInt = key(8, "Adapters are multiplied by lora_alpha / r.")
+    lora_dropout: CountFloat = key(0.0, "Probability that an input of an adapter is dropped.", lt=1)
+    target_modules: Names | None = key(
+        None, "Modules with adapters: ends of their names, or all-linear. Null: what PEFT has for the model."
     )
-    modules_to_save: Names | None = Field(None, description="Modules that are trained whole, and saved with adapters.")
-    bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained.")
-    use_rslora: bool = Field(False, description="Multiply by lora_alpha / sqrt(r) instead.")
-    use_dora: bool = Field(False, description="Adapt magnitudes and directions of the weights apart (DoRA).")
+    modules_to_save: Names | None = key(None, "Modules that are trained whole, and saved with adapters.")
+    bias: Literal["none", "all", "lora_only"] = key("none", "Which biases are trained.")
+    use_rslora: bool = key(False, "Multiply by lora_alpha / sqrt(r) instead.")
+    use_dora: bool = key(False, "Adapt magnitudes and directions of the weights apart (DoRA).")
 
 
 class WeightedSource(Section):
     """A part of a blend."""
 
-    source: Names = Field(description="Files, folders or glob patterns, as in data.train.")
-    weight: PositiveFloat = Field(description="Share of the samples, relative to the other weights.")
+    source: Names = key(..., "Files, folders or glob patterns, as in data.train.")
+    weight: PositiveFloat = key(..., "Share of the samples, relative to the other weights.")
 
 
 def _listed_sources(value: Any) -> Any:
@@ -117,47 +110,44 @@ Sources = Annotated[
 class TextData(Section):
     """The text to train on."""
 
-    train: Sources = Field(
-        description="Files, folders or glob patterns of text, JSON lines, parquet, data sets of Hugging Face or of "
-        "Megatron; the word python-stdlib stands for the source of Python's own standard library. A blend is a list "
-        'of {"source": ..., "weight": ...}.',
+    train: Sources = key(
+        ...,
+        "Files, folders or glob patterns of text, JSON lines, parquet, data sets of Hugging Face or of Megatron; the "
+        'word python-stdlib stands for the source of Python\'s own standard library. A blend is a list of {"source": '
+        '..., "weight": ...}.',
     )
-    validation: Names | None = Field(None, description="The same, held out. Null: a share of what is trained on is.")
-    validation_fraction: CountFloat = Field(
-        0.02, lt=1, description="Share of the training text that is held out where validation is null."
+    validation: Names | None = key(None, "The same, held out. Null: a share of what is trained on is.")
+    validation_fraction: CountFloat = key(
+        0.02, "Share of the training text that is held out where validation is null.", lt=1
     )
-    suffixes: Names = Field((), description="Ends of the names of files to use in folders. Empty: all files.")
-    format: Literal["text", "response", "chat"] | None = Field(
-        None, description="What records are. Null: as the keys of the first record of a source say."
+    suffixes: Names = key((), "Ends of the names of files to use in folders. Empty: all files.")
+    format: Literal["text", "response", "chat"] | None = key(
+        None, "What records are. Null: as the keys of the first record of a source say."
     )
-    text_key: str = Field("text", description="Key of a record's text.")
-    prompt_key: str = Field("prompt", description="Key of a record's prompt.")
-    response_key: str | None = Field(
-        None, description='Key of a record\'s response to the prompt. Null: "response" or "completion".'
+    text_key: str = key("text", "Key of a record's text.")
+    prompt_key: str = key("prompt", "Key of a record's prompt.")
+    response_key: str | None = key(None, 'Key of a record\'s response to the prompt. Null: "response" or "completion".')
+    messages_key: str = key("messages", "Key of a record's list of messages, each with role and content.")
+    too_long: Literal["error", "truncate", "drop"] = key(
+        "error", "What happens to prompts with responses, and chats, that are longer than a sample."
     )
-    messages_key: str = Field("messages", description="Key of a record's list of messages, each with role and content.")
-    too_long: Literal["error", "truncate", "drop"] = Field(
-        "error", description="What happens to prompts with responses, and chats, that are longer than a sample."
+    packing: Literal["pack", "pad"] = key(
+        "pack", "Whether as many whole records as fit make a sample, or one with padding does."
     )
-    packing: Literal["pack", "pad"] = Field(
-        "pack", description="Whether as many whole records as fit make a sample, or one with padding does."
+    document_attention: bool | None = key(
+        None, "Tokens see those of their own document only. Null: where records are packed."
     )
-    document_attention: bool | None = Field(
-        None, description="Tokens see those of their own document only. Null: where records are packed."
-    )
-    vocabulary_size: Int = Field(
+    vocabulary_size: Int = key(
         4096,
+        "Entries of the tokenizer that is trained; the default is less where the text is too short for it.",
         ge=257,
-        description="Entries of the tokenizer that is trained; the default is less where the text is too short for it.",
     )
-    tokenizer: str | None = Field(
+    tokenizer: str | None = key(
         None,
-        description="A ready tokenizer: a JSON file of tokenizers, or a folder of transformers. Null: one is trained "
-        "on the training text.",
+        "A ready tokenizer: a JSON file of tokenizers, or a folder of transformers. Null: one is trained on the "
+        "training text.",
     )
-    workers: PositiveInt | None = Field(
-        None, description="Processes that turn text into tokens. Null: as many as there are cores."
-    )
+    workers: PositiveInt | None = key(None, "Processes that turn text into tokens. Null: as many as there are cores.")
 
     @field_validator("train")
     @classmethod
@@ -181,26 +171,26 @@ class TextData(Section):
 class SampleSettings(Section):
     """Texts that are continued at the end of a run."""
 
-    prompts: Names = Field((), description="Beginnings of texts to continue.")
-    chat: bool = Field(False, description="The prompts are what a user says, and the assistant answers.")
-    length: PositiveInt = Field(200, description="Tokens to add to each.")
-    temperature: CountFloat = Field(0.8, description="Randomness of the choice; 0 takes the likeliest token.")
+    prompts: Names = key((), "Beginnings of texts to continue.")
+    chat: bool = key(False, "The prompts are what a user says, and the assistant answers.")
+    length: PositiveInt = key(200, "Tokens to add to each.")
+    temperature: CountFloat = key(0.8, "Randomness of the choice; 0 takes the likeliest token.")
 
 
 class RunSettings(Section):
-    """How long to train, and what to write."""
+    """Length and output of a run."""
 
-    steps: PositiveInt = Field(description="Updates of the parameters.")
-    output: str = Field("runs/train", description="Folder of everything the run writes.")
-    evaluate_every: CountInt = Field(100, description="Steps between validations; 0: only at the end.")
-    evaluate_batches: PositiveInt = Field(20, description="Micro-batches per rank in one validation.")
-    save_every: CountInt = Field(0, description="Steps between checkpoints; 0: only at the end.")
-    resume: bool | Literal["auto"] = Field(
+    steps: PositiveInt = key(..., "Updates of the parameters.")
+    output: str = key("runs/train", "Folder of everything the run writes.")
+    evaluate_every: CountInt = key(100, "Steps between validations; 0: only at the end.")
+    evaluate_batches: PositiveInt = key(20, "Micro-batches per rank in one validation.")
+    save_every: CountInt = key(0, "Steps between checkpoints; 0: only at the end.")
+    resume: bool | Literal["auto"] = key(
         False,
-        description="Continue from the last checkpoint in output. auto: where there is one; so it is also under a "
-        "launcher that restarts ranks.",
+        "Continue from the last checkpoint in output. auto: where there is one; so it is also under a launcher that "
+        "restarts ranks.",
     )
-    ranks: PositiveInt = Field(1, description="Processes to start; ignored where a launcher has started the ranks.")
-    threads: PositiveInt | None = Field(None, description="Threads per rank. Null: the cores shared out evenly.")
-    log_every: PositiveInt = Field(10, description="Steps between lines of the log.")
-    sample: SampleSettings = Field(SampleSettings(), description="Texts to continue at the end of the run.")
+    ranks: PositiveInt = key(1, "Processes to start; ignored where a launcher has started the ranks.")
+    threads: PositiveInt | None = key(None, "Threads per rank. Null: the cores shared out evenly.")
+    log_every: PositiveInt = key(10, "Steps between lines of the log.")
+    sample: SampleSettings = key(SampleSettings(), "Texts to continue at the end of the run.")

@@ -5,158 +5,145 @@ from __future__ import annotations
 import sys
 from typing import Literal
 
-from pydantic import Field
-
-from zeromesh.config.section import CountInt, Fraction, Int, Names, PositiveFloat, PositiveInt, Section
+from zeromesh.config.section import CountInt, Fraction, Int, Names, PositiveFloat, PositiveInt, Section, key
 
 Device = Literal["none", "cpu", "nvme"]
 
 
 class OffloadOptimizer(Section):
-    """Where the optimizer's state rests."""
+    """The memory tier of the optimizer's state."""
 
-    device: Device = Field(
-        "none",
-        description="Where the optimizer's state rests. cpu and nvme: the host updates, and has the gradients, too.",
+    device: Device = key(
+        "none", "Where the optimizer's state rests. cpu and nvme: the host updates, and has the gradients, too."
     )
-    nvme_path: str | None = Field(None, description="Folder on the NVMe device, in which each rank has a file.")
-    buffer_count: CountInt = Field(
+    nvme_path: str | None = key(None, "Folder on the NVMe device, in which each rank has a file.")
+    buffer_count: CountInt = key(
         4,
-        description="Units of which what rests on NVMe is in host memory at a time: one is updated while others come "
-        "and go. 1: they take turns.",
+        "Units of which what rests on NVMe is in host memory at a time: one is updated while others come and go. 1: "
+        "they take turns.",
     )
-    pin_memory: bool = Field(True, description="Use page-locked host memory.")
-    pipeline_read: bool = Field(False, description="Read the next tile while the current one is updated.")
-    pipeline_write: bool = Field(False, description="Write the last tile while the current one is updated.")
-    fast_init: bool = Field(False, description="Faster first write to NVMe.")
-    ratio: Fraction = Field(
+    pin_memory: bool = key(True, "Use page-locked host memory.")
+    pipeline_read: bool = key(False, "Read the next tile while the current one is updated.")
+    pipeline_write: bool = key(False, "Write the last tile while the current one is updated.")
+    fast_init: bool = key(False, "Faster first write to NVMe.")
+    ratio: Fraction = key(
         1.0,
-        description="Share of the optimizer's state that is offloaded, in whole units. What stays on the device is of "
-        "the units whose gradients come last.",
+        "Share of the optimizer's state that is offloaded, in whole units. What stays on the device is of the units "
+        "whose gradients come last.",
     )
-    update_during_backward: Fraction | None = Field(
+    update_during_backward: Fraction | None = key(
         None,
-        description="Share of the offloaded state, in whole units, that the host updates while the backward still goes "
-        "on: where gradients come first. The host keeps a second copy of it, or the file does. Null: all, on an "
-        "accelerator, if that leaves half of the host's memory free, else nothing.",
+        "Share of the offloaded state, in whole units, that the host updates while the backward still goes on: where "
+        "gradients come first. The host keeps a second copy of it, or the file does. Null: all, on an accelerator, if "
+        "that leaves half of the host's memory free, else nothing.",
     )
-    split_master: bool = Field(
+    split_master: bool = key(
         False,
-        description="Keep of offloaded fp32 masters only the half that their bf16 parameters, which must be offloaded, "
-        "too, do not have: 2 bytes instead of 4. Exact but for ties, which parameters round away from zero.",
+        "Keep of offloaded fp32 masters only the half that their bf16 parameters, which must be offloaded, too, do "
+        "not have: 2 bytes instead of 4. Exact but for ties, which parameters round away from zero.",
     )
-    super_offload: bool = Field(False, description="As update_during_backward = 1.")
-    cpuadam_cores_perc: Fraction = Field(0.8, description="Share of the cores that update on the host.")
+    super_offload: bool = key(False, "As update_during_backward = 1.")
+    cpuadam_cores_perc: Fraction = key(0.8, "Share of the cores that update on the host.")
 
 
 class OffloadParam(Section):
-    """Where sharded parameters rest."""
+    """The memory tier of sharded parameters."""
 
-    device: Device = Field("none", description="Memory of the sharded parameters.")
-    nvme_path: str | None = Field(
-        None, description="Folder on the NVMe device, in which each rank has a file; it may be the optimizer's."
+    device: Device = key("none", "Memory of the sharded parameters.")
+    nvme_path: str | None = key(
+        None, "Folder on the NVMe device, in which each rank has a file; it may be the optimizer's."
     )
-    buffer_count: CountInt = Field(
+    buffer_count: CountInt = key(
         5,
-        description="Units of which a rank's part of the parameters is in host memory at a time: read ahead, or on the "
-        "way back. 1: nothing is read ahead.",
+        "Units of which a rank's part of the parameters is in host memory at a time: read ahead, or on the way back. "
+        "1: nothing is read ahead.",
     )
-    buffer_size: CountInt = Field(100_000_000, description="Size of one such buffer, in elements.")
-    max_in_cpu: CountInt = Field(1_000_000_000, description="Elements that stay in host memory.")
-    pin_memory: bool = Field(True, description="Use page-locked host memory.")
+    buffer_size: CountInt = key(100_000_000, "Size of one such buffer, in elements.")
+    max_in_cpu: CountInt = key(1_000_000_000, "Elements that stay in host memory.")
+    pin_memory: bool = key(True, "Use page-locked host memory.")
 
 
 class LeafModule(Section):
     """Modules whose parameters are fetched together."""
 
-    classes: Names = Field((), description="Class names, with their package.")
-    names: Names = Field((), description="Names of modules in the model.")
-    name_suffixes: Names = Field((), description="Ends of names of modules.")
+    classes: Names = key((), "Class names, with their package.")
+    names: Names = key((), "Names of modules in the model.")
+    name_suffixes: Names = key((), "Ends of names of modules.")
 
 
 class ZenFlow(Section):
     """Updates of the important gradients first."""
 
-    topk_ratio: PositiveFloat = Field(0.1, lt=1, description="Share of gradient columns updated at once.")
-    select_strategy: Literal["step", "epoch"] | None = Field(None, description="When columns are selected anew.")
-    select_interval: PositiveInt | None = Field(None, description="Steps or epochs between selections.")
-    update_interval: PositiveInt | None = Field(None, description="Steps between updates of the other columns.")
-    overlap_step: bool = Field(False, description="Update on the host during forward and backward.")
-    offload: bool = Field(False, description="Keep the selected optimizer state on the host.")
-    auto_ratio: Fraction = Field(0.99, description="Threshold by which the update interval is chosen.")
-    full_warm_up_rounds: CountInt = Field(0, description="First rounds in which all columns are updated.")
-    pt_reserved_cores_perc: Fraction = Field(0.5, description="Share of the cores left to PyTorch.")
-    steps_per_epoch: PositiveInt | None = Field(None, description="Steps in one epoch.")
+    topk_ratio: PositiveFloat = key(0.1, "Share of gradient columns updated at once.", lt=1)
+    select_strategy: Literal["step", "epoch"] | None = key(None, "When columns are selected anew.")
+    select_interval: PositiveInt | None = key(None, "Steps or epochs between selections.")
+    update_interval: PositiveInt | None = key(None, "Steps between updates of the other columns.")
+    overlap_step: bool = key(False, "Update on the host during forward and backward.")
+    offload: bool = key(False, "Keep the selected optimizer state on the host.")
+    auto_ratio: Fraction = key(0.99, "Threshold by which the update interval is chosen.")
+    full_warm_up_rounds: CountInt = key(0, "First rounds in which all columns are updated.")
+    pt_reserved_cores_perc: Fraction = key(0.5, "Share of the cores left to PyTorch.")
+    steps_per_epoch: PositiveInt | None = key(None, "Steps in one epoch.")
 
 
 class ZeroOptimization(Section):
-    """Which states are sharded over the data-parallel ranks, and where they rest."""
+    """The states that are sharded over the data-parallel ranks, and their memory tiers."""
 
-    stage: CountInt = Field(
-        0,
-        le=3,
-        description="What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
+    stage: CountInt = key(
+        0, "What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.", le=3
     )
-    mics_shard_size: Int = Field(
+    mics_shard_size: Int = key(
         -1,
+        "Ranks in one shard group (MiCS); the groups replicate each other. -1 or 0: all ranks are one group. The same "
+        "as mesh.data with mesh.replicate filling what is left.",
         ge=-1,
-        description="Ranks in one shard group (MiCS); the groups replicate each other. -1 or 0: all ranks are one "
-        "group. The same as mesh.data with mesh.replicate filling what is left.",
     )
-    mics_hierarchical_params_gather: bool = Field(False, description="Gather in two steps, inside nodes first.")
-    zero_hpz_partition_size: CountInt = Field(
+    mics_hierarchical_params_gather: bool = key(False, "Gather in two steps, inside nodes first.")
+    zero_hpz_partition_size: CountInt = key(
         1,
-        description="Ranks in one shard group (hpZ); the groups replicate each other. 0 or 1: all ranks are one group. "
-        "Here all three states are sharded inside the group, as with mics_shard_size.",
+        "Ranks in one shard group (hpZ); the groups replicate each other. 0 or 1: all ranks are one group. Here all "
+        "three states are sharded inside the group, as with mics_shard_size.",
     )
-    offload_optimizer: OffloadOptimizer | None = Field(None, description="Where the optimizer's state rests.")
-    offload_param: OffloadParam | None = Field(None, description="Where sharded parameters rest.")
-    cpu_offload: bool | None = Field(None, description="Old form of offload_optimizer.device = cpu.")
-    cpu_offload_param: bool | None = Field(None, description="Old form of offload_param.device = cpu.")
-    cpu_offload_use_pin_memory: bool | None = Field(None, description="Old form of pin_memory in the offload sections.")
-    zero_quantized_weights: bool = Field(False, description="Gather parameters as 8-bit numbers between nodes.")
-    zero_quantized_nontrainable_weights: bool = Field(False, description="Keep frozen parameters as 8-bit numbers.")
-    zero_quantized_gradients: bool = Field(
-        False, description="Reduce gradients as 8-bit numbers between nodes (DeepSpeed: 4-bit)."
-    )
-    zenflow: ZenFlow | None = Field(None, description="Update important gradients first, the others on the host.")
-    overlap_comm: bool | None = Field(None, description="Overlap the reduction of gradients with the backward.")
-    contiguous_gradients: bool = Field(True, description="Copy gradients into one buffer as they are produced.")
-    reduce_scatter: bool = Field(True, description="Reduce-scatter gradients instead of an all-reduce.")
-    reduce_bucket_size: PositiveInt = Field(500_000_000, description="Elements reduced at a time.")
-    use_multi_rank_bucket_allreduce: bool = Field(True, description="Join the buckets of several ranks.")
-    allgather_partitions: bool = Field(True, description="All-gather the updated parameters, not broadcast.")
-    allgather_bucket_size: CountInt = Field(500_000_000, description="Elements gathered at a time.")
-    compute_grad_norm: bool = Field(True, description="Compute the global norm of the gradients.")
-    load_from_fp32_weights: bool = Field(True, description="Initialise the master from fp32 weights.")
-    elastic_checkpoint: bool = Field(False, description="Write checkpoints that other rank counts can load.")
-    sub_group_size: CountInt = Field(1_000_000_000, description="Elements updated at a time.")
-    stage3_prefetch_bucket_size: CountInt = Field(50_000_000, description="Elements gathered ahead of their use.")
-    stage3_param_persistence_threshold: CountInt = Field(
-        100_000, description="Parameters with fewer elements are not sharded."
-    )
-    stage3_model_persistence_threshold: CountInt = Field(
-        sys.maxsize, description="Most elements that are left unsharded."
-    )
-    stage3_max_live_parameters: CountInt = Field(1_000_000_000, description="Most elements gathered at a time.")
-    stage3_max_reuse_distance: CountInt = Field(
-        1_000_000_000, description="Keep what is used again within so many elements."
-    )
-    stage3_gather_16bit_weights_on_model_save: bool = Field(False, description="Gather weights in save_16bit_model.")
-    stage3_module_granularity_threshold: Int = Field(0, description="Fetch finer modules as one.")
-    stage3_use_all_reduce_for_fetch_params: bool = Field(False, description="Gather with an all-reduce.")
-    stage3_allgather_sequential: bool = Field(False, description="Gather parameters one by one.")
-    ignore_unused_parameters: bool = Field(True, description="Allow parameters without a gradient.")
-    legacy_stage1: bool = Field(False, description="Use the old code of stage 1.")
-    round_robin_gradients: bool = Field(False, description="Spread the copying of gradients to the host over ranks.")
-    parameter_alignment: bool = Field(False, description="Align every parameter in the flat buffers.")
-    memory_efficient_linear: bool = Field(True, description="Replace torch.nn.functional.linear.")
-    pipeline_loading_checkpoint: bool = Field(False, description="Load checkpoints rank after rank.")
-    override_module_apply: bool = Field(True, description="Replace torch.nn.Module.apply while a model is built.")
-    log_trace_cache_warnings: bool = Field(False, description="Warn when the order of modules changes.")
-    enable_sanity_checks: bool = Field(False, description="Check the engine's state while it runs.")
-    save_muon_momentum_buffer_in_memory: bool = Field(False, description="Keep Muon's momentum off NVMe.")
-    leaf_module: LeafModule | None = Field(None, description="Modules that are fetched as a whole.")
+    offload_optimizer: OffloadOptimizer | None = None
+    offload_param: OffloadParam | None = None
+    cpu_offload: bool | None = key(None, "Old form of offload_optimizer.device = cpu.")
+    cpu_offload_param: bool | None = key(None, "Old form of offload_param.device = cpu.")
+    cpu_offload_use_pin_memory: bool | None = key(None, "Old form of pin_memory in the offload sections.")
+    zero_quantized_weights: bool = key(False, "Gather parameters as 8-bit numbers between nodes.")
+    zero_quantized_nontrainable_weights: bool = key(False, "Keep frozen parameters as 8-bit numbers.")
+    zero_quantized_gradients: bool = key(False, "Reduce gradients as 8-bit numbers between nodes (DeepSpeed: 4-bit).")
+    zenflow: ZenFlow | None = key(None, "Update important gradients first, the others on the host.")
+    overlap_comm: bool | None = key(None, "Overlap the reduction of gradients with the backward.")
+    contiguous_gradients: bool = key(True, "Copy gradients into one buffer as they are produced.")
+    reduce_scatter: bool = key(True, "Reduce-scatter gradients instead of an all-reduce.")
+    reduce_bucket_size: PositiveInt = key(500_000_000, "Elements reduced at a time.")
+    use_multi_rank_bucket_allreduce: bool = key(True, "Join the buckets of several ranks.")
+    allgather_partitions: bool = key(True, "All-gather the updated parameters, not broadcast.")
+    allgather_bucket_size: CountInt = key(500_000_000, "Elements gathered at a time.")
+    compute_grad_norm: bool = key(True, "Compute the global norm of the gradients.")
+    load_from_fp32_weights: bool = key(True, "Initialise the master from fp32 weights.")
+    elastic_checkpoint: bool = key(False, "Write checkpoints that other rank counts can load.")
+    sub_group_size: CountInt = key(1_000_000_000, "Elements updated at a time.")
+    stage3_prefetch_bucket_size: CountInt = key(50_000_000, "Elements gathered ahead of their use.")
+    stage3_param_persistence_threshold: CountInt = key(100_000, "Parameters with fewer elements are not sharded.")
+    stage3_model_persistence_threshold: CountInt = key(sys.maxsize, "Most elements that are left unsharded.")
+    stage3_max_live_parameters: CountInt = key(1_000_000_000, "Most elements gathered at a time.")
+    stage3_max_reuse_distance: CountInt = key(1_000_000_000, "Keep what is used again within so many elements.")
+    stage3_gather_16bit_weights_on_model_save: bool = key(False, "Gather weights in save_16bit_model.")
+    stage3_module_granularity_threshold: Int = key(0, "Fetch finer modules as one.")
+    stage3_use_all_reduce_for_fetch_params: bool = key(False, "Gather with an all-reduce.")
+    stage3_allgather_sequential: bool = key(False, "Gather parameters one by one.")
+    ignore_unused_parameters: bool = key(True, "Allow parameters without a gradient.")
+    legacy_stage1: bool = key(False, "Use the old code of stage 1.")
+    round_robin_gradients: bool = key(False, "Spread the copying of gradients to the host over ranks.")
+    parameter_alignment: bool = key(False, "Align every parameter in the flat buffers.")
+    memory_efficient_linear: bool = key(True, "Replace torch.nn.functional.linear.")
+    pipeline_loading_checkpoint: bool = key(False, "Load checkpoints rank after rank.")
+    override_module_apply: bool = key(True, "Replace torch.nn.Module.apply while a model is built.")
+    log_trace_cache_warnings: bool = key(False, "Warn when the order of modules changes.")
+    enable_sanity_checks: bool = key(False, "Check the engine's state while it runs.")
+    save_muon_momentum_buffer_in_memory: bool = key(False, "Keep Muon's momentum off NVMe.")
+    leaf_module: LeafModule | None = key(None, "Modules that are fetched as a whole.")
 
     @property
     def offload_ratio(self) -> float:
@@ -165,7 +152,7 @@ class ZeroOptimization(Section):
 
     @property
     def early_share(self) -> float | None:
-        """Share of the offloaded state that is updated during the backward; None: it depends on the room there is."""
+        """Share of the offloaded state that is updated during the backward; None: it depends on the free memory."""
         section = self.offload_optimizer
         if section is None:
             return None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
+from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context import batch
 from zeromesh.context.attention import attend
 
@@ -20,7 +21,7 @@ class Unsupported(ValueError):
     """A model, or what it is called with, that cannot run with its sequences spread over ranks."""
 
 
-def refuse(what: str, reason: str, remedy: str = "set mesh.context to 1") -> Unsupported:
+def refuse(what: str, reason: str, remedy: str = ONE_CONTEXT_RANK) -> Unsupported:
     """The error for a model, or a part of it: to be raised."""
     return Unsupported(f"{what} cannot run under context parallelism: {reason}; {remedy}")
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeromesh.comm.collectives import Group
+from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context.order import keep
 
 IGNORE_LABEL = -100
@@ -59,7 +60,7 @@ def split(
             raise ValueError(
                 f"the batch has a tensor {name} of shape {tuple(value.shape)}, and it is not known how a sequence in "
                 f"it is cut over context-parallel ranks; known are {', '.join((*TOKENS, *LABELS, *POSITIONS))}, and "
-                "attention_mask: leave it out, or set mesh.context to 1"
+                f"attention_mask: leave it out, or {ONE_CONTEXT_RANK}"
             )
         if name in known and value.shape[1] != length:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but its sequences should have {length} tokens")
@@ -94,7 +95,7 @@ def _require_one_document(documents: Tensor | None) -> None:
     if documents is not None and bool((documents != documents[:, :1]).any()):
         raise ValueError(
             "a row has several documents that must not see each other, which context-parallel attention cannot hide: "
-            "give one document per row, let documents see each other, or set mesh.context to 1"
+            f"give one document per row, let documents see each other, or {ONE_CONTEXT_RANK}"
         )
 
 
@@ -103,7 +104,7 @@ def _require_consecutive(positions: Tensor) -> None:
         raise ValueError(
             f"positions of shape {tuple(positions.shape)} do not count up by one along dim 1; where they start anew, "
             "they stand for packed documents, which context-parallel attention cannot hide from each other: leave "
-            "them out, give one document per row, or set mesh.context to 1"
+            f"them out, give one document per row, or {ONE_CONTEXT_RANK}"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.context.attention import require_heads
@@ -78,7 +79,7 @@ def require(model: Any) -> None:
         raise refuse(
             name,
             f"its attention is {config._attn_implementation!r}, and only 'sdpa' is replaced",
-            "build it with attn_implementation='sdpa', where it has that, or set mesh.context to 1",
+            f"build it with attn_implementation='sdpa', where it has that, or {ONE_CONTEXT_RANK}",
         )
     for option in ("attention_dropout", "attn_pdrop", "layerdrop"):
         if isinstance(value := getattr(config, option, 0.0), int | float) and value > 0:
@@ -90,7 +91,7 @@ def require(model: Any) -> None:
                 name,
                 f"the frequencies of its rotary positions ({settings['rope_type']}) follow the longest position that a "
                 "rank has",
-                "take another rope_type, or set mesh.context to 1",
+                f"take another rope_type, or {ONE_CONTEXT_RANK}",
             )
     if "position_ids" not in parameters:
         raise refuse(name, "its forward takes no position_ids")
@@ -119,7 +120,7 @@ def _require_modules(model: Any) -> None:
             raise refuse(
                 what,
                 f"its attention sees a sliding window of {window} tokens",
-                "set sliding_window to None, if it may see all, or set mesh.context to 1",
+                f"set sliding_window to None, if it may see all, or {ONE_CONTEXT_RANK}",
             )
         if getattr(module, "attn_logit_softcapping", None) is not None:
             raise refuse(what, f"its attention caps scores at {module.attn_logit_softcapping}")

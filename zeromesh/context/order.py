@@ -25,7 +25,7 @@ def require_length(length: int, ranks: int) -> None:
         raise ValueError(
             f"a sequence has {length} tokens, which cannot be cut into 2 x {ranks} context-parallel ranks = {count} "
             f"equal chunks ({length} = {whole} x {count} + {rest}); the nearest lengths that work are "
-            f"{' and '.join(map(str, works))}: pad it, or change data's sequence length or mesh.context"
+            f"{' and '.join(map(str, works))}: pad it, or change its length or the number of ranks that share it"
         )
 
 

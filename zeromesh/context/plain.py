@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 
@@ -38,7 +39,7 @@ def install(model: nn.Module, applied: SpreadSequences) -> None:
             name,
             f"its forward takes no {' or '.join(batch.POSITIONS)}, so it cannot know at which positions of the "
             "sequence a rank's tokens are",
-            "add such an argument, int64 of shape (batch, sequence), or set mesh.context to 1",
+            f"add such an argument, int64 of shape (batch, sequence), or {ONE_CONTEXT_RANK}",
         )
     require_no_mixing(model)
     for path, module in model.named_modules():

@@ -24,7 +24,7 @@ from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
 from zeromesh.config.printing import jsonable, lines_of
-from zeromesh.config.unset import tell_unset
+from zeromesh.config.printing import tell_unset
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import layout, messages, place, prepare

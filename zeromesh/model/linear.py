@@ -140,7 +140,7 @@ class Product(torch.autograd.Function):
                 raise RuntimeError(
                     "a gradient through a linear layer is computed twice, or with create_graph, as by "
                     "torch.autograd.grad inside of a forward; where a pipeline's schedule has weight gradients of "
-                    "their own, as zb-h1 and zb-v have, that cannot be: choose another pipeline.schedule, such as 1f1b"
+                    "their own, as zb-h1 and zb-v have, that cannot be: choose another schedule, such as 1f1b"
                 )
             of_weight, of_bias = _gradients(x, gradient, transposed, ctx.needs_input_grad[2:4])
             return of_x, token, of_weight, of_bias, None, None

@@ -1,4 +1,4 @@
-"""Resource that bounds a run, and its distance from the limit.
+"""The resource that bounds a run, and its distance from its limit.
 
 Every second of an update is put down to one resource: waits and copies by the kind of their span, the rest of forward,
 backward and step to the device that computes. What was moved or computed meanwhile, and what the machine was measured
@@ -8,10 +8,11 @@ less use of it, makes the run much faster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zeromesh.config.keys import BUFFER_COUNT, EARLY_UPDATE, OFFLOADED_SHARE, OPTIMIZER_DEVICE, PIN_MEMORY, SPLIT_MASTER
 from zeromesh.observe.breakdown import DATA, OTHER, Breakdown
 
 COMPUTE, HOST, LINK, DISK, NETWORK = "compute", "host memory", "link to the host", "disk", "network"
@@ -35,11 +36,12 @@ PHASES: dict[str, str] = {DATA: INPUT, OTHER: PROGRAM, "checkpoint": PROGRAM, "o
 
 ADVICE: dict[str, str] = {
     COMPUTE: "the tiers cost little; a faster or a further device, fewer recomputed activations, or 16 bits help",
-    HOST: "update_during_backward hides the update behind the backward, ratio < 1 leaves a share of it on the device, "
-    "more ranks or nodes share it, and more micro-batches per update make it rarer",
-    LINK: "more micro-batches or a larger one per update, a larger share on the device (ratio), or pin_memory",
-    DISK: "larger micro-batches or more of them per update, more buffers (buffer_count), fewer bytes ("
-    "split_master), a faster disk; or states on the host (device = cpu)",
+    HOST: f"{EARLY_UPDATE} hides the update behind the backward, {OFFLOADED_SHARE} < 1 leaves a share of it on the "
+    "device, more ranks or nodes share it, and more micro-batches per update make it rarer",
+    LINK: f"more micro-batches or a larger one per update, a larger share on the device ({OFFLOADED_SHARE}), or "
+    f"{PIN_MEMORY}",
+    DISK: f"larger micro-batches or more of them per update, more buffers ({BUFFER_COUNT}), fewer bytes "
+    f"({SPLIT_MASTER}), a faster disk; or states on the host ({OPTIMIZER_DEVICE} = cpu)",
     NETWORK: "fewer, larger micro-batches, a lower stage, hybrid sharding within nodes, 8 bits between nodes; or one "
     "rank waits for a slower one: look at a trace",
     INPUT: "prepare batches in other processes (dataloader workers), or ahead",
@@ -49,12 +51,11 @@ ADVICE: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Amount:
-    """Work of a resource in an update.
+    """Work of a resource in an update: bytes, or operations.
 
     Attributes:
-        amount: bytes, or operations.
-        limit: of them per second at best, as measured; None: unknown.
-        busy: seconds in which it was at work, where that is known apart from what was waited for it.
+        limit: most per second, as measured; None: unknown.
+        busy: seconds in which it was at work, where that is known apart from the time that was waited for it.
     """
 
     amount: float
@@ -64,15 +65,13 @@ class Amount:
 
 @dataclass(frozen=True)
 class Use:
-    """Use of a resource per update.
+    """Use of a resource per update; what is unknown is None.
 
     Attributes:
-        resource: which.
-        seconds: that the update spent on it.
-        share: of the update.
-        amount: bytes, or operations where it is compute; None: unknown.
-        rate: of them per second in which it was at work.
-        limit: at best; None: unknown.
+        share: of the update's seconds.
+        amount: bytes, or operations where it is compute.
+        rate: amount per second in which it was at work.
+        limit: most per second, as measured.
         of_limit: ``rate`` as a share of ``limit``.
     """
 
@@ -87,20 +86,14 @@ class Use:
 
 @dataclass(frozen=True)
 class Bounds:
-    """All resources of a run, the one that bounds it first.
-
-    Attributes:
-        updates: that were looked at.
-        seconds: of one.
-        uses: of each resource that time was spent on.
-    """
+    """Uses of all resources of a run, the one that bounds it first, in updates of so many seconds."""
 
     updates: int
     seconds: float
     uses: tuple[Use, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: ``updates``, ``seconds``, ``bound`` (a resource), ``advice``, and per resource its ``Use``."""
+        """Return ``updates``, ``seconds``, ``bound`` (a resource), ``advice``, and ``uses``: a ``Use`` per resource."""
         uses = {use.resource: {k: v for k, v in asdict(use).items() if k != "resource"} for use in self.uses}
         first = self.uses[0].resource
         return {
@@ -109,12 +102,7 @@ class Bounds:
 
 
 def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> Bounds:
-    """Put the time of updates down to resources.
-
-    Args:
-        breakdown: of the updates.
-        amounts: by resource, what is known of them, per update.
-    """
+    """Put the time of updates down to resources; ``amounts`` are per update, by resource, where they are known."""
     seconds: dict[str, float] = {}
     for phase, whole in breakdown.phases.items():
         left = whole
@@ -130,26 +118,6 @@ def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> Bounds:
         _use(name, 0.0, breakdown.total, one) for name, one in amounts.items() if name not in seconds and one.amount
     ]
     return Bounds(breakdown.updates, breakdown.total, tuple(sorted(uses, key=lambda use: -use.seconds)))
-
-
-def together(parts: Sequence[Breakdown]) -> Breakdown:
-    """One breakdown of the updates of several that follow each other."""
-    updates = sum(part.updates for part in parts)
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(value * part.updates for value, part in zip(values, parts, strict=True)) / updates
-
-    phases = dict.fromkeys(phase for part in parts for phase in part.phases)
-    kinds = {phase: dict.fromkeys(k for part in parts for k in part.inside.get(phase, {})) for phase in phases}
-    return Breakdown(
-        updates,
-        mean([part.total for part in parts]),
-        {phase: mean([part.phases.get(phase, 0.0) for part in parts]) for phase in phases},
-        {
-            phase: {kind: mean([part.inside.get(phase, {}).get(kind, 0.0) for part in parts]) for kind in named}
-            for phase, named in kinds.items()
-        },
-    )
 
 
 def _use(resource: str, seconds: float, total: float, known: Amount | None) -> Use:

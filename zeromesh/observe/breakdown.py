@@ -14,7 +14,7 @@ DATA, OTHER = "data", "other"
 """Time between phases: waiting for a batch where a forward follows, else the user's own code."""
 
 MOST_PHASES = 1000
-"""So many phases are kept at most where no update comes, as in a long evaluation."""
+"""Most phases that are kept without an update, as in a long evaluation."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Breakdown:
     """Mean seconds per update.
 
     Attributes:
-        updates: how many.
         total: from the end of one update to that of the next.
         phases: parts of ``total``; they add up to it.
         inside: per phase the kinds of spans in it, each without the spans inside of it; the rest is the phase's own.
@@ -33,8 +32,25 @@ class Breakdown:
     phases: dict[str, float]
     inside: dict[str, dict[str, float]]
 
+    def __add__(self, other: Breakdown) -> Breakdown:
+        """Return the breakdown of the updates of both."""
+        updates = self.updates + other.updates
+
+        def mean(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+            sums = {
+                kind: first.get(kind, 0.0) * self.updates + second.get(kind, 0.0) * other.updates
+                for kind in first | second
+            }
+            return {kind: value / updates for kind, value in sums.items()}
+
+        inside = {
+            phase: mean(self.inside.get(phase, {}), other.inside.get(phase, {})) for phase in self.phases | other.phases
+        }
+        total = (self.total * self.updates + other.total * other.updates) / updates
+        return Breakdown(updates, total, mean(self.phases, other.phases), inside)
+
     def text(self) -> str:
-        """A table."""
+        """Return a table."""
         lines = [f"{self.updates} updates, {1e3 * self.total:.2f} ms each", f"  {'phase':<22}{'ms':>10}{'share':>8}"]
         for phase, seconds in self.phases.items():
             lines.append(self._line(phase, seconds, 2))
@@ -48,7 +64,7 @@ class Breakdown:
 
 
 class Timer:
-    """Takes breakdowns of what ``spans`` saw since the last one; what it holds does not grow with the updates."""
+    """Timer that takes breakdowns of ``spans``; the memory that it needs does not grow with the updates."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
@@ -105,7 +121,7 @@ class Sums:
                 kinds[span.kind] += own_seconds(span, clock)
 
     def breakdown(self, end: Any, updates: int) -> Breakdown:
-        """Per update, with what lies between the last phase and a mark of the clock."""
+        """Return the means per update, with the time between the last phase and a mark of the clock."""
         rest = self._parts.get(OTHER, 0.0) + self._clock.seconds(self._last, end)
         parts = {kind: seconds for kind, seconds in self._parts.items() if kind != OTHER} | {OTHER: rest}  # as the last
         return Breakdown(

@@ -97,7 +97,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def unused_gpus() -> int:
-    """Nvidia's devices that the system has and torch cannot use."""
+    """Count Nvidia's devices that the system has and torch cannot use."""
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return 0 if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" else there
 

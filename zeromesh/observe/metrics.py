@@ -12,7 +12,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 class MetricsLog:
-    """Appends records to a file.
+    """Append records to a file.
 
     Args:
         path: the file. What it holds beyond ``last_step`` is dropped: the steps of a run that went on after its last

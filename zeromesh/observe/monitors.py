@@ -1,4 +1,4 @@
-"""Values of a run, written where people look at them: TensorBoard, Weights & Biases, CSV files.
+"""Writers of a run's values: TensorBoard, Weights & Biases, CSV files.
 
 ``MONITORS`` has a row for each. The first rank writes; a writer that fails is given up with one warning, and training
 goes on.
@@ -13,27 +13,23 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 _log = logging.getLogger("zeromesh")
 
 
-class MetricWriter(Protocol):
-    """Destination of values."""
+class MetricWriter:
+    """Destination of values. A class that holds nothing back needs no ``close``."""
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """Write values by their names.
-
-        Args:
-            values: numbers.
-            samples: that were consumed; the place on the x axis,
-            own: unless it is this one, on an axis of the user's own.
-        """
+        """Write values by their names, at the samples consumed so far, or at ``own``, a step on a user's own axis."""
+        raise NotImplementedError
 
     def rewind(self, step: int) -> None:
-        """Drop, or hide, what lies after ``step``: a run goes on from there."""
+        """Drop, or hide, the values after ``step``, from which a run continues."""
+        self.close()
 
     def close(self) -> None:
         """Write what has not been written."""
@@ -46,7 +42,7 @@ OURS = ("Train_Samples_", "Validation_Samples_")
 """Beginnings of the names of files whose steps are samples."""
 
 
-class CsvFiles:
+class CsvFiles(MetricWriter):
     """A file per name, with the columns ``step`` and the last part of the name, as DeepSpeed's.
 
     Args:
@@ -59,7 +55,7 @@ class CsvFiles:
         self._kept: dict[Path, set[str]] = {}
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """See ``MetricWriter``. What a resumed run has from before is not written again."""
+        """See ``MetricWriter``. Rows that a resumed run kept are not written again."""
         step = samples if own is None else own
         for name, value in values.items():
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
@@ -73,7 +69,7 @@ class CsvFiles:
                 writer.writerow([step, value])
 
     def rewind(self, step: int) -> None:
-        """See ``MetricWriter``. A line that was cut off goes, too. Users' own values keep their own steps."""
+        """See ``MetricWriter``. Deletes a line that was cut off, too. Users' own values keep their own steps."""
         for path in (path for start in OURS for path in self._folder.glob(f"{start}*.csv")):
             with path.open(newline="") as file:
                 head, *rows = list(csv.reader(file)) or [[]]
@@ -87,11 +83,8 @@ class CsvFiles:
                     csv.writer(file, lineterminator="\n").writerows([head, *kept])
                 part.replace(path)
 
-    def close(self) -> None:
-        """See ``MetricWriter``."""
 
-
-class TensorBoardFiles:
+class TensorBoardFiles(MetricWriter):
     """Event files for TensorBoard; of a run that went back, what lies after the point it went on from is hidden.
 
     TensorBoard hides by steps, whatever the name. So values with steps of their own are a run beside it, of which
@@ -130,8 +123,11 @@ class TensorBoardFiles:
             writer.close()
 
 
-class WandbRun:
-    """A run of Weights & Biases, begun with the first value. A process begins a run of its own."""
+class WandbRun(MetricWriter):
+    """A run of Weights & Biases, begun with the first value. A process begins a run of its own.
+
+    What was sent stays where it is: after a rewind a new run begins.
+    """
 
     def __init__(self, group: str | None, team: str | None, project: str) -> None:
         import wandb
@@ -144,10 +140,6 @@ class WandbRun:
         if self._run is None:
             self._run = self._begin()
         self._run.log(dict(values) if own is None else {**values, OWN: own}, step=samples)
-
-    def rewind(self, step: int) -> None:
-        """See ``MetricWriter``. What was sent stays where it is: a new run begins."""
-        self.close()
 
     def close(self) -> None:
         """See ``MetricWriter``."""
@@ -181,13 +173,10 @@ def open_monitor(name: str, *arguments: Any) -> MetricWriter:
 
 
 class Monitor:
-    """Writers of a run's values.
+    """Writers of a run's values by name; there are none on ranks other than the first.
 
     Attributes:
-        samples: that all ranks have consumed; the place on the x axis where none is given.
-
-    Args:
-        writers: by name; none on all ranks but the first.
+        samples: samples that all ranks have consumed, the place on the x axis by default.
     """
 
     def __init__(self, writers: Mapping[str, MetricWriter] | None = None) -> None:
@@ -218,7 +207,7 @@ class Monitor:
             self._each(lambda writer: writer.write(numbers, self.samples, own))
 
     def rewind(self, samples: int) -> None:
-        """The run goes on from a checkpoint after so many samples."""
+        """Continue from a checkpoint after so many samples."""
         self.samples = samples
         self._each(lambda writer: writer.rewind(samples))
 

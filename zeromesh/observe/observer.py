@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from zeromesh.observe.bounds import together
 from zeromesh.observe.breakdown import Breakdown, Timer
 from zeromesh.observe.monitors import Monitor
 from zeromesh.observe.profile import FlopsPlan, Profile
@@ -21,21 +20,14 @@ _log = logging.getLogger("zeromesh")
 
 
 class Observer:
-    """Watches one engine on one rank; by default it sees nothing and costs nothing.
-
-    Attributes:
-        monitor: where values are written.
-        spans: what the engine does when.
+    """Observer of one engine on one rank; by default it sees nothing and costs nothing.
 
     Args:
-        model: whose operations may be counted.
-        device: on which it runs.
-        rank: of this process.
-        monitor: where values are written.
+        model: whose operations may be counted, on ``device``.
         every: updates between breakdowns; 0: none.
         whole: whether there is one of the whole run, see ``breakdown``.
-        window: which updates to trace, if any.
-        flops: which update's operations to count, if any.
+        window: the updates to trace, if any.
+        flops: the update whose operations are counted, if any.
     """
 
     def __init__(
@@ -58,7 +50,7 @@ class Observer:
             self._trace.after(0)
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """In this context the engine is in a phase; see ``spans``."""
+        """Return the context of a phase of the engine; see ``spans``."""
         if self._profile is not None and self._profile.counting:
             return self._counted(self._profile, name)
         if self._timer is not None and self._profile is None:  # which counts the phases of its update
@@ -83,7 +75,7 @@ class Observer:
         self.monitor.write(values)
 
     def after_update(self, step: int) -> None:
-        """Everything of update ``step`` is over: look at what was seen."""
+        """Take in what was seen of update ``step``, which is over."""
         self._updates += 1
         if self._trace is not None or self._profile is not None:
             with self.spans.phase("observe"):
@@ -112,10 +104,10 @@ class Observer:
         self.monitor.write({f"Train/Samples/elapsed_time_ms_{name}": 1e3 * value for name, value in named.items()})
 
     def _take(self, timer: Timer) -> Breakdown:
-        """Since the last time; begins anew."""
+        """Return the breakdown since the last one, and begin another."""
         found = timer.take(self._updates - self._timed_from)
         self._timed_from = self._updates
-        self._whole = found if self._whole is None else together([self._whole, found])
+        self._whole = found if self._whole is None else self._whole + found
         timer.begin()
         return found
 

@@ -1,4 +1,4 @@
-"""Floating-point operations, counted as they are done: on real tensors, or on the meta device.
+"""Floating-point operations, counted while they run, on real tensors or on the meta device.
 
 A multiplication and an addition are two operations. Products of matrices, convolutions and attention count, by torch's
 formulas (``torch.utils.flop_counter``); what is done element by element does not, as usual.
@@ -23,17 +23,17 @@ _aten = torch.ops.aten
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> int:
-    """Two products: scores, and sums of values. A mask leaves nothing out."""
+    """Return the operations of two products: scores, and sums of values. A mask leaves nothing out."""
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
-    """Four products. That kernels compute the scores again is their own affair."""
+    """Return the operations of four products. Scores that a kernel computes again do not count."""
     return 2 * _attention(query, key, value)
 
 
 def _grouped_product(first: torch.Tensor, second: torch.Tensor, *rest: Any, **more: Any) -> int:
-    """Experts' products, of which each row, or column, takes part in one."""
+    """Return the operations of experts' products; each row, or column, takes part in one."""
     groups = first.shape[0] if first.ndim > second.ndim else 1
     return 2 * first.numel() * second.shape[-1] // groups
 
@@ -51,9 +51,7 @@ FORMULAS: dict[Any, Formula] = {
 
 
 class Operations(TorchDispatchMode):
-    """In this context operations are counted. It may be entered again, and goes on counting.
-
-    What is done changes nowhere: every operator is called with what it was called with.
+    """Context in which operations are counted. It may be entered again, and counts on. Operators run unchanged.
 
     Attributes:
         forward: operations outside of any backward.

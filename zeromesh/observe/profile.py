@@ -34,11 +34,10 @@ class FlopsPlan:
 
     Attributes:
         after: updates before the one that is counted.
-        depth: of modules to report; -1: all.
-        top: modules to report per depth.
-        detailed: whether every module is reported, too.
+        depth: depth of the modules to report; -1: all.
+        top: modules to report per depth; with ``detailed`` all are reported, too.
         output: file of the report; None: the log.
-        dtype: of the products, for the peak.
+        dtype: dtype of the products, for the peak.
     """
 
     after: int
@@ -50,7 +49,7 @@ class FlopsPlan:
 
 
 class Profile:
-    """Counts one update of an engine.
+    """Counter of one update of an engine.
 
     Attributes:
         counting: whether the present update is the one.
@@ -68,14 +67,14 @@ class Profile:
         self._first: int | None = None
 
     def count(self, phase: str) -> AbstractContextManager[object]:
-        """In this context, a phase of the engine, operations are counted, if it is a part of training."""
+        """Return a context that counts the operations of a phase, if the phase is a part of training."""
         if phase not in ("forward", "backward"):
             return NOTHING
         self._micro_batches += phase == "backward"
         return self._operations
 
     def read(self, step: int) -> None:
-        """Update ``step`` is over; to be called while its spans are there. Reports, if it was the one that is timed."""
+        """Read the spans of update ``step``, which is over, and report if it is the one that is timed."""
         if self._first is None:
             return
         clock, phases = self._spans.clock, self._spans.phases[self._first :]
@@ -89,7 +88,7 @@ class Profile:
         self._report("\n".join(self._lines(step - 1, seconds)))
 
     def prepare(self, step: int) -> bool:
-        """Update ``step`` is over, and its spans were read; begin what the next needs. Returns whether all is done."""
+        """Prepare for the update after ``step``, whose spans were read. Return whether all is done."""
         if self._first is not None or step > self._plan.after + 1:
             return True
         if self.counting:

@@ -23,7 +23,7 @@ from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 
 STEP_SECONDS = 5.0
 READING_SECONDS = 10.0
-"""Without a terminal, a line is written when so much time has passed since the last one."""
+"""Least time between lines without a terminal, for steps and for reading."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,7 @@ class Live:
 
 
 class Display(Live):
-    """Shows steps as they come. A context: the live line ends with it.
-
-    Args:
-        console: where to; a quiet one shows nothing.
-        steps: steps of the whole run.
-    """
+    """Display of the steps of a run. A context: the live line ends with it. A quiet console shows nothing."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -110,13 +105,7 @@ class Display(Live):
 
 
 class ReadingBar(Live):
-    """Shows how many bytes were read. A context: the bar ends with it.
-
-    Args:
-        console: where to; None for nowhere.
-        what: a few words.
-        total: bytes.
-    """
+    """Bar of bytes that were read, of a total. A context: the bar ends with it. Without a console nothing is shown."""
 
     def __init__(self, console: Console | None, what: str, total: int) -> None:
         self._console, self._what, self._total, self._read = console, what, total, 0

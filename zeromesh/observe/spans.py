@@ -47,14 +47,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Span:
-    """One stretch of time. A context; entered once.
-
-    Attributes:
-        kind: what is done; of a phase its name.
-        begin: the clock's mark.
-        end: the clock's mark.
-        inside: the spans directly inside this one.
-    """
+    """One stretch of time between two marks of the clock, with the spans directly inside of it. Entered once."""
 
     def __init__(self, spans: Spans, kind: str, of: object, is_phase: bool) -> None:
         self._spans = spans
@@ -95,13 +88,13 @@ class Span:
 
 
 class Spans:
-    """Watches the phases of one engine.
+    """Recorder of the phases of one engine.
 
     Attributes:
         timed: whether spans are kept, to be read.
-        traced: whether torch's profiler is told their names.
-        phases: those that have ended, since they were last taken, with what is inside of them.
-        phase_now: the one that is going on.
+        traced: whether torch's profiler gets their names.
+        phases: phases that have ended and were not taken yet.
+        phase_now: name of the phase that is going on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,10 +104,10 @@ class Spans:
         self.phases: list[Span] = []
         self.phase_now: str | None = None
         self._threads = threading.local()
-        self._loose: list[Span] = []
+        self._unattached: list[Span] = []
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """In this context the engine is in a phase; inside of another one it is a part of that."""
+        """Return the context of a phase of the engine; a phase inside of another one is a part of that."""
         return Span(self, name, "", is_phase=True) if self.timed or self.traced else NOTHING
 
     @property
@@ -128,13 +121,13 @@ class Spans:
     def add(self, span: Span, outermost: bool) -> None:
         """A span has ended."""
         if outermost:
-            span.inside += self._loose
-            self._loose = []
+            span.inside += self._unattached
+            self._unattached = []
             self.phases.append(span)
         elif self.open:
             self.open[-1].inside.append(span)
         else:
-            self._loose.append(span)  # the phase is open in another thread, which waits for this one
+            self._unattached.append(span)  # the phase is open in another thread, which waits for this one
 
 
 _watching: Spans | None = None
@@ -142,12 +135,7 @@ _watching: Spans | None = None
 
 
 def span(kind: str, of: object = "") -> AbstractContextManager[None]:
-    """In this context something is done that is worth a name.
-
-    Args:
-        kind: what is done; one word.
-        of: with what, for traces.
-    """
+    """Return the context of a named piece of work: one word, and its object for traces."""
     if _watching is None:
         return NOTHING
     return Span(_watching, kind, of, is_phase=False)

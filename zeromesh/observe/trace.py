@@ -17,17 +17,14 @@ from zeromesh.observe.spans import PREFIX, Spans
 _log = logging.getLogger("zeromesh")
 
 MOST_SHOWN = 25
-"""So many spans are in the table."""
+"""Most spans in the table."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Updates to record, and the folder.
+    """Updates to record, from ``start`` on, counted from 1 in this process; and the folder of the files.
 
     Attributes:
-        start: the first one, counted from 1 in this process.
-        steps: how many.
-        output: folder of the files.
         memory: whether allocations are recorded, too.
     """
 
@@ -38,14 +35,7 @@ class Window:
 
 
 class Trace:
-    """Records the updates of a window.
-
-    Args:
-        window: which.
-        spans: are told when they are recorded.
-        rank: of this process, for the name of the file.
-        device: activities of an accelerator are recorded, too.
-    """
+    """Recorder of the updates of a window on one rank, with the activities of its device and the names of spans."""
 
     def __init__(self, window: Window, spans: Spans, rank: int, device: torch.device) -> None:
         self._window = window

@@ -64,12 +64,8 @@ def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
 def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:
     """Let ``optimizer.cur_scale``, ``.loss_scale`` and ``.overflow`` tell how the last update went.
 
-    Programs written for DeepSpeed read them. An attribute that the optimizer's own class has is left alone.
-
-    Args:
-        optimizer: what ``initialize`` returned.
-        scale: the loss scale of the next backward; 1 where the loss is not scaled.
-        overflow: whether the last update was skipped, as a gradient was not finite.
+    Programs written for DeepSpeed read them. An attribute that the optimizer's own class has is left alone. ``scale``
+    is of the next backward, 1 where the loss is not scaled; an update with a gradient that is not finite overflows.
     """
     for name, value in (("cur_scale", scale), ("loss_scale", scale), ("overflow", overflow)):
         if optimizer is not None and not hasattr(type(optimizer), name):

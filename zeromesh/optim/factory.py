@@ -1,4 +1,4 @@
-"""From a name or a user's optimizer to an optimizer over the pieces that this rank updates.
+"""Construction of optimizers over the pieces that this rank updates, from a name or from a user's optimizer.
 
 An optimizer that works element by element is right on any piece. One that looks at more is right only where whole
 parameters are here, or where it is one of ours that asks the other ranks.
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh.config.keys import CLIPPING, OPTIMIZER_PARAMS, UNSHARDED, UNTESTED_OPTIMIZER
 from zeromesh.config.names import public_classes
 from zeromesh.model.piece import Piece, PieceExchange
 from zeromesh.optim.lamb import Lamb
@@ -43,7 +44,7 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 
 _EXCHANGING: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
-"""Those that get from other ranks what they need of whole parameters."""
+"""Optimizers that get the parts of whole parameters from other ranks."""
 
 _NEVER: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
@@ -52,10 +53,10 @@ _NEVER: dict[type[Optimizer], str] = {
 }
 
 _WHOLE: dict[type[Optimizer], str] = {
-    torch.optim.Adafactor: "it averages over rows and columns; use ZeRO-0, or another optimizer such as Lion",
-    torch.optim.Muon: 'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use ZeRO-0',
+    torch.optim.Adafactor: f"it averages over rows and columns; use {UNSHARDED}, or another optimizer such as Lion",
+    torch.optim.Muon: 'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use ' + UNSHARDED,
 }
-"""Torch's own that are right only on whole parameters, and what to do where they are sharded."""
+"""Optimizers of torch that are right only on whole parameters, and the remedy where parameters are sharded."""
 
 _FUSED: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.Adam: frozenset({"cpu", "cuda"}),
@@ -91,7 +92,7 @@ _FOREIGN: dict[str, _Foreign] = {
 }
 
 _REFUSED_PARAMS: dict[str, str] = {
-    "max_grad_norm": "set `gradient_clipping` at the top level of the config",
+    "max_grad_norm": f"set `{CLIPPING}` at the top level of the config",
     "freeze_step": "it belongs to the 1-bit optimizers, which are not offered",
     "cuda_aware": "it belongs to the 1-bit optimizers, which are not offered",
     "comm_backend_name": "it belongs to the 1-bit optimizers, which are not offered",
@@ -151,7 +152,7 @@ def build(
     try:
         optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer {type} with optimizer.params = {dict(given)}: {error}") from error
+        raise ValueError(f"optimizer {type} with {OPTIMIZER_PARAMS} = {dict(given)}: {error}") from error
     _fuse(optimizer)
     return optimizer
 
@@ -205,9 +206,9 @@ def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.
     arguments: dict[str, Any] = {}
     for key, value in given.items():
         if key in accepted:
-            arguments[key] = _plain(checked(f"optimizer.params.{key}", value, accepted[key]))
+            arguments[key] = _plain(checked(f"{OPTIMIZER_PARAMS}.{key}", value, accepted[key]))
         elif key in _REFUSED_PARAMS:
-            raise ValueError(f"optimizer.params.{key} of {name} is not taken: {_REFUSED_PARAMS[key]}")
+            raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} is not taken: {_REFUSED_PARAMS[key]}")
         else:
             _check_foreign(name, key, value, accepted)
     return arguments
@@ -216,14 +217,14 @@ def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.
 def _check_foreign(name: str, key: str, value: Any, accepted: Iterable[str]) -> None:
     foreign = _FOREIGN.get(key)
     if foreign is None or name.lower() not in foreign.optimizers:
-        raise unknown_parameter("optimizer.params", key, name, accepted)
+        raise unknown_parameter(OPTIMIZER_PARAMS, key, name, accepted)
     if foreign.harmless is not None and value not in foreign.harmless:
-        raise ValueError(f"optimizer.params.{key} of {name} cannot be {value!r}: {foreign.remedy}")
-    _log.info("optimizer.params.%s of %s has no further effect", key, name)
+        raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} cannot be {value!r}: {foreign.remedy}")
+    _log.info("%s.%s of %s has no further effect", OPTIMIZER_PARAMS, key, name)
 
 
 def _plain(value: Any) -> Any:
-    """JSON's lists as the tuples, and its integers among them as the floats, that optimizers expect."""
+    """Return a list of numbers as the tuple of floats that optimizers expect."""
     if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
         return value
     return tuple(float(item) for item in value)
@@ -251,7 +252,7 @@ def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> N
     if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING):
         raise ValueError(
             f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
-            "use ZeRO-0, or set `zero_allow_untested_optimizer` to true if it does"
+            f"use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"
         )
 
 

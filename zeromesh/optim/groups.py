@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 _NORM = re.compile(r"norm(\d*d)?$", re.IGNORECASE)
-"""Ends the names of norm classes: torch's, as LayerNorm and BatchNorm2d, and models' own, as LlamaRMSNorm."""
+"""End of the names of norm classes: torch's, as LayerNorm and BatchNorm2d, and models' own, as LlamaRMSNorm."""
 
 _EDGE = re.compile(r"embed|(^|[._])heads?(\.|$)", re.IGNORECASE)
-"""In the names of modules where a model meets tokens or classes, as ``embed_in``, ``lm_head`` and ``heads.0``."""
+"""Names of modules at a model's tokens or classes, as ``embed_in``, ``lm_head`` and ``heads.0``."""
 
 
 def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

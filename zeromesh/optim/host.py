@@ -1,4 +1,4 @@
-"""Steps for what rests on the host: by the native kernel, unit by unit, where it does what the optimizer does."""
+"""Updates of states on the host by the native kernel, where it computes the same as the optimizer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from zeromesh.config.keys import OPTIMIZER_DEVICE
 from zeromesh.kernels.rules import RULES, rule_of
 from zeromesh.kernels.update import StepInput, UpdatePiece, UpdateStep, update
 from zeromesh.model.placement import Tier
@@ -17,7 +18,7 @@ from zeromesh.tiers.memory import zeros_on
 
 def states_of(
     optimizer: Optimizer, place: str = "the optimizer's state is to rest on NVMe",
-    remedy: str = "offload_optimizer.device = cpu",
+    remedy: str = f"{OPTIMIZER_DEVICE} = cpu",
 ) -> Callable[[Parameter], Sequence[str]]:  # fmt: skip
     """Return a function from a parameter to the names of its states that the kernel updates, in order.
 
@@ -55,7 +56,7 @@ def count_states(optimizer: Optimizer | None) -> int:
 
 
 class HostSteps:
-    """For one update: changes parameters of an optimizer as its own ``step`` would, which can go on with the states.
+    """Update parameters of an optimizer as its own ``step`` would, which can continue with the states.
 
     Args:
         optimizer: with its groups as they are in this update.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from zeromesh.model.piece import Piece, PieceExchange
+from zeromesh.optim.lion import StepOptimizer
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(StepOptimizer):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020).
 
     The trust ratio is the norm of the whole parameter over the norm of its whole update, whatever part of it this
@@ -58,13 +59,7 @@ class Lamb(torch.optim.Optimizer):
         self._places = {parameter: places[piece.name] for parameter, piece in self._pieces.items()}
         self._count = len(places)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. All ranks must call it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         updates = {
             parameter: (self._direction(parameter, parameter.grad, group), group)
             for group in self.param_groups
@@ -77,7 +72,6 @@ class Lamb(torch.optim.Optimizer):
             ratio = (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
             ratio = torch.where((weight_norm > 0) & (update_norm > 0), ratio, 1.0)
             parameter.sub_(direction.mul_(ratio * group["lr"]))
-        return loss
 
     def _direction(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """The update before it is scaled: Adam's, plus weight decay."""

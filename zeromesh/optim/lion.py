@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum."""
+"""Lion: the sign of an interpolated momentum; and the ``step`` that the optimizers of this package share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,24 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 
-class Lion(torch.optim.Optimizer):
+class StepOptimizer(torch.optim.Optimizer):
+    """Optimizer whose ``step`` evaluates a closure and then calls ``_update``."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. All ranks must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+
+class Lion(StepOptimizer):
     """Lion with decoupled weight decay (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023).
 
     Works element by element, so it needs nothing but the rank's own pieces.
@@ -30,20 +47,13 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
+                    self._move(parameter, parameter.grad, group)
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _move(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)

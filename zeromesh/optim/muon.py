@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from zeromesh.model.piece import Piece, PieceExchange
+from zeromesh.optim.lion import StepOptimizer
 
 _ADJUST_LR = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
@@ -17,7 +18,9 @@ _ADJUST_LR = {
 """Factor on the learning rate by shape: Jordan 2024; Liu et al., "Muon is Scalable for LLM Training", 2025."""
 
 
-class Muon(torch.optim.Optimizer):
+# torch.optim.Muon cannot take its place: it wants whole matrices as parameters and keeps their whole momentum, on every
+# rank. Its functions for the iteration and the factor are private, and the former divides a gradient in bf16 in place.
+class Muon(StepOptimizer):
     """Muon (Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024), over pieces.
 
     The momentum lives in pieces; each bucket that holds matrices is gathered once per step, and every matrix of which
@@ -102,13 +105,7 @@ class Muon(torch.optim.Optimizer):
                     "set its attribute `use_muon = False`"
                 )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. All ranks must call it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         held = {
             self._pieces[parameter].name: (self._pieces[parameter], group)
             for group in self.param_groups
@@ -119,7 +116,6 @@ class Muon(torch.optim.Optimizer):
             if not self._matrices.isdisjoint(bucket):
                 self._update_bucket(number, {name: held[name] for name in bucket if name in held})
         self._step_adamw()
-        return loss
 
     def _update_bucket(self, number: int, held: Mapping[str, tuple[Piece, dict[str, Any]]]) -> None:
         momenta = {name: self._momentum(piece.parameter, group) for name, (piece, group) in held.items()}
@@ -148,7 +144,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
-    """Nearly the nearest orthogonal matrix, by Newton-Schulz iteration of a quintic polynomial (Jordan 2024).
+    """Return nearly the nearest orthogonal matrix, by Newton-Schulz iteration of a quintic polynomial (Jordan 2024).
 
     Args:
         matrix: shape (rows, columns), any floating dtype.

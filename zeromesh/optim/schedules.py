@@ -17,20 +17,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
+from zeromesh.config.keys import SCHEDULER_PARAMS
 from zeromesh.config.names import public_classes
 from zeromesh.optim.values import checked, unknown_parameter, without_auto
 
 _log = logging.getLogger(__name__)
 
 Curve = Callable[[int, float], tuple[float, float | None]]
-"""From a position and a group's own learning rate to its learning rate and its first beta; None leaves the betas."""
+"""Learning rate and first beta, from a position and a group's own learning rate; None leaves the betas."""
 
 SECOND_BETA = 0.99
 """The second beta of an optimizer whose first one a schedule moves, as in DeepSpeed."""
 
 
 class RateSchedule:
-    """Moves an optimizer's hyperparameters along one curve per parameter group.
+    """Move an optimizer's hyperparameters along one curve per parameter group.
 
     Args:
         optimizer: its groups are set at once, and again by every ``step``.
@@ -52,7 +53,7 @@ class RateSchedule:
         self._apply()
 
     def step(self) -> None:
-        """Move on by one update. To be called after the optimizer's ``step``."""
+        """Advance by one update; call it after the optimizer's ``step``."""
         self.last_batch_iteration += 1
         self._apply()
 
@@ -125,7 +126,7 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
         return _build_torch(type, given, optimizer)
     start = given.pop("last_batch_iteration", -1)
     if not isinstance(start, int) or isinstance(start, bool) or start < -1:
-        raise ValueError(f"scheduler.params.last_batch_iteration = {start!r} must be a whole number of at least -1")
+        raise ValueError(f"{SCHEDULER_PARAMS}.last_batch_iteration = {start!r} must be a whole number of at least -1")
     given = _check_params(type, given, ours, _LEAST)
     groups = optimizer.param_groups
     if type.lower() == "warmuplr" and given.get("warmup_max_lr") is None:
@@ -143,7 +144,7 @@ def _first_rate(optimizer: Optimizer) -> float:
     if len(set(rates)) > 1:
         _log.warning(
             "WarmupLR without warmup_max_lr: the learning rate of all parameter groups goes up to the first one's, %g "
-            "(as in DeepSpeed); for their own, set scheduler.params.warmup_max_lr to %s",
+            f"(as in DeepSpeed); for their own, set {SCHEDULER_PARAMS}.warmup_max_lr to %s",
             rates[0],
             rates,
         )
@@ -151,7 +152,7 @@ def _first_rate(optimizer: Optimizer) -> float:
 
 
 def _tell_betas(name: str, optimizer: Optimizer) -> None:
-    """Say where the momentum does not move, and where the second beta changes."""
+    """Warn where the momentum does not move, and where the second beta changes."""
     kept = [group["betas"] for group in optimizer.param_groups if "betas" in group]
     if len(kept) < len(optimizer.param_groups):
         _log.warning("%s leaves the momentum as it is where %s has no betas", name, optimizer.__class__.__name__)
@@ -159,7 +160,7 @@ def _tell_betas(name: str, optimizer: Optimizer) -> None:
     if others:
         _log.warning(
             "%s moves the first beta and sets the second one to %g instead of %g (as in DeepSpeed); to keep the "
-            "optimizer's betas, set scheduler.params.cycle_momentum to false",
+            f"optimizer's betas, set {SCHEDULER_PARAMS}.cycle_momentum to false",
             name,
             SECOND_BETA,
             others[0],
@@ -172,7 +173,7 @@ def _build_torch(name: str, given: Mapping[str, Any], optimizer: Optimizer) -> l
     try:
         made: lr_scheduler.LRScheduler = cls(optimizer, **given)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"scheduler {name} with scheduler.params = {dict(given)}: {error}") from error
+        raise ValueError(f"scheduler {name} with {SCHEDULER_PARAMS} = {dict(given)}: {error}") from error
     return made
 
 
@@ -196,18 +197,18 @@ def _check_params(
     known = {key: value for key, value in declared.items() if key not in ("optimizer", "position", "own")}
     for key in given:
         if key not in known:
-            raise unknown_parameter("scheduler.params", key, name, known)
+            raise unknown_parameter(SCHEDULER_PARAMS, key, name, known)
     missing = [key for key, value in known.items() if value.default is value.empty and key not in given]
     if missing:
-        raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to scheduler.params")
+        raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to {SCHEDULER_PARAMS}")
     if least is None:
         rules = {"step_size": 1}  # by which StepLR divides
-        return {k: checked(f"scheduler.params.{k}", value, known[k], rules.get(k)) for k, value in given.items()}
+        return {k: checked(f"{SCHEDULER_PARAMS}.{k}", value, known[k], rules.get(k)) for k, value in given.items()}
     arguments = {}
     for key, value in given.items():
         # Of these a list gives one value per parameter group.
         values = value if isinstance(value, (list, tuple)) else [value]
-        plain = [checked(f"scheduler.params.{key}", item, known[key], least.get(key)) for item in values]
+        plain = [checked(f"{SCHEDULER_PARAMS}.{key}", item, known[key], least.get(key)) for item in values]
         arguments[key] = plain if isinstance(value, (list, tuple)) else plain[0]
     return arguments
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zeromesh.config.keys import CLIPPING, MIN_LOSS_SCALE
 from zeromesh.model.precision import LossScale
 
 
@@ -54,7 +55,7 @@ class LossScaler:
             raise FloatingPointError(
                 f"the gradient is not finite at the minimum loss scale {self._policy.minimum:g}: the model diverges, "
                 "or fp16's range is too small for it; lower the learning rate, warm it up for longer, set "
-                "`gradient_clipping`, use bf16 instead of fp16, or allow a smaller `fp16.min_loss_scale`"
+                f"`{CLIPPING}`, use bf16 instead of fp16, or allow a smaller `{MIN_LOSS_SCALE}`"
             )
         self._scale = max(self._scale / 2, self._policy.minimum)
 

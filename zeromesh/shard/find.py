@@ -175,7 +175,7 @@ def check_parameters(model: nn.Module) -> None:
         if _is_distributed(parameter):
             raise ValueError(
                 f"parameter {name} is a DTensor, which somebody has spread over ranks; pass the model with plain "
-                "parameters, and say in the configuration how it is to be spread (mesh, zero_optimization.stage)"
+                "parameters, and say in the configuration how it is to be spread"
             )
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name} is lazy and has no shape yet; run one batch through the model first")

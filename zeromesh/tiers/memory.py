@@ -12,6 +12,7 @@ import weakref
 
 import torch
 
+from zeromesh.config.keys import PIN_MEMORY
 from zeromesh.model.placement import Tier
 from zeromesh.tiers.link import DONE, Copy, Link
 
@@ -100,8 +101,8 @@ def _lock_pages(storage: torch.UntypedStorage) -> None:
     error = int(runtime.cudaHostRegister(address, storage.nbytes(), 0))
     if error != 0:
         raise RuntimeError(
-            f"{storage.nbytes():,} bytes of host memory could not be page-locked (CUDA error {error}); set pin_memory "
-            "of offload_optimizer and offload_param to false, or allow more with `ulimit -l`"
+            f"{storage.nbytes():,} bytes of host memory could not be page-locked (CUDA error {error}); set "
+            f"{PIN_MEMORY} to false for what is offloaded, or allow more with `ulimit -l`"
         )
     weakref.finalize(storage, runtime.cudaHostUnregister, address)
 

@@ -17,9 +17,8 @@ from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import attempt, share, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, init_distributed, shutdown
-from zeromesh.config.printing import jsonable
+from zeromesh.config.printing import jsonable, tell_unset
 from zeromesh.config.settings import Settings
-from zeromesh.config.unset import tell_unset
 from zeromesh.engine import Engine
 from zeromesh.launcher.launch import RankFailure, launch
 from zeromesh.observe.metrics import MetricsLog
