@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +19,11 @@ import pytest
 from typer.testing import CliRunner
 
 from harness import run_command
-from zeromesh.cli.launch import LaunchLayout, Program, SlurmOptions, slurm_script
 from zeromesh.cli.main import app
 from zeromesh.comm import rank
 from zeromesh.comm.failure import RankFailure, first_failure
 from zeromesh.launcher import mpiexec as mpi
 from zeromesh.launcher.launch import python_rank
-from zeromesh.launcher.output import Relay
 
 LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
 
@@ -58,8 +53,6 @@ if mode == "lines":
     for number in range(100):
         for part in (f"r{rank}", f"n{number}", "." * 50):
             sys.stdout.write(part)
-            if rank:  # what rank 0 flushes goes out as it does it
-                sys.stdout.flush()
             time.sleep(0.001)  # in which others write
         print()
 if mode == "ignore":
@@ -200,49 +193,6 @@ def test_whole_lines_come_through_a_pipe_that_rank_0_writes_to(tmp_path: Path) -
     finished = run_command([*LAUNCH, "--nproc", "2", tmp_path / "script.py"], **variables)
     told, line = "zeromesh launch: 2 ranks", "x" * 80
     assert {told, line, f"[1] {line}"} == set(finished.stdout.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("stream", "shown"),
-    [
-        (io.TextIOWrapper(io.BytesIO(), encoding="latin-1"), b"[1] \xe9\n[1] ok\n"),
-        (io.TextIOWrapper(io.BytesIO(), encoding="ascii"), b"[1] ?\n[1] ok\n"),
-        (None, b""),
-    ],
-)
-def test_lines_are_read_whatever_the_stream_takes(
-    stream: io.TextIOWrapper | None, shown: bytes, tmp_path: Path
-) -> None:
-    relay = Relay(tmp_path)
-    with open(relay.pipe(stream, "[1] "), "wb", buffering=0) as pipe:  # type: ignore[arg-type]
-        pipe.write(b"\xe9\n")
-        pipe.write(b"ok\n")
-        pipe.write(b"." * 200_000 if stream is None else b"")  # waits for ever unless somebody reads
-    relay.close()
-    if stream is not None:
-        assert stream.buffer.getvalue() == shown  # type: ignore[attr-defined]
-
-
-def test_a_process_that_never_stops_writing_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    class Writes:
-        """A stream: whatever it shows, more has come meanwhile."""
-
-        encoding = "utf-8"
-
-        def write(self, text: str) -> None:
-            os.write(pipe, b"more\n")
-
-        def flush(self) -> None:
-            pass
-
-    relay = Relay(tmp_path)
-    pipe = os.open(relay.pipe(Writes(), ""), os.O_WRONLY)  # type: ignore[arg-type]
-    os.write(pipe, b"begin\n")
-    closing = threading.Thread(target=relay.close, daemon=True)
-    closing.start()
-    closing.join(20)
-    assert not closing.is_alive()
-    os.close(pipe)
 
 
 @contextmanager
@@ -439,75 +389,13 @@ def is_listening(port: int) -> bool:
         (["--node-rank", "1", "SCRIPT"], "--node-rank 1 needs --nnodes and --master"),
         (["--nnodes", "1:2", "--master", "h:1", "--max-restarts", "0", "SCRIPT"], "each costs a restart"),
         (["--nproc", "0", "SCRIPT"], "--nproc is 0, but must be at least 1"),
-        (["--mpi", "--slurm", "SCRIPT"], "--mpi and --slurm exclude each other"),
         (["--mpi", "--max-restarts", "1", "SCRIPT"], "--mpi has no restarts"),
-        (["--slurm", "--master", "h:1", "SCRIPT"], "leave out --master"),
-        (["--slurm", "--gpus", "2", "--nproc", "4", "SCRIPT"], "--nproc 4 is more than --gpus 2"),
-        (["--slurm", "--time", "soon", "SCRIPT"], "--time is 'soon', but must be minutes"),
     ],
 )
 def test_wrong_options_are_refused_with_a_remedy(arguments: list[str], text: str, script: Path) -> None:
     code, output = call(*[script if argument == "SCRIPT" else argument for argument in arguments])
     assert code == 2, output
     assert text in output
-
-
-STUBS = {
-    "srun": 'for word in "$@"; do printf "<%s>" "$word"; done; echo; echo "cpus $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS"',
-    "scontrol": "printf 'node7\\nnode8\\n'\n",
-}
-
-
-def run_batch(text: str, folder: Path) -> list[str]:
-    """Run a batch script where ``srun`` only says what it was given."""
-    for name, body in STUBS.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}")
-        (folder / name).chmod(stat.S_IRWXU)
-    (folder / "job.sh").write_text(text)
-    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12345", "SLURM_CPUS_PER_TASK": "6"}
-    finished = run_command(["bash", folder / "job.sh"], SLURM_JOB_NODELIST="node[7-8]", OMP_NUM_THREADS="", **variables)
-    assert finished.returncode == 0, finished.stdout
-    return finished.stdout.splitlines()
-
-
-def test_the_batch_script_for_cpus_starts_each_rank(tmp_path: Path) -> None:
-    text = slurm_script(
-        Program("train it.py", ("--x", "a b")), LaunchLayout(4, "2"), SlurmOptions(cpus=6, partition="short")
-    )
-    asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert asked == [
-        "--job-name='train it'", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--time=01:00:00",
-        "--partition=short",
-    ]  # fmt: skip
-    said = run_batch(text, tmp_path)
-    assert said == ["<--kill-on-bad-exit=1><python><-u><train it.py><--x><a b>", "cpus 6 6"]
-
-
-def test_the_batch_script_for_gpus_gives_every_rank_its_own(tmp_path: Path) -> None:
-    text = slurm_script(
-        Program("t.py"), LaunchLayout(None, "2"), SlurmOptions(gpus=8, time="2-00", more=("--account=me",))
-    )
-    assert "#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in text
-    assert "#SBATCH --account=me" in text
-    assert run_batch(text, tmp_path)[0] == "<--kill-on-bad-exit=1><python><-u><t.py>"
-
-
-def test_the_batch_script_with_restarts_starts_a_launcher_on_each_node(tmp_path: Path) -> None:
-    program = Program("my.tool", ("a",), is_module=True)
-    text = slurm_script(program, LaunchLayout(None, "1:2", restarts=5), SlurmOptions(gpus=4, cpus=3))
-    assert "#SBATCH --nodes=1-2\n#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=12\n" in text
-    wanted = [
-        "--kill-on-bad-exit=0", "zeromesh", "launch", "--nproc", "4", "--nnodes", "1:2", "--master", "node7:22345",
-        "--max-restarts", "5", "-m", "my.tool", "a",
-    ]  # fmt: skip
-    assert run_batch(text, tmp_path)[0] == "".join(f"<{word}>" for word in wanted)
-
-
-def test_slurm_writes_a_file_and_says_how_to_submit_it(script: Path, tmp_path: Path) -> None:
-    code, output = call("--slurm", "--nproc", 2, "--output", tmp_path / "job.sh", script)
-    assert code == 0, output
-    assert f"submit it with: sbatch {tmp_path / 'job.sh'}" in output
-    assert (tmp_path / "job.sh").read_text().startswith("#!/bin/bash\n#SBATCH --job-name=script\n")
 
 
 def test_without_an_mpiexec_the_error_says_how_to_get_one(

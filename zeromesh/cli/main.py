@@ -136,35 +136,19 @@ def launch(
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python's.")] = False,
     mpi: Annotated[bool, typer.Option("--mpi", help="Start the ranks through mpiexec.")] = False,
     mpi_args: Annotated[str, typer.Option(help="Options for mpiexec, such as '--hostfile hosts'.")] = "",
-    slurm: Annotated[
-        bool, typer.Option("--slurm", help="Write a batch script for sbatch; nothing is started.")
-    ] = False,
-    gpus: Annotated[int, typer.Option(min=0, help="With --slurm: GPUs per node; 0 trains on CPUs.")] = 0,
-    cpus: Annotated[int | None, typer.Option(min=1, help="With --slurm: cores per rank.")] = None,
-    time: Annotated[str, typer.Option(help="With --slurm: the limit of the job.")] = "01:00:00",
-    partition: Annotated[str | None, typer.Option(help="With --slurm: the partition.")] = None,
-    sbatch: Annotated[
-        list[str] | None, typer.Option(help="With --slurm: another option of sbatch, such as --account=NAME.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="With --slurm: the file; standard output if left out.")] = None,
 ) -> None:
     """Run a script as several ranks, on one node or many."""
     with _errors():
         from zeromesh.cli import launch as starting
         from zeromesh.comm.failure import RankFailure
 
-        what = starting.Program(program, tuple(arguments or ()), module, no_python)
-        where = starting.LaunchLayout(nproc, nnodes, node_rank, master, max_restarts, timeout, secret_file)
-        if mpi and slurm:
-            raise ValueError("--mpi and --slurm exclude each other; leave one of them out")
+        command = starting.rank_command(program, arguments or (), module, no_python)
+        options = starting.LaunchOptions(nproc, nnodes, node_rank, master, max_restarts, timeout, secret_file)
         try:
-            if slurm:
-                options = starting.SlurmOptions(gpus, cpus, time, partition, tuple(sbatch or ()))
-                starting.write_slurm(what, where, options, output)
-            elif mpi:
-                starting.run_mpi(what, where, shlex.split(mpi_args))
+            if mpi:
+                starting.run_mpi(command, options, shlex.split(mpi_args))
             else:
-                starting.launch(what, where)
+                starting.launch(command, options)
         except RankFailure as error:
             raise _end(f"error: {error}", error, error.exitcode) from None
 

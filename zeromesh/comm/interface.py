@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -40,20 +41,19 @@ def interface_to(address: str, port: int) -> str | None:
     address, it is the one that leads to the outside.
     """
     for target in (address, ANYWHERE):
-        own = _own_address(target, port)
-        if own is not None and not ipaddress.ip_address(own).is_loopback:
-            return _interface_with(own)
+        with contextlib.suppress(OSError):
+            own = own_address(target, port)
+            if not ipaddress.ip_address(own).is_loopback:
+                return _interface_with(own)
     return None
 
 
-def _own_address(address: str, port: int) -> str | None:
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # of a datagram socket: chooses the route, sends nothing
-            return str(probe.getsockname()[0]).partition("%")[0]
-    except OSError:
-        return None
+def own_address(address: str, port: int) -> str:
+    """Return this machine's address on the way to another; raise OSError if there is no way."""
+    family, kind, protocol, _, target = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # of a datagram socket: chooses the route, sends nothing
+        return str(probe.getsockname()[0]).partition("%")[0]
 
 
 def _interface_with(own: str) -> str | None:

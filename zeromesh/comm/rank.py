@@ -1,8 +1,9 @@
 """Program of each rank: runs a script, a module, a program or a function. Imports no other file of the package.
 
-It is run as a file: ``python rank.py script FILE ...``, ``python rank.py module NAME ...``,
-``python rank.py program NAME ...`` or ``python rank.py function FOLDER``. An exception that nobody catches is written
-to ``FAILURES``, for whoever started the ranks, instead of to the terminal, where those of all ranks would come at once.
+It is run as a file: ``python rank.py script FILE ...``, ``python rank.py module NAME ...`` or
+``python rank.py program NAME ...``. The processes of ``zeromesh.launch`` call ``run_function``. An uncaught exception
+is written to ``FAILURES``, for whoever started the ranks, instead of to the terminal, where those of all ranks would
+come at once.
 """
 
 from __future__ import annotations
@@ -25,34 +26,39 @@ FAILURES = "ZEROMESH_FAILURES"
 RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 """Variables with the rank: torchrun's, MPICH's and Intel MPI's, PMIx', Open MPI's."""
 
-PREPARING = "ZEROMESH_PREPARING"
-"""Variable with the script that a rank imports at the moment, to find its function in it."""
-
-CALL = "call.pickle"
-"""File with a pickled ``Call`` as a dict, in the folder of a function's ranks."""
+OUTPUT = "ZEROMESH_OUTPUT"
+"""Variable with the folder of the files that a forked rank writes its output to; unset where it keeps the terminal."""
 
 
 def main() -> None:
     """Run what the command line names."""
+    _prepare()
+    kind, target, *arguments = sys.argv[1:]
+    sys.excepthook = record
+    try:
+        {"script": run_script, "module": run_module, "program": run_program}[kind](target, arguments)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _exit_recorded(error)
+        raise
+
+
+def _prepare() -> None:
     _end_with_the_launcher()
     if _rank() not in (None, "0"):  # else the ranks take each other's lines
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    kind, target, *arguments = sys.argv[1:]
-    sys.excepthook = record
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Lines of several ranks must not be torn, with PYTHONUNBUFFERED neither unless somebody looks on.
             stream.reconfigure(line_buffering=True, write_through=stream.write_through and stream.isatty())
-    try:
-        runs = {"script": run_script, "module": run_module, "program": run_program, "function": run_function}
-        runs[kind](target, arguments)
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            status = error.code if isinstance(error.code, int) else 1
-            details = "" if error.code == status else f"{error.code}\n"
-            if write_failure(f"exited with status {status}", details, status):
-                raise SystemExit(status) from None  # what it says is shown once, not by every rank
-        raise
+
+
+def _exit_recorded(error: SystemExit) -> None:
+    """Record an exit with a failing status; end quietly if the launcher will show it once for all ranks."""
+    status = error.code if isinstance(error.code, int) else 1
+    details = "" if error.code == status else f"{error.code}\n"
+    if write_failure(f"exited with status {status}", details, status):
+        raise SystemExit(status) from None
 
 
 def run_script(path: str, arguments: list[str]) -> None:
@@ -79,61 +85,68 @@ def run_program(name: str, arguments: list[str]) -> None:
     os.execvp(name, [name, *arguments])
 
 
-def run_function(folder: str, _: list[str]) -> None:
-    """Call the function that ``call.pickle`` holds, and pickle what it returns to ``RANK.result``."""
+def run_function(call: Any) -> bytes:
+    """Call a function as a rank of ``zeromesh.launch`` and return its pickled result.
+
+    Args:
+        call: ``(function, arguments)``, pickled if this process was not forked from the one that has them.
+    """
     import pickle
 
+    os.setsid()  # the launcher ends this rank, and what it leaves behind, as a process group
     # A rank that waits in a collective never gets to run Python's handler, so let Ctrl-C end it outright.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    del sys.path[0]
-    with open(os.path.join(folder, CALL), "rb") as file:
-        call = pickle.load(file)
-    sys.path[:] = call["path"]
-    if call["main"] is not None:
-        _import_main(call["main"])
-    elif call["definitions"]:
-        define(_fresh_main(), call["definitions"])
+    for name, descriptor in (("stdout", 1), ("stderr", 2)) if OUTPUT in os.environ else ():
+        stream = open(os.path.join(os.environ[OUTPUT], f"{name}.log"), "a", buffering=1)  # noqa: SIM115
+        os.dup2(stream.fileno(), descriptor)
+        setattr(sys, name, stream)
+    _prepare()
     try:
-        function, arguments = pickle.loads(call["function"])
+        function, arguments = _loaded(call) if isinstance(call, bytes) else call
+        if not isinstance(call, bytes):
+            _use_one_thread()
+        result = function(*arguments)
+        _leave_group()
+        try:
+            return pickle.dumps(result)
+        except Exception as error:
+            raise TypeError(
+                f"what {function.__qualname__} returned, a {type(result).__name__}, cannot be sent back ({error}); "
+                "return numbers, texts, tensors or arrays"
+            ) from None
+    except SystemExit as error:
+        if error.code in (None, 0):
+            write_failure("the function ended the process with status 0; let it return instead of calling exit", "")
+            raise SystemExit(1) from None
+        _exit_recorded(error)
+        raise
+    except Exception as error:
+        record(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
+
+
+def _loaded(call: bytes) -> Any:
+    import pickle
+
+    try:
+        return pickle.loads(call)
     except AttributeError as error:
         error.add_note("define it at the top level of a module or of the script, not under if __name__ == '__main__':")
         raise
-    result = function(*arguments)
-    try:
-        data = pickle.dumps(result)
-    except Exception as error:
-        raise TypeError(
-            f"what {function.__qualname__} returned, a {type(result).__name__}, cannot be sent back ({error}); "
-            "return numbers, texts, tensors or arrays"
-        ) from None
-    final = os.path.join(folder, f"{os.environ['RANK']}.result")
-    with open(final + ".part", "wb") as file:
-        file.write(data)
-    os.replace(final + ".part", final)
 
 
-def define(module: ModuleType, definitions: list[tuple[str, str, Any]]) -> None:
-    """Give a module what a notebook's function uses; see ``zeromesh.launcher.notebook``.
+def _use_one_thread() -> None:
+    """Compute with one thread, as OpenMP's others do not survive a fork: the first parallel operation would hang."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
-    Args:
-        module: takes the names.
-        definitions: kind, name and content: ``module`` with its dotted name, ``value`` pickled, ``source`` with the
-            name of a file or cell and its text, of which the lines before the definition are blank.
-    """
-    import importlib
-    import linecache
-    import pickle
 
-    for kind, name, content in definitions:
-        if kind == "module":
-            setattr(module, name, importlib.import_module(content))
-        elif kind == "value":
-            setattr(module, name, pickle.loads(content))
-        else:
-            file, text = content
-            # So that tracebacks show the lines.
-            linecache.cache.setdefault(file, (len(text), None, text.splitlines(keepends=True), file))
-            exec(compile(text, file, "exec"), module.__dict__)
+def _leave_group() -> None:
+    """End the process group: this process stays until all ranks have returned, and others must not wait for it."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -189,15 +202,6 @@ def _fresh_main() -> ModuleType:
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     return module
-
-
-def _import_main(data: dict[str, Any]) -> None:
-    """Import the script that started the ranks, not as ``__main__``, as multiprocessing does."""
-    from multiprocessing import spawn
-
-    os.environ[PREPARING] = data.get("init_main_from_path") or data.get("init_main_from_name") or "the script"
-    spawn.prepare(data)
-    del os.environ[PREPARING]
 
 
 def _end_with_the_launcher() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import MultiprocessContext, SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -29,9 +29,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
+from zeromesh.comm.interface import own_address
 from zeromesh.comm.rank import FAILURES
 from zeromesh.comm.rendezvous import in_background, reach
-from zeromesh.launcher.output import OutputStreams, Relay
+from zeromesh.launcher.output import PREFIX, OutputStreams
 from zeromesh.launcher.rendezvous import RUN, LoopbackRendezvous, signed_rendezvous
 
 KILLED_BEFORE = 1.0
@@ -55,6 +56,7 @@ class LaunchPlan:
         timeout: seconds that nodes have to find each other.
         secret: of all nodes; empty for one node.
         variables: environment variables of the ranks beside those of this process and torchrun's.
+        start_method: ``spawn`` or ``fork``, for functions.
     """
 
     ranks: int
@@ -66,6 +68,7 @@ class LaunchPlan:
     timeout: float = 300.0
     secret: bytes = field(default=b"", repr=False)
     variables: Mapping[str, str] = field(default_factory=dict)
+    start_method: str = "spawn"
 
     @property
     def one_node(self) -> bool:
@@ -73,11 +76,13 @@ class LaunchPlan:
         return not self.master
 
 
-def run(command: Sequence[str], plan: LaunchPlan, folder: Path, tell: Callable[[str], None]) -> None:
-    """Run a command as every rank of this node, and wait for it.
+def run(
+    command: Sequence[Any], plan: LaunchPlan, folder: Path, tell: Callable[[str], None]
+) -> Mapping[int, Any]:  # fmt: skip
+    """Run a command or a function as every rank of this node, wait for it, and return a function's results by rank.
 
     Args:
-        command: a program and its arguments.
+        command: a program, or a function that can be pickled, and its arguments.
         plan: which ranks.
         folder: an empty one for files that live as long as the run.
         tell: is given lines for the user: restarts, changes of the world.
@@ -89,9 +94,7 @@ def run(command: Sequence[str], plan: LaunchPlan, folder: Path, tell: Callable[[
         KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
         SystemExit: on another of ``SIGNALS``.
     """
-    relay = Relay(folder)
     with ExitStack() as stack:
-        stack.callback(relay.close)
         # From now on, as nodes may wait for others for long; torchrun's library sets the same ones for the ranks.
         stack.enter_context(_handlers(_end))
         stack.enter_context(_silence())
@@ -99,8 +102,11 @@ def run(command: Sequence[str], plan: LaunchPlan, folder: Path, tell: Callable[[
             # Ranks that are started again must not find what those before left in the store, such as their addresses;
             # the one that torchrun's library shares with them by default stays the same.
             stack.enter_context(_variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
+        if callable(command[0]):
+            for name, value in plan.variables.items():  # before spawned ranks import torch, which reads them
+                stack.enter_context(_variable(name, value))
         try:
-            agent = _agent(command, plan, folder, relay, tell)
+            agent = _agent(command, plan, folder, tell)
             stack.enter_context(_handlers(agent.pass_on, (signal.SIGUSR1,)))
             closes = True
             try:
@@ -118,7 +124,10 @@ def run(command: Sequence[str], plan: LaunchPlan, folder: Path, tell: Callable[[
                 raise SystemExit(SAVED_AND_ENDED) from None
             raise SystemExit(128 + error.sigval) from None
         except RendezvousTimeoutError:
-            raise TimeoutError(_too_few(plan)) from None
+            raise TimeoutError(
+                f"fewer than {plan.least_nodes} nodes met at {plan.master} in {plan.timeout:.0f} s; start zeromesh "
+                "launch with the same --nnodes and --master on every node, or lower --nnodes"
+            ) from None
         except RendezvousStateError:
             raise ConnectionError(
                 f"what nodes tell each other at {plan.master} is not signed with this node's secret: nodes have "
@@ -134,11 +143,10 @@ def run(command: Sequence[str], plan: LaunchPlan, folder: Path, tell: Callable[[
     if result is not None and result.is_failed():
         assert agent.failure is not None
         raise agent.failure
+    return {} if result is None else result.return_values
 
 
-def _agent(
-    command: Sequence[str], plan: LaunchPlan, folder: Path, relay: Relay, tell: Callable[[str], None]
-) -> _Agent:  # fmt: skip
+def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, tell: Callable[[str], None]) -> _Agent:
     local = "127.0.0.1" if plan.one_node else _address_towards(plan)
     rendezvous = LoopbackRendezvous(plan.timeout) if plan.one_node else _rendezvous(plan, local)
     spec = WorkerSpec(
@@ -151,7 +159,8 @@ def _agent(
         monitor_interval=0.1,
         local_addr=local,
     )
-    return _Agent(spec, OutputStreams(folder, relay, {**plan.variables, FAILURES: str(folder)}), folder, tell)
+    streams = OutputStreams(folder, {**plan.variables, FAILURES: str(folder)}, plan.start_method == "fork")
+    return _Agent(spec, streams, plan.start_method, folder, tell)
 
 
 def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
@@ -186,19 +195,25 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
         if made and not isinstance(made[0], RendezvousConnectionError):
             raise made[0]
         failure = str(made[0].__cause__ or made[0]) if made else "what listens there is no zeromesh launch"
-    raise ConnectionError(_no_master(plan, failure))
+    raise ConnectionError(
+        f"{socket.gethostname()} could not reach the master {plan.master} in {plan.timeout:.0f} s; start zeromesh "
+        "launch with the same --nnodes and --master on the node that --master names too, with --node-rank 0, and see "
+        f"that no firewall or other program holds the port: {failure}"
+    )
 
 
 class _Agent(LocalElasticAgent):
     """torchrun's agent, which tells what it does and does not wait long for ranks that it ends.
 
     Attributes:
-        rendezvous: where it meets those of other nodes.
+        rendezvous: the rendezvous of the nodes.
         failure: the first one of the last start.
     """
 
-    def __init__(self, spec: WorkerSpec, streams: OutputStreams, folder: Path, tell: Callable[[str], None]) -> None:
-        super().__init__(spec, streams)
+    def __init__(
+        self, spec: WorkerSpec, streams: OutputStreams, start_method: str, folder: Path, tell: Callable[[str], None]
+    ) -> None:
+        super().__init__(spec, streams, start_method, log_line_prefix_template=PREFIX)
         self.rendezvous = spec.rdzv_handler
         self.failure: RankFailure | None = None
         self._folder = folder
@@ -221,6 +236,11 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._kill_stopped()
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.HEALTHY and isinstance(self._pcontext, MultiprocessContext):
+            # Ranks of a function stay until all have returned. torch would wait for one that is gone for ever.
+            for rank, process in enumerate(self._pcontext._pc.processes if self._pcontext._pc else ()):
+                if process.exitcode == 0:
+                    raise RankFailure(rank, "the function ended the process with status 0; let it return")
         if result.is_failed():
             if (self._folder / SAVED).exists() and {f.exitcode for f in result.failures.values()} == {SAVED_AND_ENDED}:
                 raise SystemExit(SAVED_AND_ENDED)  # a batch system told the ranks alone
@@ -265,22 +285,18 @@ def _address_towards(plan: LaunchPlan) -> str:
     """This machine's address on the way to the master, by which other nodes reach it; host names need not be known."""
     host, port = plan.master.rsplit(":", 1)
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            own = str(probe.getsockname()[0])
+        own = own_address(host.strip("[]"), int(port))
     except OSError as error:
         raise ConnectionError(
             f"the master {plan.master} cannot be found from {socket.gethostname()} ({error}); --master takes the name "
             "or address of the first node as the other nodes know it, and a free port: --master HOST:29500"
         ) from None
     if plan.node_rank == 0:
-        _require_free(plan, family, int(port))
+        _require_free(plan, int(port), socket.AF_INET6 if ":" in own else socket.AF_INET)
     return own
 
 
-def _require_free(plan: LaunchPlan, family: int, port: int) -> None:
+def _require_free(plan: LaunchPlan, port: int, family: socket.AddressFamily) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -290,21 +306,6 @@ def _require_free(plan: LaunchPlan, family: int, port: int) -> None:
                 f"port {port} of --master {plan.master} cannot be used on {socket.gethostname()} ({error.strerror}): "
                 "another program, or another run, listens on it; choose another port on all nodes"
             ) from None
-
-
-def _no_master(plan: LaunchPlan, failure: str) -> str:
-    return (
-        f"{socket.gethostname()} could not reach the master {plan.master} in {plan.timeout:.0f} s; start zeromesh "
-        "launch with the same --nnodes and --master on the node that --master names too, with --node-rank 0, and see "
-        f"that no firewall or other program holds the port: {failure}"
-    )
-
-
-def _too_few(plan: LaunchPlan) -> str:
-    return (
-        f"fewer than {plan.least_nodes} nodes met at {plan.master} in {plan.timeout:.0f} s; start zeromesh launch with "
-        "the same --nnodes and --master on every node, or lower --nnodes"
-    )
 
 
 def _end(number: int, _: Any) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import pickle
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,8 +15,6 @@ from typing import Any
 from zeromesh.comm import rank
 from zeromesh.comm.detect import Environment, is_launched
 from zeromesh.comm.failure import RankFailure
-from zeromesh.comm.rank import CALL, PREPARING
-from zeromesh.launcher.notebook import definitions_of, is_interactive
 
 __all__ = ["RankFailure", "available_cores", "launch", "python_rank", "threads"]
 
@@ -26,15 +24,14 @@ _log = logging.getLogger("zeromesh")
 def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -> list[Any]:
     """Run ``function(*args)`` on ``ranks`` processes of this machine, and wait for them.
 
-    Each is a new process with torchrun's variables, so that ``zeromesh.initialize`` finds its place; the rendezvous is
-    on the loopback interface, and OMP_NUM_THREADS, unless it is set, shares out the machine's cores. What rank 0 prints
-    appears as it is, what the others print as ``[RANK] line``.
+    Each has torchrun's variables, which ``zeromesh.initialize`` reads. The rendezvous is on the loopback interface.
+    OMP_NUM_THREADS, unless it is set, shares out the machine's cores. What rank 0 prints appears as it is, what the
+    others print as ``[RANK] line``.
 
-    The function may be imported, defined at the top level of the script that runs (the call must then be under
-    ``if __name__ == "__main__":``, since each rank imports the script), or defined in a cell of a notebook. In a
-    notebook the ranks get the source of the function, and of the functions and classes of the notebook that it uses,
-    the modules that these name, and copies of the values; nothing is forked, so it does not matter what the notebook
-    has done with a GPU before.
+    From a script, each rank is a new Python process that imports the script: the function must be importable, or at
+    the top level of the script, and the call under ``if __name__ == "__main__":``. From a notebook or a prompt, each
+    rank is a fork that has everything the notebook has. CUDA must not have been initialised there, and a rank computes
+    on the CPU with one thread, as OpenMP's others do not survive a fork.
 
     Where a launcher has started this process as one of several ranks already, it just calls the function; so it does
     where one rank is asked for.
@@ -42,7 +39,7 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
     Args:
         function: what each rank calls. It trains on ``torch.accelerator``'s devices, or the CPU, as the engine does.
         ranks: number of processes; None is one for each accelerator, or one without any.
-        args: what can be pickled, the same for every rank.
+        args: the same for every rank; they must be picklable in a script.
 
     Returns:
         What the function returned on each rank, by rank, pickled and sent back; of one process alone where it just
@@ -52,13 +49,13 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
         ValueError: if ``ranks`` is below 1, the variables of a launcher are wrong, or the function or an argument
             cannot be sent to another process.
         RankFailure: if a rank raised or died; it shows the first failure, and the other ranks have been ended.
-        RuntimeError: if a rank that imports the script comes upon this call again.
+        RuntimeError: if a rank that imports the script comes upon this call again, or a notebook has initialised CUDA.
         KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
     """
-    if PREPARING in os.environ:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
-            f"zeromesh.launch was called while a rank imported {os.environ[PREPARING]} to find the function; each rank "
-            "does, so put what only the first process is to do under: if __name__ == '__main__':"
+            f"zeromesh.launch was called while a rank imported {sys.argv[0]} to find the function; each rank does, so "
+            "put what only the first process is to do under: if __name__ == '__main__':"
         )
     if ranks is None:
         ranks = default_ranks()
@@ -71,52 +68,46 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
         return [function(*args)]
     from zeromesh.launcher.agent import LaunchPlan, run
 
+    forks = _is_interactive()
+    if forks:
+        _require_no_cuda()
+    call = (function, args) if forks else _pickled(function, args)
+    plan = LaunchPlan(ranks, variables=threads(ranks), start_method="fork" if forks else "spawn")
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as name:
-        folder = Path(name)
-        (folder / CALL).write_bytes(_call(function, args))
-        run(python_rank("function", name), LaunchPlan(ranks, variables=threads(ranks)), folder, _log.warning)
-        return [_result(folder, rank) for rank in range(ranks)]
+        results = run([rank.run_function, call], plan, Path(name), _log.warning)
+    return [pickle.loads(results[number]) for number in range(ranks)]
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return the pickled call for a rank."""
+def _is_interactive() -> bool:
+    """Return whether ``__main__`` is interactive or came through a pipe, so that no file can be imported."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is None and not os.path.isfile(getattr(main, "__file__", None) or "")
+
+
+def _require_no_cuda() -> None:
+    """Raise RuntimeError if this process has initialised CUDA, which forks cannot use then."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(
+            "this notebook has initialised CUDA, which processes that are forked from it cannot use; restart its "
+            "kernel, and use the GPU only inside the function that is passed to zeromesh.launch"
+        )
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     name = getattr(function, "__qualname__", repr(function))
     try:
-        call = pickle.dumps((function, args))
+        return pickle.dumps((function, args))
     except Exception as error:
         raise ValueError(
             f"{name} and its arguments cannot be sent to the ranks ({error}); pass a function that is defined at the "
-            "top level of a module, of the script or of a cell, and arguments that can be pickled; build models and "
-            "open files inside the function"
+            "top level of a module or of the script, and arguments that can be pickled; build models and open files "
+            "inside the function"
         ) from None
-    definitions = definitions_of((function, args)) if is_interactive() else []
-    main = _main_data() if not definitions and b"__main__" in call else None
-    return pickle.dumps({"function": call, "main": main, "definitions": definitions, "path": sys.path})
-
-
-def _result(folder: Path, rank: int) -> Any:
-    file = folder / f"{rank}.result"
-    if not file.is_file():
-        raise RankFailure(rank, "the function ended the process with status 0; let it return instead of calling exit")
-    return pickle.loads(file.read_bytes())
-
-
-def _main_data() -> dict[str, Any]:
-    """Return multiprocessing's description of the script that runs, with which a rank imports it."""
-    from multiprocessing import spawn
-
-    data = spawn.get_preparation_data("zeromesh")
-    source = str(data.get("init_main_from_name") or data.get("init_main_from_path"))
-    if re.search(r"(^|[./])__main__(\.py)?$", source):
-        raise ValueError(
-            f"the ranks cannot import {source} without running it; move the function, and its arguments' classes, "
-            "to another module, and import it from there"
-        )
-    return {key: data[key] for key in data if key.startswith(("sys_", "dir", "orig_dir", "init_main"))}
 
 
 def python_rank(kind: str, target: str, arguments: Sequence[str] = ()) -> list[str]:
-    """The command with which a rank runs a script, a module, a program or a function; see ``zeromesh.comm.rank``."""
+    """Return the command with which a rank runs a script, a module or a program; see ``zeromesh.comm.rank``."""
     return [sys.executable, rank.__file__, kind, target, *arguments]
 
 
@@ -124,7 +115,7 @@ def default_ranks() -> int:
     """Return the number of accelerators of this machine; 1 if it has none."""
     import torch
 
-    return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1
+    return max(1, torch.accelerator.device_count())  # is_available would initialise CUDA, which forks cannot use then
 
 
 def threads(ranks: int) -> dict[str, str]:

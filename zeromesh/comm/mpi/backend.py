@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from zeromesh.comm.interface import own_address
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -147,10 +149,7 @@ def _own_address(names: Sequence[str]) -> str:
         return "127.0.0.1"
     for name in others:
         with contextlib.suppress(OSError):
-            family, _, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)  # sends nothing; the system chooses the interface
-                return str(probe.getsockname()[0])
+            return own_address(name, 9)
     return socket.gethostbyname(names[0])
 
 
