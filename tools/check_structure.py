@@ -36,7 +36,6 @@ ABOVE: dict[str, dict[str, int]] = {
         "tensor/logits.py": 502,
     },
     "methods of a class": {
-        "comm/mpi/group.py:MpiGroup": 37,
         "engine.py:Engine": 65,
         "shard/events.py:Events": 38,
         "shard/reducer.py:Reducer": 35,
