@@ -32,7 +32,6 @@ ABOVE: dict[str, dict[str, int]] = {
         "tensor/logits.py": 502,
     },
     "methods of a class": {
-        "comm/mpi/group.py:MpiGroup": 37,
     },
     "arguments of a constructor": {
         "optim/lamb.py:Lamb": 10,

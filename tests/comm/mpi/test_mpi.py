@@ -198,9 +198,6 @@ def views() -> None:
     dist.all_reduce_coalesced(several)
     assert several[0].tolist() == [6.0] * 3
     assert several[1].flatten().tolist() == [60.0] * 4
-    premultiplied = torch.full((3,), float(rank))
-    dist.all_reduce(premultiplied, dist._make_nccl_premul_sum(0.5))
-    assert premultiplied.tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize("check", [uneven, views])
@@ -254,18 +251,6 @@ def tags_out_of_order() -> None:
         dist.isend(sent[0], target, tag=-3)
 
 
-def from_anyone() -> None:
-    if dist.get_rank() == 0:
-        tensor, seen = torch.empty(70_000), set()
-        for _ in range(1, dist.get_world_size()):
-            source = dist.recv(tensor)
-            assert torch.equal(tensor, torch.full((70_000,), float(source)))
-            seen.add(source)
-        assert seen == {1, 2, 3}
-    else:
-        dist.send(torch.full((70_000,), float(dist.get_rank())), 0)
-
-
 def begun_by_who_issues_them() -> None:
     """Else two collectives could be numbered in another order on one rank, and messages of one tag change places."""
     from zeromesh.comm.mpi.programs import Programs
@@ -290,9 +275,7 @@ def begun_by_who_issues_them() -> None:
     assert set(begun) == {threading.current_thread()}
 
 
-@pytest.mark.parametrize(
-    "check", [waits_in_other_orders, nobody_waits, tags_out_of_order, from_anyone, begun_by_who_issues_them]
-)
+@pytest.mark.parametrize("check", [waits_in_other_orders, nobody_waits, tags_out_of_order, begun_by_who_issues_them])
 def test_messages_find_their_way_whatever_the_order(check: Callable[[], None]) -> None:
     run_mpi_ranks(check, 4)
 
@@ -452,11 +435,10 @@ def interrupted() -> None:
     from zeromesh.comm.mpi.work import MpiWork, Program
 
     def program() -> Program:
-        yield None
         raise KeyboardInterrupt
+        yield
 
     work = MpiWork("a work", program(), 1, [], "one rank")
-    work.advance()
     with pytest.raises(KeyboardInterrupt):
         work.advance()
     work.advance()
@@ -574,25 +556,6 @@ def test_nobody_waits_for_ever_to_be_read(monkeypatch: pytest.MonkeyPatch) -> No
     os.close(reads)
     os.close(writes)
     mpi.await_readers([writes])
-
-
-@pytest.mark.full
-def test_who_waits_for_anybody_notices_that_all_others_have_ended(tmp_path: Path) -> None:
-    status, said = run_script(
-        tmp_path,
-        """
-        if rank == 1:
-            dist.send(torch.ones(3), 0)
-            sys.exit(0)
-        dist.recv(torch.ones(3))
-        print("one came")
-        dist.recv(torch.ones(3))
-        """,
-    )
-    assert status != 0
-    assert "one came" in said
-    assert "recv from any rank, tag 0, on mpi" in said
-    assert "all other ranks have ended" in said
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ in fp32 and rounded once, so that every rank has the same value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -22,14 +22,22 @@ from zeromesh.comm.mpi.memory import (
     Tensors,
     as_landing,
     as_source,
-    deliver,
-    require_one_dtype,
+    require_number,
     require_operation,
+    require_rows,
     require_share,
-    spec,
 )
-from zeromesh.comm.mpi.programs import Programs, delivered
-from zeromesh.comm.mpi.work import LEAVING, MpiWork, Program, Stage, runtime
+from zeromesh.comm.mpi.programs import Programs, delivered, in_turn
+from zeromesh.comm.mpi.work import LEAVING, MpiWork, Program, runtime
+
+
+def _single(coalesced: Callable[..., MpiWork]) -> Callable[..., MpiWork]:
+    """Return a method for one tensor, given the one for several."""
+
+    def single(self: MpiGroup, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
+        return coalesced(self, [out], [tensor], opts)
+
+    return single
 
 
 class MpiGroup(dist.ProcessGroup):
@@ -51,7 +59,7 @@ class MpiGroup(dist.ProcessGroup):
         self._name = self._description = "undefined"
 
     def getBackendName(self) -> str:
-        """Name for torch."""
+        """Return the name for torch."""
         return "mpi"
 
     @property
@@ -65,7 +73,7 @@ class MpiGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name by which torch knows the group."""
+        """Name by which torch knows the group."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -79,18 +87,6 @@ class MpiGroup(dist.ProcessGroup):
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
-    def rank(self) -> int:
-        """This process's number in the group."""
-        return self._programs.rank
-
-    def size(self) -> int:
-        """Number of processes."""
-        return self._programs.size
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a wait may take."""
-        self._timeout = timeout.total_seconds()
-
     def shutdown(self) -> None:
         """Give the communicator back, when what is under way has had some seconds to end: it may have more to send."""
         runtime.finish(self._works, LEAVING)
@@ -98,9 +94,7 @@ class MpiGroup(dist.ProcessGroup):
             with runtime.calls:
                 self._programs.comm.Free()
 
-    def abort(self) -> None:
-        """The same."""
-        self.shutdown()
+    abort = shutdown
 
     def _run(self, what: str, program: Program, outputs: Tensors, opts: Any = None) -> MpiWork:
         limit = 0.0 if opts is None else opts.timeout.total_seconds()
@@ -109,194 +103,143 @@ class MpiGroup(dist.ProcessGroup):
         runtime.add(work)
         return work
 
-    def _one(self, received: bool, tensors: Tensors, peer: int, tag: int) -> MpiWork:
-        if not 0 <= tag <= self._programs.tags:
-            raise ValueError(f"the tag is {tag}, but this MPI has room for 0 to {self._programs.tags}")
-        (tensor,) = tensors
-        memory = as_landing(tensor) if received else as_source(tensor)
-
-        def program() -> Program:
-            yield self._programs.post([(received, peer, memory)], tag)
-            if received:
-                deliver(tensor, memory)
-
-        what = f"{'recv from' if received else 'send to'} rank {self._programs.ranks[peer]}"
-        return self._run(f"{what}, tag {tag},", program(), tensors)
-
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> MpiWork:
         """Send one tensor to a group rank."""
-        return self._one(False, tensors, target, tag)
+        memory = as_source(tensors[0])
+        program = _one(self._programs, False, target, memory, tag)
+        return self._run(f"send to rank {self._programs.ranks[target]}, tag {tag},", program, tensors)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> MpiWork:
         """Receive one tensor from a group rank."""
-        return self._one(True, tensors, source, tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MpiWork:
-        """Receive one tensor from whoever sends it first; the work's ``source_rank`` is who it was."""
-        (tensor,) = tensors
-        memory, status = as_landing(tensor), MPI.Status()
-        others = {self._programs.ranks[rank] for rank in self._programs.others}
-
-        def program() -> Program:
-            while True:
-                nobody = others <= runtime.gone  # asked first: what they sent before they ended counts
-                with runtime.calls:
-                    message = self._programs.comm.Improbe(MPI.ANY_SOURCE, tag, status)
-                    if message is not None:
-                        sources.append(status.source)
-                        request = message.Irecv(spec(memory))
-                        break
-                if nobody:
-                    raise RuntimeError("all other ranks have ended")
-                yield None
-            yield Stage([request], [self._programs.ranks[status.source]], [memory], [True])
-            deliver(tensor, memory)
-
-        sources: list[int] = []
-        work = self._run(f"recv from any rank, tag {tag},", program(), tensors)
-        work.sources = sources
-        return work
-
-    # What torch calls.
+        memory = as_landing(tensors[0])
+        program = delivered(_one(self._programs, True, source, memory, tag), tensors[0], memory)
+        return self._run(f"recv from rank {self._programs.ranks[source]}, tag {tag},", program, tensors)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:
         """Reduce each tensor over the ranks, in place."""
-        opts = dist.AllreduceOptions() if opts is None else opts
-        require_one_dtype("all_reduce", tensors)
+        opts = opts or dist.AllreduceOptions()
         require_operation(opts.reduceOp, tensors)
-        return self._run("all_reduce", self._programs.reduce_all(tensors, opts.reduceOp), tensors, opts)
-
-    allreduce_coalesced = allreduce
+        program = in_turn([self._programs.all_reduce(tensor, opts.reduceOp) for tensor in tensors])
+        return self._run("all_reduce", program, tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:
         """Reduce a tensor over the ranks, for one of them; the others keep theirs."""
-        opts = dist.ReduceOptions() if opts is None else opts
+        opts = opts or dist.ReduceOptions()
         require_operation(opts.reduceOp, tensors)
-        program = self._programs.reduce_all(tensors, opts.reduceOp, opts.rootRank)
-        return self._run("reduce", program, tensors, opts)
+        tensor = tensors[0] if self._programs.rank == opts.rootRank else tensors[0].clone()
+        return self._run("reduce", self._programs.all_reduce(tensor, opts.reduceOp), tensors, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> MpiWork:
         """Give every rank the values of one."""
-        opts = dist.BroadcastOptions() if opts is None else opts
-        return self._run("broadcast", self._programs.spread(tensors[opts.rootTensor], opts.rootRank), tensors, opts)
+        opts = opts or dist.BroadcastOptions()
+        return self._run("broadcast", self._programs.broadcast(tensors[opts.rootTensor], opts.rootRank), tensors, opts)
 
     def allgather(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> MpiWork:
         """Gather every rank's tensor, each into one of a list."""
-        pairs = [(list(into), tensor) for into, tensor in zip(rows, own, strict=True)]
-        self._require_rows("all_gather", pairs)
-        return self._run("all_gather", self._programs.gather_rows(pairs), [t for into in rows for t in into], opts)
-
-    def allgather_coalesced(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> MpiWork:
-        """Gather several tensors of every rank: ``rows[r][i]`` becomes rank r's ``own[i]``."""
-        return self.allgather(list(zip(*rows, strict=True)), own, opts)
-
-    def all_gather_single(self, out: torch.Tensor, own: torch.Tensor, opts: Any = None) -> MpiWork:
-        """Gather every rank's tensor, one after the other."""
-        return self.all_gather_single_coalesced([out], [own], opts)
+        into, size = rows[0], self._programs.size
+        require_rows("all_gather", into, own[0], self._programs.rank, size)
+        return self._run("all_gather", self._programs.exchange([own[0]] * size, into), into, opts)
 
     def all_gather_single_coalesced(self, outs: Tensors, owns: Tensors, opts: Any = None) -> MpiWork:
-        """The same for several tensors."""
-        landings = [as_landing(out) for out in outs]
-        pairs = []
-        for own, landing in zip(owns, landings, strict=True):
-            require_share("all_gather_into_tensor", landing, own, self._programs.size)
-            pairs.append((self._segments(landing), as_source(own).view(-1)))
-        program = delivered(self._programs.gather_rows(pairs), outs, landings)
-        return self._run("all_gather_into_tensor", program, outs, opts)
+        """Gather several tensors, those of the ranks one after the other."""
+        programs, size = [], self._programs.size
+        for out, own in zip(outs, owns, strict=True):
+            landing = as_landing(out)
+            require_share("all_gather_into_tensor", landing, own, size)
+            program = self._programs.exchange([as_source(own).view(-1)] * size, _segments(landing, size))
+            programs.append(delivered(program, out, landing))
+        return self._run("all_gather_into_tensor", in_turn(programs), outs, opts)
 
     def reduce_scatter(self, outs: Tensors, rows: Sequence[Tensors], opts: Any = None) -> MpiWork:
         """Reduce each of a list of tensors, one for each rank, over the ranks."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = opts or dist.ReduceScatterOptions()
         require_operation(opts.reduceOp, outs)
-        pairs = [(list(parts), out) for parts, out in zip(rows, outs, strict=True)]
-        self._require_rows("reduce_scatter", pairs)
-        return self._run("reduce_scatter", self._programs.reduce_rows(pairs, opts.reduceOp), outs, opts)
-
-    def reduce_scatter_single(self, out: torch.Tensor, full: torch.Tensor, opts: Any = None) -> MpiWork:
-        """Reduce a tensor over the ranks, each of which gets its segment."""
-        return self.reduce_scatter_single_coalesced([out], [full], opts)
+        require_rows("reduce_scatter", rows[0], outs[0], self._programs.rank, self._programs.size)
+        program = self._programs.reduce_scatter(rows[0], outs[0], opts.reduceOp)
+        return self._run("reduce_scatter", program, outs, opts)
 
     def reduce_scatter_single_coalesced(self, outs: Tensors, fulls: Tensors, opts: Any = None) -> MpiWork:
-        """The same for several tensors."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        """Reduce several tensors over the ranks, each of which gets its segments."""
+        opts = opts or dist.ReduceScatterOptions()
         require_operation(opts.reduceOp, outs)
-        pairs = []
+        programs, size = [], self._programs.size
         for out, full in zip(outs, fulls, strict=True):
-            require_share("reduce_scatter_tensor", full, out, self._programs.size)
-            pairs.append((self._segments(as_source(full)), out))
-        return self._run("reduce_scatter_tensor", self._programs.reduce_rows(pairs, opts.reduceOp), outs, opts)
+            require_share("reduce_scatter_tensor", full, out, size)
+            parts = _segments(as_source(full), size)
+            programs.append(self._programs.reduce_scatter(parts, out, opts.reduceOp))
+        return self._run("reduce_scatter_tensor", in_turn(programs), outs, opts)
 
     def all_to_all_single(
         self, out: torch.Tensor, full: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> MpiWork:
-        """Send each rank its rows of a tensor; how many, and how many come, is given, or the same for all."""
-        landing = as_landing(out)
-        receive = self._rows("output", landing, received)
-        program = delivered(self._programs.swap(self._rows("input", as_source(full), sent), receive), [out], [landing])
-        return self._run("all_to_all_single", program, [out], opts)
+        """Send each rank its rows of a tensor; without numbers of rows, each gets as many."""
+        landing, size = as_landing(out), self._programs.size
+        program = self._programs.exchange(
+            _rows("input", as_source(full), sent, size), _rows("output", landing, received, size)
+        )
+        return self._run("all_to_all_single", delivered(program, out, landing), [out], opts)
 
     def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any = None) -> MpiWork:
         """Send each rank one of a list of tensors."""
-        self._require_number("all_to_all", tensors)
-        self._require_number("all_to_all", outs)
-        return self._run("all_to_all", self._programs.swap(tensors, outs), outs, opts)
+        require_number("all_to_all", tensors, self._programs.size)
+        require_number("all_to_all", outs, self._programs.size)
+        return self._run("all_to_all", self._programs.exchange(tensors, outs), outs, opts)
 
     def gather(self, rows: Sequence[Tensors], own: Tensors, opts: Any = None) -> MpiWork:
         """Gather every rank's tensor on one rank."""
-        opts = dist.GatherOptions() if opts is None else opts
-        into = rows[0] if rows and self._programs.rank == opts.rootRank else None
-        if into is not None:
-            self._require_rows("gather", [(into, own[0])])
-        return self._run("gather", self._programs.collect(into, own[0], opts.rootRank), into or [], opts)
+        opts = opts or dist.GatherOptions()
+        into: Tensors = rows[0] if rows and self._programs.rank == opts.rootRank else []
+        if into:
+            require_rows("gather", into, own[0], self._programs.rank, self._programs.size)
+        send = _only(opts.rootRank, own[0], self._programs.size)
+        return self._run("gather", self._programs.exchange(send, into or [None] * len(send)), into, opts)
 
     def scatter(self, outs: Tensors, rows: Sequence[Tensors], opts: Any = None) -> MpiWork:
         """Give each rank one of a list of tensors that one rank has."""
-        opts = dist.ScatterOptions() if opts is None else opts
-        parts = rows[0] if rows and self._programs.rank == opts.rootRank else None
-        if parts is not None:
-            self._require_rows("scatter", [(parts, outs[0])])
-        return self._run("scatter", self._programs.deal(parts, outs[0], opts.rootRank), outs, opts)
+        opts = opts or dist.ScatterOptions()
+        parts: Tensors = rows[0] if rows and self._programs.rank == opts.rootRank else []
+        if parts:
+            require_rows("scatter", parts, outs[0], self._programs.rank, self._programs.size)
+        receive = _only(opts.rootRank, outs[0], self._programs.size)
+        return self._run("scatter", self._programs.exchange(parts or [None] * len(receive), receive), outs, opts)
 
     def barrier(self, opts: Any = None) -> MpiWork:
-        """Done when all ranks have come here."""
-        return self._run("barrier", self._programs.meet(), [], opts)
+        """Return a work that is done when all ranks have called this."""
+        nothing = [torch.empty(0)] * self._programs.size
+        return self._run("barrier", self._programs.exchange(nothing, nothing), [], opts)
 
-    # The names that torch used before 2.13.
-    _allgather_base = all_gather_single
+    # Further names for the same, of which torch calls some, depending on its version.
+    allreduce_coalesced = allreduce
+    all_gather_single = _allgather_base = _single(all_gather_single_coalesced)
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_single = _reduce_scatter_base = _single(reduce_scatter_single_coalesced)
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _segments(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Equal parts of contiguous memory, one for each rank."""
-        return list(tensor.view(self._programs.size, tensor.numel() // self._programs.size))
 
-    def _rows(self, which: str, tensor: torch.Tensor, counts: Sequence[int]) -> Tensors:
-        """Rows of a contiguous tensor, some for each rank."""
-        rows = tensor.shape[0] if tensor.dim() else 0
-        counts = list(counts) or [rows // self._programs.size] * self._programs.size
-        if len(counts) != self._programs.size or sum(counts) != rows:
-            raise ValueError(
-                f"all_to_all_single: the {which} has {rows} rows, which the split sizes {counts} do not divide among "
-                f"{self._programs.size} ranks; give a size for each rank, with {rows} as their sum, or a tensor whose "
-                "rows divide evenly"
-            )
-        parts: Tensors = tensor.split(counts)
-        return parts
+def _one(programs: Programs, received: bool, peer: int, memory: torch.Tensor, tag: int) -> Program:
+    if not 0 <= tag <= programs.tags:
+        raise ValueError(f"the tag is {tag}, but this MPI has room for 0 to {programs.tags}")
+    yield programs.post([(received, peer, memory)], tag)
 
-    def _require_number(self, what: str, tensors: Tensors) -> None:
-        if len(tensors) != self._programs.size:
-            raise ValueError(
-                f"{what}: a list has {len(tensors)} tensors, but the group has {self._programs.size} ranks"
-            )
 
-    def _require_rows(self, what: str, pairs: Sequence[tuple[Tensors, torch.Tensor]]) -> None:
-        for rows, tensor in pairs:
-            self._require_number(what, rows)
-            own = rows[self._programs.rank]
-            if (own.dtype, own.numel()) != (tensor.dtype, tensor.numel()):
-                raise ValueError(
-                    f"{what}: of the list, this rank's tensor has {own.numel()} elements of {own.dtype}, and the other "
-                    f"tensor {tensor.numel()} of {tensor.dtype}; they must be alike"
-                )
+def _only(rank: int, tensor: torch.Tensor, size: int) -> list[torch.Tensor | None]:
+    return [tensor if other == rank else None for other in range(size)]
+
+
+def _segments(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Return equal parts of contiguous memory, one for each rank."""
+    return list(tensor.view(size, tensor.numel() // size))
+
+
+def _rows(which: str, tensor: torch.Tensor, counts: Sequence[int], size: int) -> Tensors:
+    """Return the rows of a contiguous tensor for each rank."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    counts = list(counts) or [rows // size] * size
+    if len(counts) != size or sum(counts) != rows:
+        raise ValueError(
+            f"all_to_all_single: the {which} has {rows} rows, which the split sizes {counts} do not divide among "
+            f"{size} ranks; give a size for each rank, with {rows} as their sum, or a tensor whose rows divide evenly"
+        )
+    parts: Tensors = tensor.split(counts)
+    return parts

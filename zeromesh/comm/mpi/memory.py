@@ -14,7 +14,7 @@ CHUNK = 1 << 17
 """Elements that are summed at once, so that what is converted stays in the processor's cache."""
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    **dict.fromkeys(("SUM", "AVG", "PREMUL_SUM"), torch.add),
+    **dict.fromkeys(("SUM", "AVG"), torch.add),
     "PRODUCT": torch.mul,
     "MIN": torch.minimum,
     "MAX": torch.maximum,
@@ -25,7 +25,7 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def _name(op: Any) -> str:
-    name: str = getattr(op, "op", op).name  # one that carries a factor, or a plain one
+    name: str = getattr(op, "op", op).name  # torch passes a wrapper or the plain operation
     return name
 
 
@@ -44,7 +44,7 @@ def require_operation(op: Any, tensors: Tensors) -> None:
 
 
 def reduce_parts(parts: Tensors, out: torch.Tensor, op: Any) -> None:
-    """``out`` becomes the reduction of ``parts``, 1-D, first to last; one of them may be ``out``, none changes else."""
+    """Reduce ``parts``, 1-D, first to last, into ``out``, which may be one of them; the others do not change."""
     name = _name(op)
     narrow = out.is_floating_point() and out.itemsize <= 2
     combine = _COMBINE[name]
@@ -60,13 +60,11 @@ def reduce_parts(parts: Tensors, out: torch.Tensor, op: Any) -> None:
             first = total
         if name == "AVG":
             total.div_(len(parts))
-        elif name == "PREMUL_SUM":
-            total.mul_(op.factor)
         deliver(result, total)
 
 
 def require_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph; ValueError unless it is dense and in host memory."""
+    """Return the tensor without its graph; raise ValueError unless it is dense and in host memory."""
     if tensor.layout is not torch.strided or not tensor.is_cpu:
         kind = f"on {tensor.device}" if tensor.layout == torch.strided else f"of the layout {tensor.layout}"
         raise ValueError(
@@ -81,25 +79,25 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def as_source(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values as they lie in memory that can be sent."""
+    """Return the tensor, or a copy where its memory cannot be sent as it lies."""
     plain = require_host(tensor)
     return plain if _is_plain(plain) else plain.resolve_conj().resolve_neg().contiguous()
 
 
 def as_landing(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or where it cannot be received into, a buffer for it."""
+    """Return the tensor itself, or a buffer where it cannot be received into."""
     plain = require_host(tensor)
     return plain if _is_plain(plain) else torch.empty(plain.shape, dtype=plain.dtype)
 
 
 def deliver(tensor: torch.Tensor, landing: torch.Tensor) -> None:
-    """Put what has landed into the tensor, unless it is there."""
+    """Copy ``landing`` into the tensor, unless it is its memory."""
     if tensor.data_ptr() != landing.data_ptr() or not _is_plain(tensor):
         tensor.detach().copy_(landing)
 
 
 def spec(tensor: torch.Tensor) -> list[Any]:
-    """A contiguous tensor's memory as mpi4py takes it; it does not keep the tensor alive."""
+    """Return a contiguous tensor's memory as mpi4py takes it; it does not keep the tensor alive."""
     return [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE]
 
 
@@ -112,8 +110,18 @@ def require_share(what: str, full: torch.Tensor, own: torch.Tensor, size: int) -
         )
 
 
-def require_one_dtype(what: str, tensors: Tensors) -> None:
-    """Raise ValueError unless all tensors have the same dtype."""
-    found = {tensor.dtype for tensor in tensors}
-    if len(found) != 1:
-        raise ValueError(f"{what}: tensors of {found or 'no dtype'} were given; give tensors of one dtype at a time")
+def require_number(what: str, tensors: Tensors, size: int) -> None:
+    """Raise ValueError unless a list has one tensor for each rank."""
+    if len(tensors) != size:
+        raise ValueError(f"{what}: a list has {len(tensors)} tensors, but the group has {size} ranks")
+
+
+def require_rows(what: str, rows: Tensors, tensor: torch.Tensor, rank: int, size: int) -> None:
+    """Raise ValueError unless a list has one tensor for each rank, this rank's like ``tensor``."""
+    require_number(what, rows, size)
+    own = rows[rank]
+    if (own.dtype, own.numel()) != (tensor.dtype, tensor.numel()):
+        raise ValueError(
+            f"{what}: of the list, this rank's tensor has {own.numel()} elements of {own.dtype}, and the other "
+            f"tensor {tensor.numel()} of {tensor.dtype}; they must be alike"
+        )

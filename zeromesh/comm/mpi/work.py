@@ -2,9 +2,8 @@
 
 MPI progresses inside of its own calls only. So a thread looks after all that is under way, every ``PAUSE`` seconds and
 only while there is something; and whoever waits looks after everything, too, and more often. A piece of work is a
-*program*, a generator: it posts messages and gives them out, and is resumed, by whichever thread sees them arrive, to
-do what comes next, such as a sum and the messages with its result. So no stage waits for somebody to ask for it: ranks
-may wait for their works in any order.
+*program*, a generator: it posts messages and yields them, and is resumed, by whichever thread sees them arrive, to do
+what comes next, such as a sum and the messages with its result. So ranks may wait for their works in any order.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ class Stage:
             return {peer for peer, request in zip(self.peers, self.requests, strict=True) if not request.Get_status()}
 
 
-Program = Iterator[Stage | None]
-"""Posts messages, gives them out as a stage, goes on when they are through; None is "ask again later"."""
+Program = Iterator[Stage]
+"""Posts messages, yields them as a stage, and is resumed when they are through."""
 
 
 class Runtime:
@@ -217,14 +216,12 @@ class MpiWork(dist.Work):
     Attributes:
         number: its number in this process.
         done: whether it has ended, well or not.
-        sources: the group rank that a message from anyone came from, once it has come.
     """
 
     def __init__(self, what: str, program: Program, limit: float, outputs: Sequence[torch.Tensor], where: str) -> None:
         super().__init__()
         self.number = -1
         self.done = False
-        self.sources: list[int] = []
         self._what = what
         self._where = where
         self._program = program
@@ -243,8 +240,6 @@ class MpiWork(dist.Work):
         try:
             while not self.done and self._arrived():
                 self._stage = next(self._program)
-                if self._stage is None:
-                    return
         except StopIteration:
             self._finish(None)
         except BaseException as error:
@@ -370,9 +365,3 @@ class MpiWork(dist.Work):
             self._future = torch.futures.Future()
         self._settle()
         return self._future
-
-    def source_rank(self) -> int:
-        """The group rank that a message from anyone came from."""
-        return self.sources[-1] if self.sources else -1
-
-    _source_rank = source_rank
