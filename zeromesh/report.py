@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from zeromesh.comm.collectives import Traffic
+from zeromesh.comm.traffic import Traffic
 from zeromesh.model.placement import Tier
 from zeromesh.observe.process import live_bytes, peak_bytes
 from zeromesh.shard.sharded import ShardedModel
