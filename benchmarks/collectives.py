@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from bench import ROOT, commit, machine, positive
 from ranks import mpiexec, variables
-from zeromesh.comm.collectives import Group, Traffic
+from zeromesh.comm.collectives import Group
 from zeromesh.comm.mpi import backend as mpi
+from zeromesh.comm.traffic import Traffic
 
 CPU = torch.device("cpu")
 OWN, OURS = "torch's call", "ZeroMesh's `Group`"

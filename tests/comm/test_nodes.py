@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeromesh
 from harness import run_command, run_ranks
 from test_collectives import in_order, values
-from zeromesh.comm.collectives import CHUNK, Traffic
 from zeromesh.comm.formats import BLOCK, FORMATS
 from zeromesh.comm.mesh import Links, Mesh
-from zeromesh.comm.second_step import Later, _OnStream
-from zeromesh.comm.topology import Places
+from zeromesh.comm.second_step import SecondSteps, _OnStream
+from zeromesh.comm.sums import CHUNK
+from zeromesh.comm.topology import Topology
+from zeromesh.comm.traffic import Traffic
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 
@@ -41,20 +42,20 @@ def mesh_of(nodes: list[int], sizes: dict[str, int] | None = None, **options: An
 # Who sends to whom.
 
 
-def test_places_of_ranks_that_are_dealt_to_the_nodes_in_turn() -> None:
-    places = Places.of([0, 1, 0, 1], 3, None)
-    assert places.nodes == ((0, 2), (1, 3))
-    assert (places.node, places.place) == (1, 1)
-    assert places.across == [(0, 2)]
-    assert places.mates == [(0, 1)]
-    assert places.shards_of(0) == [0, 1]
+def test_topology_of_ranks_that_are_dealt_to_the_nodes_in_turn() -> None:
+    topology = Topology.of([0, 1, 0, 1], 3, None)
+    assert topology.nodes == ((0, 2), (1, 3))
+    assert (topology.node, topology.place) == (1, 1)
+    assert topology.across == [(0, 2)]
+    assert topology.mates == [(0, 1)]
+    assert topology.shards_of(0) == [0, 1]
 
 
 def test_uneven_nodes_are_flat_and_refused_where_two_steps_are_asked_for() -> None:
-    assert Places.of([0, 0, 1], 0, None).across == []
-    assert Places.of([0, 0, 1, 1], 0, False).across == []
+    assert Topology.of([0, 0, 1], 0, None).across == []
+    assert Topology.of([0, 0, 1, 1], 0, False).across == []
     with pytest.raises(ValueError, match="lies on nodes with 2, 1 of them; it needs as many on every node"):
-        Places.of([0, 0, 1], 0, True)
+        Topology.of([0, 0, 1], 0, True)
 
 
 # Exact collectives.
@@ -205,13 +206,13 @@ def test_denormal_numbers_keep_their_sign_in_8_bits() -> None:
 
 
 def test_a_step_that_is_done_keeps_no_buffer() -> None:
-    later, buffer = Later(CPU), torch.ones(3)
+    steps, buffer = SecondSteps(CPU), torch.ones(3)
     kept = weakref.ref(buffer)
 
     def step(buffer: torch.Tensor = buffer) -> None:
         buffer.add_(1)
 
-    later.run(step, 16).wait()
+    steps.run(step, 16).wait()
     del buffer, step
     assert kept() is None
 

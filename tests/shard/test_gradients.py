@@ -13,7 +13,7 @@ from torch import nn
 import numerics
 import zeromesh
 from harness import run_ranks
-from zeromesh.comm import collectives
+from zeromesh.comm import sums
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.place import make_units
@@ -173,15 +173,15 @@ def test_sums_of_narrower_parts_are_those_of_plain_torch_whatever_the_chunks(add
     parts = [torch.randn(1000, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3)]
     out = torch.full((1000,), 0.125)
     expected = (parts[0].float() + parts[1]) + parts[2] + (out if add else 0)
-    with patch.object(collectives, "CHUNK", 7):
-        collectives._accumulate(parts, out, add)
+    with patch.object(sums, "CHUNK", 7):
+        sums.accumulate(parts, out, add)
     assert torch.equal(out, expected)
 
 
 def test_sums_of_narrower_parts_are_right_while_tensors_are_made_elsewhere_by_default() -> None:
     parts, out = [torch.ones(8, dtype=torch.bfloat16) for _ in range(2)], torch.zeros(8)
     with torch.device("meta"):
-        collectives._accumulate(parts, out, False)
+        sums.accumulate(parts, out, False)
     assert torch.equal(out, torch.full((8,), 2.0))
 
 

@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from zeromesh.comm import watchdog
 from zeromesh.comm.calls import compare_calls
-from zeromesh.comm.collectives import Group, Traffic, backend_for
+from zeromesh.comm.collectives import Group, backend_for
 from zeromesh.comm.formats import Format
 from zeromesh.comm.mpi import backend as mpi
+from zeromesh.comm.traffic import Traffic
 
 _Shape = tuple[int, ...]
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape, _Shape], list[dist.ProcessGroup]]]

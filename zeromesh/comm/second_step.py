@@ -15,7 +15,7 @@ LEAVING = 1.0
 """Seconds for which an exiting process waits for unfinished steps."""
 
 
-class Later:
+class SecondSteps:
     """Runner of the second steps of collectives.
 
     Ranks may wait for their collectives in different orders, and a second step needs the second steps of other ranks.
@@ -57,7 +57,7 @@ class _Thread:
     def __init__(self, step: Callable[[], None]) -> None:
         self._failure: BaseException | None = None
         # Only the thread keeps the step and its buffers alive: this object stays until the next collective of its tag.
-        self._thread = threading.Thread(target=self._run, args=(step,), name="zeromesh-later", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(step,), name="zeromesh-second-step", daemon=True)
         self._thread.start()
         self.running.add(self)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Places:
+class Topology:
     """The ranks of a group by node, seen from one of them.
 
     Attributes:
@@ -28,7 +28,7 @@ class Places:
     place: int
 
     @classmethod
-    def of(cls, node_of: Sequence[int], rank: int, hierarchical: bool | None) -> Places:
+    def of(cls, node_of: Sequence[int], rank: int, hierarchical: bool | None) -> Topology:
         """Return the topology of a group, seen from one of its ranks.
 
         Args:
