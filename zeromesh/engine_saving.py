@@ -10,7 +10,7 @@ import torch
 
 from zeromesh import export
 from zeromesh.checkpoint import load, save, whole
-from zeromesh.comm.agreement import together
+from zeromesh.comm.agreement import agree_run
 from zeromesh.engine_state import EngineState
 from zeromesh.optim.bound import answer
 from zeromesh.replicas import require_equal_replicas
@@ -57,7 +57,7 @@ class Saving(EngineState):
                 "save_checkpoint() between a backward and its update: call it after the step that updates"
             )
         with self.observer.phase("checkpoint"):
-            together(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
+            agree_run(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
             return save.save(self, Path(save_dir), tag, client_state or {}, save_latest)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.comm.agreement import attempt, share
+from zeromesh.comm.agreement import agree_success, catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.keys import SPLIT_MASTER
 from zeromesh.config.parts import Aio
@@ -73,7 +73,7 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
         early = 0.0
         if optimizer is not None:
             states_of(optimizer, "states are to rest in fewer bytes", f"leave {SPLIT_MASTER} out")
-    counted, failure = attempt(lambda: count_states(optimizer))
+    counted, failure = catch(lambda: count_states(optimizer))
     if counted is None:
         if disk is not None and failure is not None:
             raise failure
@@ -127,12 +127,12 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         if offload.early is None and NEXT in total and not _is_plenty(sum(total.values()), most, offload.limit):
             early = []
             del total[NEXT]
-        opened, failure = attempt(lambda: open_files(budget, early))
+        opened, failure = catch(lambda: open_files(budget, early))
         tiers = opened or Tiers()
         if failure is None and total and most is not None:
-            _, failure = attempt(lambda: require_host_memory(total, most, offload.limit))
+            _, failure = catch(lambda: require_host_memory(total, most, offload.limit))
         try:
-            share(mesh.group("world"), "make room for what rests off the device", failure)
+            agree_success(mesh.group("world"), "make room for what rests off the device", failure)
         except BaseException:
             tiers.close()
             raise

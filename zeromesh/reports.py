@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from zeromesh.comm.agreement import attempt
-from zeromesh.comm.collectives import Traffic
+from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
+from zeromesh.comm.traffic import Traffic
 from zeromesh.config.settings import Resolved
 from zeromesh.model.placement import Placement, Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
-from zeromesh.observe.machine import peak_flops
+from zeromesh.observe.machine import live_bytes, peak_bytes, peak_flops
 from zeromesh.observe.observer import Observer
-from zeromesh.observe.machine import live_bytes, peak_bytes
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
@@ -163,7 +162,7 @@ def link_bandwidth(device: torch.device, pinned: bool) -> float:
 
 def disk_bandwidth(folder: Path, read: float, written: float) -> float | None:
     """Bytes per second of a mixture of bytes that are read and written; None where there is no room to measure it."""
-    found, _ = attempt(lambda: measure_bandwidth(folder, PROBE))
+    found, _ = catch(lambda: measure_bandwidth(folder, PROBE))
     if found is None or not read + written:
         return None
     return (read + written) / (read / found.read + written / found.write)

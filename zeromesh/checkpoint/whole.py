@@ -10,7 +10,7 @@ import torch
 
 from zeromesh.checkpoint.contents import own_buffers, tied
 from zeromesh.checkpoint.manifest import dtype_name, some
-from zeromesh.comm.agreement import attempt, share, texts
+from zeromesh.comm.agreement import agree_success, catch, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.sharded import ShardedModel
@@ -169,8 +169,8 @@ def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> 
     here = dict.fromkeys(sharded.model.state_dict(keep_vars=True))
     elsewhere = of_all_stages(sharded.mesh, here).keys() - here.keys()
     mine = {name: value for name, value in state.items() if name not in elsewhere}
-    result, failure = attempt(lambda: sharded.model.load_state_dict(mine, strict=False))
-    share(sharded.mesh.group("world"), "load its part of the state", failure)
+    result, failure = catch(lambda: sharded.model.load_state_dict(mine, strict=False))
+    agree_success(sharded.mesh.group("world"), "load its part of the state", failure)
     assert result is not None
     result.missing_keys.extend(sorted(elsewhere - state.keys()))
     if strict and (result.missing_keys or result.unexpected_keys):

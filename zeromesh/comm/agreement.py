@@ -25,7 +25,7 @@ def world_group(device: torch.device) -> Group:
     return Group("world", dist.group.WORLD, device, Traffic())
 
 
-def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+def catch(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     """Call ``action`` and return ``(result, None)``, or ``(None, error)`` if it raised."""
     try:
         return action(), None
@@ -33,7 +33,7 @@ def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | No
         return None, error
 
 
-def share(world: Group, what: str, failure: Exception | None) -> None:
+def agree_success(world: Group, what: str, failure: Exception | None) -> None:
     """Raise on every rank if one rank failed, so that the others do not wait for it. Collective.
 
     Args:
@@ -55,10 +55,10 @@ def share(world: Group, what: str, failure: Exception | None) -> None:
     raise RuntimeError(f"rank {rank} could not {what}: {said[rank]}")
 
 
-def together(world: Group, what: str, action: Callable[[], Result]) -> Result:
+def agree_run(world: Group, what: str, action: Callable[[], Result]) -> Result:
     """Return what ``action`` returns here; raise on all ranks if it fails on one; see ``share``. Collective."""
-    result, failure = attempt(action)
-    share(world, what, failure)
+    result, failure = catch(action)
+    agree_success(world, what, failure)
     return cast(Result, result)
 
 

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from zeromesh import reports, zero
 from zeromesh.batches import MicroBatchSizes
 from zeromesh.checkpoint.random_state import share_random_state
-from zeromesh.comm.agreement import attempt, describe, require_agreement, share, together, world_group
+from zeromesh.comm.agreement import agree_run, agree_success, catch, describe, require_agreement, world_group
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
-from zeromesh.config.printing import jsonable, lines_of
-from zeromesh.config.printing import tell_unset
+from zeromesh.config.printing import jsonable, lines_of, tell_unset
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import layout, messages, place, prepare
@@ -61,12 +60,12 @@ def read_configuration(
         check_model(model, chosen.scheduler, settings)
         return settings
 
-    settings, failure = attempt(read)
+    settings, failure = catch(read)
     if failure is not None and not (is_launched() or dist.is_initialized()):
         raise failure
     environment = start()
     world = world_group(device_of_group(environment))
-    share(world, "read its configuration and model", failure)
+    agree_success(world, "read its configuration and model", failure)
     assert settings is not None
     # Before the mesh, because all ranks or none make its groups.
     require_agreement(world, "the configuration", "\n".join(lines_of(json.loads(settings.to_json()))))
@@ -90,7 +89,7 @@ def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         shuffles = not isinstance(model, PipelineModule)
         return split, prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles)
 
-    split, loader = together(mesh.group("world"), "prepare its layout and data", lay_out)
+    split, loader = agree_run(mesh.group("world"), "prepare its layout and data", lay_out)
     stages = layout.plan_stages(model, resolved, mesh, loader, chosen.loss_fn)
     return Plan(chosen, resolved, settings.says_batch, mesh, split, stages, loader)
 
@@ -112,7 +111,7 @@ def prepare_run(plan: Plan) -> Prepared:
                 prepare.build_scheduler(settings, None, stand_in)
         return Prepared(owned, None, chosen.scheduler, monitor, where_offloaded(settings, stand_in))
 
-    return together(plan.world, "prepare its optimizer, schedule and monitors", made)
+    return agree_run(plan.world, "prepare its optimizer, schedule and monitors", made)
 
 
 def place_model(plan: Plan, prepared: Prepared) -> Placed:
@@ -122,18 +121,18 @@ def place_model(plan: Plan, prepared: Prepared) -> Placed:
     def spread() -> SpreadSequences | None:
         return layout.spread_sequences(model, settings, mesh, chosen.loss_fn)
 
-    sequences = together(world, "spread its sequences over ranks", spread)
+    sequences = agree_run(world, "spread its sequences over ranks", spread)
     require_agreement(world, "the tensor-parallel plan", "" if plan.split is None else describe_plan(plan.split[0]))
     length = "none" if plan.loader is None else plan.loader.sampler.length
     require_agreement(world, "training_data", f"samples: {length}")
     groups, split, built, scheduler = prepared.groups, plan.split, prepared.optimizer, prepared.scheduler
     sharded, everywhere = None, [] if built is None else list(model.parameters())
     try:
-        described, unread = attempt(lambda: describe_sources(model))  # the whole model, of which stages have parts
+        described, unread = catch(lambda: describe_sources(model))  # the whole model, of which stages have parts
         if plan.stages is not None:
             groups, split = layout.take_stage(model, plan.stages, groups, split, settings.precision.compute)
-        values, failure = attempt(lambda: place.Values(materialiser(model, settings.seed)))
-        share(world, "read its part of the weights", failure or unread)
+        values, failure = catch(lambda: place.Values(materialiser(model, settings.seed)))
+        agree_success(world, "read its part of the weights", failure or unread)
         require_agreement(world, "the checkpoint that is read", described or "")
         place.place_buffers(model, mesh.device, settings.precision.buffers)
         held = None if split is None else split[0].held
@@ -146,7 +145,7 @@ def place_model(plan: Plan, prepared: Prepared) -> Placed:
         elif settings.chunked_loss:
             chunk_losses(model, heads_over_vocabulary(model), using)
         assert values is not None
-        share(world, "read its part of the weights", values.failure)
+        agree_success(world, "read its part of the weights", values.failure)
         if built is not None:
             prepare.adopt(plan, built, sharded, everywhere)
         else:
