@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from zeromesh.comm.agreement import attempt
+from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.placement import Tier
 from zeromesh.observe.bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
@@ -78,7 +78,7 @@ def link_bandwidth(device: torch.device, pinned: bool) -> float:
 
 def disk_bandwidth(folder: Path, read: float, written: float) -> float | None:
     """Bytes per second of a mixture of bytes that are read and written; None where there is no room to measure it."""
-    found, _ = attempt(lambda: measure_bandwidth(folder, PROBE))
+    found, _ = catch(lambda: measure_bandwidth(folder, PROBE))
     if found is None or not read + written:
         return None
     return (read + written) / (read / found.read + written / found.write)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from zeromesh import zero
 from zeromesh.checkpoint.random_state import share_random_state
-from zeromesh.comm.agreement import attempt, describe, require_agreement, share, world_group
+from zeromesh.comm.agreement import agree_run, agree_success, catch, describe, require_agreement, world_group
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
@@ -231,15 +231,15 @@ def _read(
     """Read the configuration, check the model, and compare both over all ranks."""
     from zeromesh.config.settings import Settings
 
-    settings, failure = attempt(lambda: settings_of(model, Settings.load(given), mesh))
+    settings, failure = catch(lambda: settings_of(model, Settings.load(given), mesh))
     if failure is None:
         assert settings is not None
-        failure = attempt(lambda: check_model(model, wishes.scheduler, settings))[1]
+        failure = catch(lambda: check_model(model, wishes.scheduler, settings))[1]
     if failure is not None and not (is_launched() or dist.is_initialized()):
         raise failure
     environment = start()
     world = world_group(device_of_group(environment))
-    share(world, "read its configuration and model", failure)
+    agree_success(world, "read its configuration and model", failure)
     assert settings is not None
     # Before the mesh, because all ranks or none make its groups.
     require_agreement(world, "the configuration", "\n".join(lines_of(json.loads(settings.to_json()))))
@@ -263,10 +263,7 @@ def _plan(model: nn.Module, settings: Settings, mesh: Mesh, wishes: Wishes) -> P
         shuffles = not isinstance(model, PipelineModule)
         return split, prepare.build_loader(wishes.data, wishes.collate_fn, resolved, mesh, shuffles)
 
-    found, failure = attempt(plan)
-    share(mesh.group("world"), "prepare its layout and data", failure)
-    assert found is not None
-    split, loader = found
+    split, loader = agree_run(mesh.group("world"), "prepare its layout and data", plan)
     stages = plan_stages(model, resolved, mesh, loader, wishes.loss_fn)
     return Plan(model, resolved, mesh, split, stages, loader)
 
@@ -289,17 +286,15 @@ def _prepare(plan: Plan, wishes: Wishes) -> Prepared:
                 prepare.build_scheduler(settings, None, stand_in)
         return Prepared(owned, None, wishes.scheduler, monitor, where_offloaded(settings, stand_in))
 
-    prepared, failure = attempt(made)
-    share(plan.world, "prepare its optimizer, schedule and monitors", failure)
-    assert prepared is not None
-    return prepared
+    return agree_run(plan.world, "prepare its optimizer, schedule and monitors", made)
 
 
 def _place(plan: Plan, prepared: Prepared, wishes: Wishes) -> Placed:
     """Change the model: spread sequences, take this rank's stages, and place the states; build the optimizer."""
     model, settings, mesh, stages = plan.model, plan.settings, plan.mesh, plan.stages
-    spread, failure = attempt(lambda: spread_sequences(model, settings, mesh, wishes.loss_fn))
-    share(plan.world, "spread its sequences over ranks", failure)
+    spread = agree_run(
+        plan.world, "spread its sequences over ranks", lambda: spread_sequences(model, settings, mesh, wishes.loss_fn)
+    )
     require_agreement(
         plan.world, "the tensor-parallel plan", "" if plan.tensor is None else describe_plan(plan.tensor[0])
     )
@@ -308,11 +303,11 @@ def _place(plan: Plan, prepared: Prepared, wishes: Wishes) -> Placed:
     groups, split, built, scheduler = prepared.groups, plan.tensor, prepared.optimizer, prepared.scheduler
     sharded, everywhere = None, [] if built is None else list(model.parameters())
     try:
-        described, unread = attempt(lambda: describe_sources(model))  # the whole model, of which stages have parts
+        described, unread = catch(lambda: describe_sources(model))  # the whole model, of which stages have parts
         if stages is not None:
             groups, split = take_stage(model, stages, groups, split, settings.precision.compute)
-        values, failure = attempt(lambda: Values(materialiser(model, settings.seed)))
-        share(plan.world, "read its part of the weights", failure or unread)
+        values, failure = catch(lambda: Values(materialiser(model, settings.seed)))
+        agree_success(plan.world, "read its part of the weights", failure or unread)
         assert values is not None
         require_agreement(plan.world, "the checkpoint that is read", described or "")
         place_buffers(model, mesh.device, settings.precision.buffers)
@@ -324,7 +319,7 @@ def _place(plan: Plan, prepared: Prepared, wishes: Wishes) -> Placed:
             share_random_state(mesh.group("tensor"))
         elif settings.chunked_loss:
             chunk_losses(model, heads_over_vocabulary(model), using)
-        share(plan.world, "read its part of the weights", values.failure)
+        agree_success(plan.world, "read its part of the weights", values.failure)
         if built is not None:
             prepare.adopt(built, sharded, settings, everywhere)
         else:

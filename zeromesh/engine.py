@@ -17,7 +17,7 @@ from zeromesh import batches, export, report
 from zeromesh.activation.checkpoint import compile_forward
 from zeromesh.bounding import find_bounds
 from zeromesh.checkpoint import load, save, whole
-from zeromesh.comm.agreement import together
+from zeromesh.comm.agreement import agree_run
 from zeromesh.comm.rank import record_step
 from zeromesh.fed import FedBatches
 from zeromesh.model.chain import Chain
@@ -666,7 +666,7 @@ class Engine:
                 "save_checkpoint() between a backward and its update: call it after the step that updates"
             )
         with self.observer.phase("checkpoint"):
-            together(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
+            agree_run(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
             if self.config.replica_check.at_saves:
                 require_equal_replicas(self.sharded, f"after update {self.global_steps}")
             return save.save(self, Path(save_dir), tag, client_state or {}, save_latest)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zeromesh.checkpoint.stages import on_first_rank, shows
-from zeromesh.comm.agreement import attempt, share, texts, together
+from zeromesh.comm.agreement import agree_run, agree_success, catch, texts
 from zeromesh.pretrained import first_names
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import Flat, Unit
@@ -145,15 +145,15 @@ def save_model(
         _save_adapters(sharded, folder, taken)
         return
     first = sharded.mesh.rank == 0
-    files, failure = attempt(lambda: ExportFiles(folder, filename, LARGEST_FILE) if first else None)
+    files, failure = catch(lambda: ExportFiles(folder, filename, LARGEST_FILE) if first else None)
     failures = [failure]
     for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures, chosen.exclude_frozen)):
         if files is not None and not any(failures):
-            failures.append(attempt(lambda: _add(files, model, state))[1])  # noqa: B023
+            failures.append(catch(lambda: _add(files, model, state))[1])  # noqa: B023
     world = sharded.mesh.group("world")
     try:
-        share(world, "write the model", next(filter(None, failures), None))
-        together(world, "write the model", lambda: None if files is None else _finish(files, folder, model))
+        agree_success(world, "write the model", next(filter(None, failures), None))
+        agree_run(world, "write the model", lambda: None if files is None else _finish(files, folder, model))
     except BaseException:
         if files is not None:
             files.discard()
@@ -222,7 +222,7 @@ def _plain_states(
         }
         state = None
         if shown and not any(failures):
-            state, failure = attempt(lambda: plain_state(sharded.model, tensors))  # noqa: B023
+            state, failure = catch(lambda: plain_state(sharded.model, tensors))  # noqa: B023
             failures.append(failure)
         yield state or {}
 
@@ -368,14 +368,16 @@ def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn
     units = [unit for unit in sharded.units if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
     with sharded.gathered(units), _standing_in(taken if first else ()):
         # The first rank's choice is that of all: PEFT looks for the base model's folder, which others may not see.
-        chosen, failure = attempt(lambda: "\n".join(sorted(adapter_names(model))) if first else "")
-        share(world, "choose what to write of the adapters", failure)
-        wanted, others = texts(world, chosen or "")[0].split("\n"), first_names(model)
+        names = agree_run(
+            world, "choose what to write of the adapters",
+            lambda: "\n".join(sorted(adapter_names(model))) if first else "",
+        )  # fmt: skip
+        wanted, others = texts(world, names)[0].split("\n"), first_names(model)
         state: State = {}
         for part in on_first_rank(sharded.mesh, _chosen_states(sharded, wanted, others)):
             state |= part
-        failure = attempt(lambda: model.save_pretrained(str(folder), state_dict=state) if first else None)[1]
-    share(world, "write the adapters", failure)
+        failure = catch(lambda: model.save_pretrained(str(folder), state_dict=state) if first else None)[1]
+    agree_success(world, "write the adapters", failure)
 
 
 def _chosen_states(sharded: ShardedModel, wanted: Sequence[str], others: Mapping[str, str]) -> Iterator[State]:

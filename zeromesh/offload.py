@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.comm.agreement import attempt, share
+from zeromesh.comm.agreement import agree_success, catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.parts import Aio
 from zeromesh.observe.inventory import memory
@@ -71,7 +71,7 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
         early = 0.0
         if optimizer is not None:
             states_of(optimizer, "states are to rest in fewer bytes", "leave split_master out")
-    counted, failure = attempt(lambda: count_states(optimizer))
+    counted, failure = catch(lambda: count_states(optimizer))
     if counted is None:
         if disk is not None and failure is not None:
             raise failure
@@ -125,12 +125,12 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
         if offload.early is None and NEXT in total and not _is_plenty(sum(total.values()), most, offload.limit):
             ahead = []
             del total[NEXT]
-        opened, failure = attempt(lambda: open_files(needs, ahead))
+        opened, failure = catch(lambda: open_files(needs, ahead))
         room = opened or Room()
         if failure is None and total and most is not None:
-            _, failure = attempt(lambda: require_host_memory(total, most, offload.limit))
+            _, failure = catch(lambda: require_host_memory(total, most, offload.limit))
         try:
-            share(mesh.group("world"), "make room for what rests off the device", failure)
+            agree_success(mesh.group("world"), "make room for what rests off the device", failure)
         except BaseException:
             room.close()
             raise

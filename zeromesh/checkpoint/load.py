@@ -19,7 +19,7 @@ from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_sam
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.checkpoint.random_state import derive_random_state, restore_random_state, share_random_state
 from zeromesh.checkpoint.schedule import require_same_scheduler
-from zeromesh.comm.agreement import attempt, require_agreement, share, together
+from zeromesh.comm.agreement import agree_run, require_agreement
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
 from zeromesh.shard.sharded import ShardedModel
@@ -57,8 +57,7 @@ def load(
     parts = {"optimizer": optimizer_states, "lr_scheduler": scheduler_states, "strict": strict, "data": data_position}
     parts["progress"] = progress
     require_agreement(world, "what load_checkpoint is to take", "\n".join(f"{k}: {v}" for k, v in parts.items()))
-    chosen, failure = attempt(lambda: latest(folder) if tag is None else str(tag))
-    share(world, "find the latest checkpoint", failure)
+    chosen = agree_run(world, "find the latest checkpoint", lambda: latest(folder) if tag is None else str(tag))
     _require_same_tag(world, folder, chosen)
     if chosen is None:
         return None, {}
@@ -80,16 +79,14 @@ def load(
             loader.require_same_data(reader.manifest.get("data"))
         return reader
 
-    reader, failure = attempt(prepare)
-    share(world, "open the checkpoint", failure)
-    assert reader is not None
+    reader = agree_run(world, "open the checkpoint", prepare)
     digest = hashlib.sha256(json.dumps(reader.manifest).encode()).hexdigest()
     seen = f"written {reader.manifest.get('written')}, SHA-256 {digest}"
     require_agreement(world, f"the manifest of {chosen} in {folder}", seen)
     # All of it before the first value: a damaged file must not leave half of another run behind.
     needed = {name for name in reader.names if optimizer_states or not name.startswith("optimizer/")}
-    together(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
-    together(world, "load the checkpoint", lambda: _load_tensors(engine.sharded, optimizer, reader))
+    agree_run(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
+    agree_run(world, "load the checkpoint", lambda: _load_tensors(engine.sharded, optimizer, reader))
     engine.sharded.updated()
     if progress:
         _load_progress(engine.sharded, reader)

@@ -30,7 +30,7 @@ from zeromesh.checkpoint.optimizer import options, scalars
 from zeromesh.checkpoint.packing import pack
 from zeromesh.checkpoint.schedule import scheduler_name
 from zeromesh.checkpoint.shards import Box, write_shard
-from zeromesh.comm.agreement import require_agreement, together
+from zeromesh.comm.agreement import agree_run, require_agreement
 from zeromesh.tiers.lock import FolderInUse, locked
 
 MANIFEST_BYTES = 400
@@ -85,14 +85,14 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
             if save_latest:
                 write_latest(folder, tag)
 
-    together(world, "save the checkpoint", collect)
+    agree_run(world, "save the checkpoint", collect)
     sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
     with ExitStack() as held:
-        together(world, "save the checkpoint", lambda: _lock(held, folder) if rank == 0 else None)
+        agree_run(world, "save the checkpoint", lambda: _lock(held, folder) if rank == 0 else None)
         try:
-            together(world, "save the checkpoint", lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
-            together(world, "save the checkpoint", write)
-            together(world, "save the checkpoint", finish)
+            agree_run(world, "save the checkpoint", lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
+            agree_run(world, "save the checkpoint", write)
+            agree_run(world, "save the checkpoint", finish)
         except Exception:
             if rank == 0:
                 remove(draft)

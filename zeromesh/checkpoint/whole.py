@@ -10,7 +10,7 @@ import torch
 from zeromesh.checkpoint.contents import own_buffers, tied
 from zeromesh.checkpoint.fit import some
 from zeromesh.checkpoint.stages import State, of_all_stages, on_all_ranks, on_first_rank, shows
-from zeromesh.comm.agreement import attempt, share
+from zeromesh.comm.agreement import agree_run
 from zeromesh.shard.sharded import ShardedModel
 
 
@@ -56,9 +56,8 @@ def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> 
     here = dict.fromkeys(sharded.model.state_dict(keep_vars=True))
     elsewhere = of_all_stages(sharded.mesh, here).keys() - here.keys()
     mine = {name: value for name, value in state.items() if name not in elsewhere}
-    result, failure = attempt(lambda: sharded.model.load_state_dict(mine, strict=False))
-    share(sharded.mesh.group("world"), "load its part of the state", failure)
-    assert result is not None
+    world = sharded.mesh.group("world")
+    result = agree_run(world, "load its part of the state", lambda: sharded.model.load_state_dict(mine, strict=False))
     result.missing_keys.extend(sorted(elsewhere - state.keys()))
     if strict and (result.missing_keys or result.unexpected_keys):
         raise RuntimeError(

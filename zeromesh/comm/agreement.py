@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeromesh.comm.collectives import Group, Traffic
+from zeromesh.comm.collectives import Group
 from zeromesh.comm.peers import ranges
+from zeromesh.comm.traffic import Traffic
 
 Result = TypeVar("Result")
 
@@ -25,15 +26,15 @@ def world_group(device: torch.device) -> Group:
     return Group("world", dist.group.WORLD, device, Traffic())
 
 
-def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """Call ``action`` and return ``(result, None)``, or ``(None, error)`` if it raised."""
+def catch(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Call ``action`` and return ``(result, None)``, or ``(None, error)`` if it raised; see ``agree_success``."""
     try:
         return action(), None
     except Exception as error:  # whatever it was, the other ranks must hear of it
         return None, error
 
 
-def share(world: Group, what: str, failure: Exception | None) -> None:
+def agree_success(world: Group, what: str, failure: Exception | None) -> None:
     """Raise on every rank if one rank failed, so that the others do not wait for it. Collective.
 
     Args:
@@ -55,9 +56,11 @@ def share(world: Group, what: str, failure: Exception | None) -> None:
     raise RuntimeError(f"rank {rank} could not {what}: {said[rank]}")
 
 
-def together(world: Group, what: str, action: Callable[[], object]) -> None:
-    """Call ``action`` on every rank and raise on all of them if it fails on one; see ``share``. Collective."""
-    share(world, what, attempt(action)[1])
+def agree_run(world: Group, what: str, action: Callable[[], Result]) -> Result:
+    """Return what ``action`` does here; raise on every rank if it fails on one, as ``agree_success``. Collective."""
+    result, failure = catch(action)
+    agree_success(world, what, failure)
+    return cast("Result", result)
 
 
 def describe(model: nn.Module) -> str:

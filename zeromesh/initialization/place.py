@@ -11,7 +11,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from zeromesh.comm.agreement import attempt
+from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.model.split import Held
 from zeromesh.precision.scaler import LossScaler
@@ -41,7 +41,7 @@ class Values:
 
     def __call__(self, name: str, parameter: nn.Parameter) -> Source | None:
         """Give a parameter its value, or return where to read it from; see ``materialiser``."""
-        source, failure = attempt(lambda: self._materialise(name, parameter))
+        source, failure = catch(lambda: self._materialise(name, parameter))
         if failure is not None:
             replace(parameter, self._stand_in(failure, parameter.shape).to(parameter.dtype))
         return None if source is None else Reading(source, self._stand_in)
@@ -63,7 +63,7 @@ class Reading:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Return elements ``start`` to ``stop``, 1-D; zeros if they cannot be read."""
-        value, failure = attempt(lambda: self.source.read(start, stop))
+        value, failure = catch(lambda: self.source.read(start, stop))
         return value if value is not None else self.stand_in(failure, torch.Size([stop - start]))
 
 
