@@ -287,9 +287,11 @@ def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn
     units = [unit for unit in sharded.units if any(id(p) in copies for flat in unit.flats for p in flat.parameters)]
     with sharded.gathered(units), _standing_in(taken if first else ()):
         # The first rank's choice is that of all: PEFT looks for the base model's folder, which others may not see.
-        chosen, failure = catch(lambda: "\n".join(sorted(adapter_names(model))) if first else "")
-        agree_success(world, "choose what to write of the adapters", failure)
-        wanted, others = texts(world, chosen or "")[0].split("\n"), first_names(model)
+        names = agree_run(
+            world, "choose what to write of the adapters",
+            lambda: "\n".join(sorted(adapter_names(model))) if first else "",
+        )  # fmt: skip
+        wanted, others = texts(world, names)[0].split("\n"), first_names(model)
         state: State = {}
         for part in on_first_rank(sharded.mesh, _chosen_states(sharded, wanted, others)):
             state |= part

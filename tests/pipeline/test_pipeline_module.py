@@ -25,12 +25,8 @@ from zeromesh import pretrained
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.config.settings import Settings
 from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec, settings_of
-<<<<<<< HEAD:tests/pipeline/test_pipeline_module.py
 from zeromesh.pipeline.runtime.cut import examine, take_away
 from zeromesh.pretrained import FileTensor
-=======
-from zeromesh.pipeline.cut import examine, take_away
->>>>>>> engine:tests/pipeline/test_pipeline_module.py
 from zeromesh.shard import deferred
 from zeromesh.training_data import Position
 from zeromesh.weight_files import FileTensor

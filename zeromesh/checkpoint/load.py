@@ -18,7 +18,7 @@ from zeromesh.checkpoint.optimizer import load_optimizer, read_held, require_sam
 from zeromesh.checkpoint.packing import unpack
 from zeromesh.checkpoint.random_state import derive_random_state, restore_random_state, share_random_state
 from zeromesh.checkpoint.whole import of_all_stages
-from zeromesh.comm.agreement import agree_run, agree_success, catch, require_agreement, texts
+from zeromesh.comm.agreement import agree_run, require_agreement, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
 from zeromesh.config.batch import TRAIN
@@ -63,8 +63,7 @@ def load(
     parts = {"optimizer": optimizer_states, "lr_scheduler": scheduler_states, "strict": strict, "data": data_position}
     parts["progress"] = progress
     require_agreement(world, "what load_checkpoint is to take", "\n".join(f"{k}: {v}" for k, v in parts.items()))
-    chosen, failure = catch(lambda: latest(folder) if tag is None else str(tag))
-    agree_success(world, "find the latest checkpoint", failure)
+    chosen = agree_run(world, "find the latest checkpoint", lambda: latest(folder) if tag is None else str(tag))
     _require_same_tag(world, folder, chosen)
     if chosen is None:
         return None, {}
@@ -86,9 +85,7 @@ def load(
             loader.require_same_data(reader.manifest.get("data"))
         return reader
 
-    reader, failure = catch(prepare)
-    agree_success(world, "open the checkpoint", failure)
-    assert reader is not None
+    reader = agree_run(world, "open the checkpoint", prepare)
     digest = hashlib.sha256(json.dumps(reader.manifest).encode()).hexdigest()
     seen = f"written {reader.manifest.get('written')}, SHA-256 {digest}"
     require_agreement(world, f"the manifest of {chosen} in {folder}", seen)

@@ -10,7 +10,7 @@ import torch
 
 from zeromesh.checkpoint.contents import own_buffers, tied
 from zeromesh.checkpoint.manifest import dtype_name, some
-from zeromesh.comm.agreement import agree_success, catch, texts
+from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.sharded import ShardedModel
@@ -169,9 +169,8 @@ def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> 
     here = dict.fromkeys(sharded.model.state_dict(keep_vars=True))
     elsewhere = of_all_stages(sharded.mesh, here).keys() - here.keys()
     mine = {name: value for name, value in state.items() if name not in elsewhere}
-    result, failure = catch(lambda: sharded.model.load_state_dict(mine, strict=False))
-    agree_success(sharded.mesh.group("world"), "load its part of the state", failure)
-    assert result is not None
+    world = sharded.mesh.group("world")
+    result = agree_run(world, "load its part of the state", lambda: sharded.model.load_state_dict(mine, strict=False))
     result.missing_keys.extend(sorted(elsewhere - state.keys()))
     if strict and (result.missing_keys or result.unexpected_keys):
         lacks, has = (some(names, "names", most=20) or "nothing" for names in result[:2])

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeromesh.comm.collectives import Group, Traffic
+from zeromesh.comm.collectives import Group
 from zeromesh.comm.peers import ranges
+from zeromesh.comm.traffic import Traffic
 
 Result = TypeVar("Result")
 
@@ -56,7 +57,7 @@ def agree_success(world: Group, what: str, failure: Exception | None) -> None:
 
 
 def agree_run(world: Group, what: str, action: Callable[[], Result]) -> Result:
-    """Return what ``action`` returns here; raise on all ranks if it fails on one; see ``share``. Collective."""
+    """Return what ``action`` returns here; raise on all ranks if it fails on one, as ``agree_success``. Collective."""
     result, failure = catch(action)
     agree_success(world, what, failure)
     return cast(Result, result)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeromesh.batches import loss_of
-from zeromesh.comm.agreement import agree_success, catch
+from zeromesh.comm.agreement import agree_run, catch
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
@@ -113,10 +113,7 @@ def plan_stages(
         blocks = examine(model, chosen.blocks, sample)
         return _measured(model, blocks, settings, mesh.device) if chosen.partition == "time" else blocks
 
-    found, failure = catch(look)
-    agree_success(world, "cut the model into stages", failure)
-    assert found is not None
-    blocks = agreed(world, found)
+    blocks = agreed(world, agree_run(world, "cut the model into stages", look))
     made = Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps, blocks)
     if mesh.rank == 0:
         lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, made.cut))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import zeromesh
 from zeromesh.checkpoint.random_state import share_random_state
-from zeromesh.comm.agreement import agree_success, catch, world_group
+from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, init_distributed, shutdown
 from zeromesh.config.printing import jsonable, tell_unset
@@ -183,9 +183,8 @@ def _engine(job: Job) -> tuple[Engine, float]:
     """
     settings = job.settings
     torch.manual_seed(settings.seed)
-    model, failure = catch(job.language.build)
-    agree_success(world_group(device_of_group(init_distributed())), "build the model", failure)
-    assert model is not None
+    world = world_group(device_of_group(init_distributed()))
+    model = agree_run(world, "build the model", job.language.build)
     cost = job.language.cost(model)
     engine, *_ = zeromesh.initialize(model, config=settings)
     torch.manual_seed(settings.seed + 1 + engine.mesh.rank)
