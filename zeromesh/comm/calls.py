@@ -55,18 +55,18 @@ def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None
 
     Args:
         store: the process group's key-value store.
-        watched: told about waits; None with nccl, where nobody says what else a missing rank waits for.
+        watched: is notified of waits; None with nccl, where nobody says what else a missing rank waits for.
         patience: seconds after which a rank that does not come is named.
     """
     counts: dict[str, int] = defaultdict(int)
     for name in CALLS:
         function = getattr(dist, name, None)  # not every version of torch has all of them
         if function is not None and not hasattr(function, "_zeromesh_compares"):
-            setattr(dist, name, _comparing(name, function, partial(_meet, store, watched, patience), counts))
+            setattr(dist, name, _comparing(name, function, partial(_compare, store, watched, patience), counts))
 
 
 def _comparing(
-    name: str, function: Callable[..., Any], meet: Callable[[Any, int, dict[str, Any]], None], counts: dict[str, int]
+    name: str, function: Callable[..., Any], compare: Callable[[Any, int, dict[str, Any]], None], counts: dict[str, int]
 ) -> Callable[..., Any]:  # fmt: skip
     signature = inspect.signature(function)
 
@@ -83,14 +83,14 @@ def _comparing(
             if name in SAME_SHAPES and tensor is not None:
                 call |= {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
             counts[group.group_name] += 1
-            meet(group, counts[group.group_name], call)
+            compare(group, counts[group.group_name], call)
         return function(*args, **kwargs)
 
     compared._zeromesh_compares = True  # type: ignore[attr-defined]
     return compared
 
 
-def _meet(
+def _compare(
     store: Any, watched: Watchdog | None, patience: float, group: Any, number: int, call: dict[str, Any]
 ) -> None:  # fmt: skip
     """Write this rank's call, and wait for those of the others, as long as any of these may still come.
@@ -107,11 +107,11 @@ def _meet(
         due, before = time.monotonic() + patience, dict[int, Any]()
         while missing := [rank for rank in ranks if rank not in found]:
             for rank in missing:
-                if store.check([key := f"{base}/{number}/{rank}"]):
-                    found[rank] = json.loads(store.get(key))
+                if text := watchdog.last_said(store, f"{base}/{number}/{rank}"):
+                    found[rank] = json.loads(text)
             if time.monotonic() > due and (missing := [rank for rank in ranks if rank not in found]):
                 due += patience
-                elsewhere = {rank: watchdog.told(store, rank) for rank in missing}
+                elsewhere = {rank: watchdog.wait_of(store, rank) for rank in missing}
                 _say(own, _ranks(missing), call, number, group, elsewhere, elsewhere == before)
                 before = elsewhere
             time.sleep(PAUSE)

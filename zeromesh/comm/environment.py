@@ -18,7 +18,7 @@ from zeromesh.comm import interface, leaving, peers
 from zeromesh.comm.detect import VARIABLES, Environment, is_launched
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import MPI, TORCHRUN, names_of
-from zeromesh.comm.rendezvous import meet, start_limit
+from zeromesh.comm.rendezvous import join_rendezvous, start_limit
 
 __all__ = [
     "VARIABLES", "Environment", "StartError", "backends", "default_backend", "device_for", "device_of_group",
@@ -192,7 +192,7 @@ def _start(
             raise problem
         store = dist.HashStore()  # type: ignore[attr-defined]
     else:
-        store = meet(environment, limit, problem)
+        store = join_rendezvous(environment, limit, problem)
     # gloo connects all ranks now, which must not take as long as a collective may. The store has that limit, too.
     connects = backend == "gloo" and environment.world_size > 1
     try:
@@ -229,7 +229,7 @@ def _checked(environment: Environment, backend: str, device: torch.device) -> En
     except BaseException:
         dist.destroy_process_group()
         raise
-    return peers.placed(environment, found) if environment.launcher in MPI else environment
+    return peers.with_topology(environment, found) if environment.launcher in MPI else environment
 
 
 def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world_size: int) -> dict[str, str]:
@@ -254,7 +254,7 @@ def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world
 
 
 def _with_master(environment: Environment, backend: str, port: int | None) -> Environment:
-    """The environment with an address and a port at which the ranks meet."""
+    """Return the environment with the address and the port of the rendezvous."""
     if environment.world_size == 1 or backend == "mpi" or environment.launcher == TORCHRUN.name:
         return environment
     if port is not None and not os.environ.get("MASTER_PORT"):
@@ -337,7 +337,7 @@ def _environment_of_group() -> Environment:
         master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
         launcher=_launcher(),
     )
-    return peers.placed(node, peers.gather(device))
+    return peers.with_topology(node, peers.gather(device))
 
 
 def _launcher() -> str:

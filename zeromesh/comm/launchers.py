@@ -58,8 +58,8 @@ class Launcher:
     @property
     def needed(self) -> tuple[str, ...]:
         """The first name of each variable that a process must have, the master's last."""
-        places = (self.rank, self.local_rank, self.node_rank, self.world_size, self.local_world_size)
-        own = tuple(names[0] for names in (*places, self.tasks_per_node) if names)
+        variables = (self.rank, self.local_rank, self.node_rank, self.world_size, self.local_world_size)
+        own = tuple(names[0] for names in (*variables, self.tasks_per_node) if names)
         return own + MASTER if self is TORCHRUN else own
 
     def there(self, env: Mapping[str, str]) -> dict[str, str]:

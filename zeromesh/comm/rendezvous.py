@@ -51,7 +51,7 @@ def start_limit(given: timedelta | None = None) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def meet(environment: Environment, limit: timedelta, problem: Exception | None) -> Any:
+def join_rendezvous(environment: Environment, limit: timedelta, problem: Exception | None) -> Any:
     """Join the other ranks at the master; all of them go on, or none does.
 
     Args:

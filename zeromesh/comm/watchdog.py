@@ -133,8 +133,8 @@ class Watchdog:
         self._beat += 1
         self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {_PLACE} {os.getpid()} {socket.gethostname()}")
         self._holder = self._holder or self._signs([0])[0]
-        if self._store.check(["zeromesh/ended"]):
-            self._end(self._store.get("zeromesh/ended").decode(), tell=False)
+        if why := last_said(self._store, "zeromesh/ended"):
+            self._end(why, tell=False)
         wait, now = self._wait(), time.monotonic()
         if wait is None or now < self._since + self._patience:
             self._quiet.clear()
@@ -177,12 +177,11 @@ class Watchdog:
             self._told = state
 
     def _states(self) -> list[Any]:
-        return [told(self._store, rank) for rank in range(self._world_size)]
+        return [wait_of(self._store, rank) for rank in range(self._world_size)]
 
     def _signs(self, ranks: Sequence[int]) -> list[str]:
         """Return the last sign of each rank; empty where there is none, as no engine is there."""
-        keys = [f"zeromesh/signs/{rank}" for rank in ranks]
-        return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
+        return [last_said(self._store, f"zeromesh/signs/{rank}") for rank in ranks]
 
     def _look_for_silent(self, wait: dict[str, Any], signs: Sequence[str]) -> None:
         """End the run if a rank has given no sign for long; looks are counted, as this process may stop, too."""
@@ -266,11 +265,15 @@ def where(frame: FrameType | None) -> str:
     return ""
 
 
-def told(store: Any, rank: int) -> dict[str, Any]:
+def wait_of(store: Any, rank: int) -> dict[str, Any]:
     """Return what a rank has said that it waits for; empty if it has not waited for long."""
-    key = f"zeromesh/waits/{rank}"
-    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
+    found: dict[str, Any] = json.loads(last_said(store, f"zeromesh/waits/{rank}") or "{}")
     return found
+
+
+def last_said(store: Any, key: str) -> str:
+    """Return the last text under a key of the store; empty if there is none."""
+    return str(store.get(key).decode()) if store.check([key]) else ""
 
 
 def _described(state: dict[str, Any]) -> str:
