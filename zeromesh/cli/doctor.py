@@ -98,7 +98,7 @@ def _environment(found: list[Problem]) -> Environment | None:
 
 
 def _backends(environment: Environment | None) -> list[dict[str, Any]]:
-    """Each backend, whether it can be used here, and what is missing; ``auto`` marks the one that it stands for."""
+    """Return each backend, whether it is usable here, and what is missing; ``auto`` marks the default."""
     chosen = None if environment is None else default_backend(environment)
     rows = []
     for name in dict.fromkeys(["gloo", "nccl", "mpi", *available_backends()]):
@@ -132,7 +132,7 @@ def _together(environment: Environment, own: dict[str, Any] | None, found: list[
 
 
 def _local_links(ranks: int, found: list[Problem]) -> dict[str, Any]:
-    """The links between ranks that are started on this machine."""
+    """Return the links between ranks that are started on this machine."""
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder:
         result = Path(folder, "links.json")
         try:
@@ -197,7 +197,7 @@ def _slow_links(links: Mapping[str, Any] | None) -> list[Problem]:
 
 @contextmanager
 def _progress(environment: Environment | None) -> Iterator[Any]:
-    """Show what is going on, where somebody looks at it."""
+    """Show the current step, where stderr is a terminal."""
     quiet = environment is not None and environment.rank > 0
     with Console(stderr=True, quiet=quiet).status("starting") as status:
         yield lambda text: status.update(text)

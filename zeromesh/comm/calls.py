@@ -36,10 +36,10 @@ SAME_SHAPES = (
     "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single",
     "reduce_scatter_single",
 )  # fmt: skip
-"""Those whose first tensor has one shape and dtype on all ranks."""
+"""Functions whose first tensor has one shape and dtype on all ranks."""
 
 PAUSE = 0.001
-"""Seconds between two looks at the store."""
+"""Seconds between two reads of the store."""
 
 _log = logging.getLogger("zeromesh")
 
@@ -49,9 +49,9 @@ class CollectiveMismatch(RuntimeError):
 
 
 def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None:
-    """From now on compare every collective that goes through the names of ``torch.distributed``.
+    """Compare from now on every collective that is called by its name in ``torch.distributed``.
 
-    Those that the program took out of it before, by ``from torch.distributed import all_reduce``, are not seen.
+    A function that the program imported before, as in ``from torch.distributed import all_reduce``, is not compared.
 
     Args:
         store: the process group's key-value store.
@@ -93,7 +93,7 @@ def _comparing(
 def _compare(
     store: Any, watched: Watchdog | None, patience: float, group: Any, number: int, call: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Write this rank's call, and wait for those of the others, as long as any of these may still come.
+    """Write this rank's call, and wait for those of the others as long as they may come.
 
     Raises:
         CollectiveMismatch: they are different, or a rank that has not come waits elsewhere.
@@ -130,7 +130,7 @@ def _compare(
 def _say(
     own: int, missing: str, call: dict[str, Any], number: int, group: Any, elsewhere: dict[int, Any], still: bool
 ) -> None:  # fmt: skip
-    """Warn that ranks have not come; raise if all of them wait elsewhere, as they did at the look before."""
+    """Warn that ranks have not come; raise if all of them wait elsewhere, as they did the time before."""
     text = f"{missing} did not join {_shown(call)} as collective {number} of {group.group_name}"
     if not (still and all(elsewhere.values())):
         _log.warning("rank %d waits: %s so far", own, text)

@@ -85,7 +85,7 @@ def join_rendezvous(environment: Environment, limit: timedelta, problem: Excepti
 
 
 def _await_all(store: Any, environment: Environment, limit: timedelta) -> None:
-    """Ask again and again: torch's own wait heeds no Ctrl-C, and prints two warnings whenever its time is over."""
+    """Poll until all ranks have come: torch's own wait ignores Ctrl-C, and prints two warnings on a timeout."""
     end, pause = time.monotonic() + limit.total_seconds(), 0.005
     master = f"{environment.master_address}:{environment.master_port}"
     try:
@@ -112,7 +112,7 @@ def _who_is_missing(store: Any, world_size: int) -> list[str]:
 
 
 def _tell(environment: Environment, prefix: str, problem: Exception) -> None:
-    """Let the other ranks hear of a problem of this one, as far as they come in time."""
+    """Tell the other ranks, as far as they come in time, of a problem of this one."""
     limit = timedelta(seconds=min(FAREWELL_SECONDS, start_limit().total_seconds()))
     end = time.monotonic() + limit.total_seconds()
     try:
@@ -163,7 +163,7 @@ def _client(address: str, port: int, world_size: int, limit: timedelta) -> Any:
 
 
 def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[float], None]:
-    """Begin something that may wait for ever; what is returned waits so many seconds for its result, or its error."""
+    """Call ``action`` in a thread that appends its result or error; return a function that waits for it."""
 
     def run() -> None:
         try:
@@ -177,7 +177,7 @@ def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[flo
 
 
 def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
-    """The store itself; on one machine it is not to be seen from others."""
+    """Open the store; on one machine it listens on loopback only."""
     listener, families = None, (socket.AF_INET,) if address in LOOPBACK[:2] else (socket.AF_INET6, socket.AF_INET)
     host = "127.0.0.1" if address in LOOPBACK[:2] else address if address in LOOPBACK else ""
     for family in families:
@@ -206,7 +206,7 @@ def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
 
 
 def reach(address: str, port: int, end: float) -> tuple[int, str]:
-    """Wait until somebody listens at an address: the number of attempts, and why the last one failed, else ""."""
+    """Wait for a listener at an address; return the number of attempts, and why the last one failed, else ""."""
     pause, tries = 0.01, 0
     while True:
         tries += 1

@@ -69,7 +69,7 @@ _OWN_WAITS = ("barrier", "broadcast", "reduce", "gather", "scatter", "all_to_all
 
 
 class Watchdog:
-    """Watches over this rank's waits, and over the signs of life of the others.
+    """Watchdog over this rank's waits, and over the signs of life of the others.
 
     Attributes:
         waited: seconds that this rank has spent in collectives.
@@ -122,7 +122,7 @@ class Watchdog:
         self._what, self._due = what, self._began + self._patience + nbytes / SLOWEST_LINK
 
     def end(self) -> None:
-        """Note that it is over."""
+        """Note that the wait is over."""
         self._depth -= 1
         if self._depth == 0:
             self._what = ""
@@ -218,7 +218,7 @@ class Watchdog:
         self._end("\n".join([f"{text}:", *lines, advice]), tell=True)
 
     def store_is_silent(self, ticks: int) -> None:
-        """Hear that the store has not answered for so many ticks; end the run if this rank waits, and has for long."""
+        """End the run if the store has not answered for many ticks and this rank waits."""
         if ticks < TICKS or not (self._what or _own_wait(sys._current_frames().get(self._thread))):
             return
         seconds = ticks * self._patience / TICKS

@@ -39,7 +39,7 @@ KILLED_BEFORE = 1.0
 """Seconds before a rank that ends the run goes, in which stopped ones are killed."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Those that are passed on to the ranks, and end the run."""
+"""Signals that are passed on to the ranks, and end the run."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, tell: Callabl
 
 
 def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
-    """Rendezvous of the nodes. Torch would wait for ever on a program that is no store, and ignore Ctrl-C meanwhile."""
+    """Join the rendezvous of the nodes, with a timeout also where the master is no store, and heeding Ctrl-C."""
     if not plan.secret:
         raise ValueError("several nodes need a secret that they share")
     # A node that is gone is missed after six seconds, and after five more the others go on without it.
@@ -203,7 +203,7 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, which tells what it does and does not wait long for ranks that it ends.
+    """torchrun's agent, which reports restarts and does not wait long for ranks that it ends.
 
     Attributes:
         rendezvous: the rendezvous of the nodes.
@@ -282,7 +282,7 @@ class _Agent(LocalElasticAgent):
 
 
 def _address_towards(plan: LaunchPlan) -> str:
-    """This machine's address on the way to the master, by which other nodes reach it; host names need not be known."""
+    """Return this machine's address on the way to the master; host names need not be known."""
     host, port = plan.master.rsplit(":", 1)
     try:
         own = own_address(host.strip("[]"), int(port))
@@ -314,7 +314,7 @@ def _end(number: int, _: Any) -> None:
 
 @contextmanager
 def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
-    """Handle signals meanwhile, and afterwards as before; only the main thread can."""
+    """Handle signals in this context; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -341,7 +341,7 @@ def _silence() -> Iterator[None]:
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable meanwhile, unless somebody has."""
+    """Set an environment variable in this context, unless it is set."""
     if name in os.environ:
         yield
         return
