@@ -13,6 +13,9 @@ from zeromesh.comm.launchers import DEFAULT_PORT, LOOPBACK, MASTER, MPI, SLURM, 
 VARIABLES = TORCHRUN.needed
 """Variables that torchrun sets for each process."""
 
+NUMBERS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size")
+"""Attributes of an environment that torchrun always sets."""
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -133,11 +136,7 @@ def _of_torchrun(env: Mapping[str, str]) -> Environment:
             values.setdefault("GROUP_RANK", "0")
     row = TORCHRUN
     return Environment(
-        rank=_integer(values, row, row.rank),
-        local_rank=_integer(values, row, row.local_rank),
-        node_rank=_integer(values, row, row.node_rank),
-        world_size=_integer(values, row, row.world_size),
-        local_world_size=_integer(values, row, row.local_world_size),
+        **{name: _integer(values, row, getattr(row, name)) for name in NUMBERS},
         master_address=_text(values, row, MASTER[:1]),
         master_port=_integer(values, row, MASTER[1:]),
         node_count=_integer(values, row, row.node_count) if "GROUP_WORLD_SIZE" in env else 0,
@@ -201,7 +200,7 @@ def _tasks(env: Mapping[str, str], row: Launcher, world_size: int) -> list[int]:
 
 def _agreeing(found: Environment, env: Mapping[str, str]) -> Environment:
     """Return the environment; raise ValueError if torchrun's variables are set too and contradict it."""
-    for attribute in ("rank", "local_rank", "node_rank", "world_size", "local_world_size"):
+    for attribute in NUMBERS:
         name = getattr(TORCHRUN, attribute)[0]
         own = getattr(found, attribute)
         unknown = attribute == "node_rank" and found.launcher in MPI
