@@ -235,22 +235,22 @@ def _checked(environment: Environment, backend: str, device: torch.device) -> En
 def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world_size: int) -> dict[str, str]:
     """Return the variables, with those that the arguments set."""
     values = dict(env)
-    given: dict[str, str] = {}
+    passed: dict[str, str] = {}
     if (rank < 0) != (world_size < 0):
         raise ValueError(f"rank is {rank} and world_size is {world_size}; give both, or none to let a launcher tell")
     if rank >= 0:
-        given |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        passed |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     if init_method not in (None, "env://"):
         parts = urlsplit(init_method)
         if parts.scheme != "tcp" or not parts.hostname or not parts.port:
             raise ValueError(f"init_method is {init_method!r}, but must be tcp://address:port or env://")
-        given |= {"MASTER_ADDR": parts.hostname, "MASTER_PORT": str(parts.port)}
+        passed |= {"MASTER_ADDR": parts.hostname, "MASTER_PORT": str(parts.port)}
     for name in ("RANK", "WORLD_SIZE"):
-        if name in given and values.get(name, given[name]) != given[name]:
+        if name in passed and values.get(name, passed[name]) != passed[name]:
             raise ValueError(
-                f"{name} is {values[name]}, but the argument {name.lower()} is {given[name]}; leave it out"
+                f"{name} is {values[name]}, but the argument {name.lower()} is {passed[name]}; leave it out"
             )
-    return values | given
+    return values | passed
 
 
 def _with_master(environment: Environment, backend: str, port: int | None) -> Environment:

@@ -106,21 +106,21 @@ class Mesh:
             groups |= {axis: self._make_group(axis, member) for axis, member in zip(axes, members, strict=True)}
         groups["shard"] = groups["data"] if self.sizes["context"] == 1 else groups["context"]
         if self.sizes["data"] > 1 and self.sizes["context"] > 1:
-            groups["shard"] = self._make_group("data+context", self._joined_group(("data", "context")))
+            groups["shard"] = self._make_group("data+context", self._merged_group(("data", "context")))
         groups["stage"] = groups["world"]
         if self.sizes["pipeline"] > 1:
             others = tuple(axis for axis in AXES if axis != "pipeline" and self.sizes[axis] > 1)
-            joined = self._joined_group(others) if len(others) > 1 else None
-            groups["stage"] = self._make_group("stage", joined) if len(others) != 1 else groups[others[0]]
+            merged = self._merged_group(others) if len(others) > 1 else None
+            groups["stage"] = self._make_group("stage", merged) if len(others) != 1 else groups[others[0]]
         return groups
 
-    def _joined_group(self, joined: tuple[str, ...]) -> dist.ProcessGroup | None:
+    def _merged_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         """Return this rank's group along several axes at once."""
-        rest = [axis for axis in AXES if axis not in joined]
+        rest = [axis for axis in AXES if axis not in axes]
         ranks = torch.tensor(self._order, device="cpu").view([self.sizes[axis] for axis in AXES])
-        order = ranks.permute([AXES.index(axis) for axis in (*rest, *joined)]).flatten().tolist()
+        order = ranks.permute([AXES.index(axis) for axis in (*rest, *axes)]).flatten().tolist()
         sizes = [self.sizes[axis] for axis in rest if self.sizes[axis] > 1]
-        shape = (*sizes, prod(self.sizes[axis] for axis in joined))
+        shape = (*sizes, prod(self.sizes[axis] for axis in axes))
         return dist.group.WORLD if len(shape) == 1 else _groups_of(self.device.type, shape, tuple(order))[-1]
 
     @property
