@@ -29,7 +29,7 @@ from zeromesh.comm.environment import (
     init_distributed,
     shutdown,
 )
-from zeromesh.comm.peers import Peer, placed
+from zeromesh.comm.peers import Peer, with_topology
 from zeromesh.comm.rendezvous import reach, start_limit
 
 SHORT = timedelta(seconds=0.5)
@@ -380,7 +380,7 @@ def test_all_ranks_of_a_node_with_too_few_devices_hear_of_it(monkeypatch: pytest
 def test_hosts_tell_the_nodes_where_the_launcher_does_not() -> None:
     versions = Peer.own().versions
     everyone = [Peer(versions, host) for host in "aabab"]
-    found = [placed(Environment(rank, 0, 0, 5, 1, launcher="mpich"), everyone) for rank in range(5)]
+    found = [with_topology(Environment(rank, 0, 0, 5, 1, launcher="mpich"), everyone) for rank in range(5)]
     assert [(e.local_rank, e.node_rank, e.local_world_size, e.node_count) for e in found] == [
         (0, 0, 3, 2), (1, 0, 3, 2), (0, 1, 2, 2), (2, 0, 3, 2), (1, 1, 2, 2)
     ]  # fmt: skip

@@ -127,7 +127,7 @@ def test_a_store_that_does_not_answer_ends_the_run() -> None:
             stopped.wait(60)
             return False
 
-    def end(why: str, tell: bool) -> None:
+    def end(why: str, publish: bool) -> None:
         said.append(why)
         ended.set()
 

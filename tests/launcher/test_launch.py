@@ -42,7 +42,7 @@ GUARD
 def run_script(tmp_path: Path, guard: str) -> str:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("GUARD", guard))
-    return run_command([sys.executable, script]).stdout
+    return run_command([sys.executable, script], timeout=180).stdout  # two launches, each of which imports torch thrice
 
 
 def test_functions_of_the_script_run_and_return_by_rank(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ except RuntimeError as error:
 
 @pytest.mark.full
 def test_functions_of_a_notebook_are_forked_with_all_that_it_has() -> None:
-    lines = run_command([sys.executable, "-c", NOTEBOOK]).stdout.splitlines()
+    lines = run_command([sys.executable, "-c", NOTEBOOK], timeout=180).stdout.splitlines()
     assert sorted(lines[:2]) == ["[1] of 2", "of 2"], lines
     assert lines[2] == "[(10.0, torch.Size([2, 2])), (10.0, torch.Size([2, 2]))]"
     assert lines[3] == "ValueError: 5"

@@ -7,7 +7,6 @@ import os
 import socket
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -73,7 +72,7 @@ def doctor(folder: Path, ranks: int, as_json: bool) -> bool:
         own = inventory(folder) if environment is None or environment.local_rank == 0 else None
         if environment is not None and environment.world_size > 1:
             say("measuring links")
-            report |= _together(environment, own, found)
+            report |= _of_all_ranks(environment, own, found)
         elif environment is not None and ranks > 1:
             say(f"starting {ranks} ranks and measuring their links")
             report |= _local_links(ranks, found)
@@ -98,7 +97,7 @@ def _environment(found: list[Problem]) -> Environment | None:
 
 
 def _backends(environment: Environment | None) -> list[dict[str, Any]]:
-    """Each backend, whether it can be used here, and what is missing; ``auto`` marks the one that it stands for."""
+    """Return each backend, whether it is usable here, and what is missing; ``auto`` marks the default."""
     chosen = None if environment is None else default_backend(environment)
     rows = []
     for name in dict.fromkeys(["gloo", "nccl", "mpi", *available_backends()]):
@@ -111,15 +110,14 @@ def _backends(environment: Environment | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _together(environment: Environment, own: dict[str, Any] | None, found: list[Problem]) -> dict[str, Any]:
+def _of_all_ranks(environment: Environment, own: dict[str, Any] | None, found: list[Problem]) -> dict[str, Any]:
     """Return the facts that need all ranks: the machines of all nodes, and the links."""
     waits = None if "ZEROMESH_START_TIMEOUT" in os.environ else timedelta(seconds=START_SECONDS)
     try:
         environment = init_distributed(environment=environment, start_timeout=waits)
         device = device_of_group(environment)
         said = [json.loads(text) for text in texts(world_group(device), json.dumps([own, environment.node_rank]))]
-        mesh = mesh_of_nodes(environment, device)
-        links = measure(mesh, [node for _, node in said]) | {"backend": backends()[device.type]}
+        links = _links(environment, device, [node for _, node in said])
     except (StartError, ValueError) as error:
         found.append({"problem": str(error), "remedy": "see the message, and what the other ranks say"})
         if environment.rank > 0:  # rank 0 may not be there to say it
@@ -132,25 +130,21 @@ def _together(environment: Environment, own: dict[str, Any] | None, found: list[
 
 
 def _local_links(ranks: int, found: list[Problem]) -> dict[str, Any]:
-    """The links between ranks that are started on this machine."""
-    with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder:
-        result = Path(folder, "links.json")
-        try:
-            launch(_measure_here, ranks, str(result))
-        except RankFailure as error:
-            found.append({"problem": f"{ranks} ranks here: {error.summary}", "remedy": "see the message"})
-            return {}
-        return {"links": json.loads(result.read_text())}
+    """Return the links between ranks that are started on this machine."""
+    try:
+        return {"links": launch(_measure_here, ranks)[0]}
+    except RankFailure as error:
+        found.append({"problem": f"{ranks} ranks here: {error.summary}", "remedy": "see the message"})
+        return {}
 
 
-def _measure_here(result: str) -> None:
+def _measure_here() -> dict[str, Any]:
     environment = init_distributed(start_timeout=timedelta(seconds=6 * START_SECONDS))
-    device = device_of_group(environment)
-    mesh = mesh_of_nodes(environment, device)
-    links = measure(mesh, [0] * environment.world_size) | {"backend": backends()[device.type]}
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(links))
-    shutdown()
+    return _links(environment, device_of_group(environment), [0] * environment.world_size)
+
+
+def _links(environment: Environment, device: torch.device, node_of: list[int]) -> dict[str, Any]:
+    return measure(mesh_of_nodes(environment, device), node_of) | {"backend": backends()[device.type]}
 
 
 def _wrong_with(report: Mapping[str, Any]) -> list[Problem]:
@@ -197,7 +191,7 @@ def _slow_links(links: Mapping[str, Any] | None) -> list[Problem]:
 
 @contextmanager
 def _progress(environment: Environment | None) -> Iterator[Any]:
-    """Show what is going on, where somebody looks at it."""
+    """Show the current step, where stderr is a terminal."""
     quiet = environment is not None and environment.rank > 0
     with Console(stderr=True, quiet=quiet).status("starting") as status:
         yield lambda text: status.update(text)

@@ -78,10 +78,10 @@ def launch(command: Sequence[str], options: LaunchOptions) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, errors="replace")  # copied lines must not be torn, nor held back
     variables = threads(ranks)
-    tell(_announcement(options, ranks, variables))
+    report(_announcement(options, ranks, variables))
     plan = LaunchPlan(ranks, least, most, master, options.node_rank, restarts, options.timeout, secret, variables)
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder:
-        run(command, plan, Path(folder), tell)
+        run(command, plan, Path(folder), report)
 
 
 def run_mpi(command: Sequence[str], options: LaunchOptions, extra: Sequence[str]) -> None:
@@ -106,12 +106,12 @@ def run_mpi(command: Sequence[str], options: LaunchOptions, extra: Sequence[str]
         )
     ranks = _ranks(options)
     variables = threads(ranks)
-    tell(_announcement(options, ranks * most, variables) + ", by mpiexec")
+    report(_announcement(options, ranks * most, variables) + ", by mpiexec")
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as folder:
         run(find_mpiexec(), command, ranks, most, extra, dict(os.environ) | variables, Path(folder))
 
 
-def tell(text: str) -> None:
+def report(text: str) -> None:
     """Show a line about the launch itself."""
     typer.echo(f"zeromesh launch: {text}", err=True)
 

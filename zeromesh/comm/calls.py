@@ -36,10 +36,10 @@ SAME_SHAPES = (
     "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single",
     "reduce_scatter_single",
 )  # fmt: skip
-"""Those whose first tensor has one shape and dtype on all ranks."""
+"""Functions whose first tensor has one shape and dtype on all ranks."""
 
 PAUSE = 0.001
-"""Seconds between two looks at the store."""
+"""Seconds between two reads of the store."""
 
 _log = logging.getLogger("zeromesh")
 
@@ -49,24 +49,24 @@ class CollectiveMismatch(RuntimeError):
 
 
 def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None:
-    """From now on compare every collective that goes through the names of ``torch.distributed``.
+    """Compare from now on every collective that is called by its name in ``torch.distributed``.
 
-    Those that the program took out of it before, by ``from torch.distributed import all_reduce``, are not seen.
+    A function that the program imported before, as in ``from torch.distributed import all_reduce``, is not compared.
 
     Args:
         store: the process group's key-value store.
-        watched: told about waits; None with nccl, where nobody says what else a missing rank waits for.
+        watched: is notified of waits; None with nccl, where nobody says what else a missing rank waits for.
         patience: seconds after which a rank that does not come is named.
     """
     counts: dict[str, int] = defaultdict(int)
     for name in CALLS:
         function = getattr(dist, name, None)  # not every version of torch has all of them
         if function is not None and not hasattr(function, "_zeromesh_compares"):
-            setattr(dist, name, _comparing(name, function, partial(_meet, store, watched, patience), counts))
+            setattr(dist, name, _comparing(name, function, partial(_compare, store, watched, patience), counts))
 
 
 def _comparing(
-    name: str, function: Callable[..., Any], meet: Callable[[Any, int, dict[str, Any]], None], counts: dict[str, int]
+    name: str, function: Callable[..., Any], compare: Callable[[Any, int, dict[str, Any]], None], counts: dict[str, int]
 ) -> Callable[..., Any]:  # fmt: skip
     signature = inspect.signature(function)
 
@@ -83,17 +83,17 @@ def _comparing(
             if name in SAME_SHAPES and tensor is not None:
                 call |= {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
             counts[group.group_name] += 1
-            meet(group, counts[group.group_name], call)
+            compare(group, counts[group.group_name], call)
         return function(*args, **kwargs)
 
     compared._zeromesh_compares = True  # type: ignore[attr-defined]
     return compared
 
 
-def _meet(
+def _compare(
     store: Any, watched: Watchdog | None, patience: float, group: Any, number: int, call: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Write this rank's call, and wait for those of the others, as long as any of these may still come.
+    """Write this rank's call, and wait for those of the others as long as they may come.
 
     Raises:
         CollectiveMismatch: they are different, or a rank that has not come waits elsewhere.
@@ -107,11 +107,11 @@ def _meet(
         due, before = time.monotonic() + patience, dict[int, Any]()
         while missing := [rank for rank in ranks if rank not in found]:
             for rank in missing:
-                if store.check([key := f"{base}/{number}/{rank}"]):
-                    found[rank] = json.loads(store.get(key))
+                if text := watchdog.last_said(store, f"{base}/{number}/{rank}"):
+                    found[rank] = json.loads(text)
             if time.monotonic() > due and (missing := [rank for rank in ranks if rank not in found]):
                 due += patience
-                elsewhere = {rank: watchdog.told(store, rank) for rank in missing}
+                elsewhere = {rank: watchdog.wait_of(store, rank) for rank in missing}
                 _say(own, _ranks(missing), call, number, group, elsewhere, elsewhere == before)
                 before = elsewhere
             time.sleep(PAUSE)
@@ -130,7 +130,7 @@ def _meet(
 def _say(
     own: int, missing: str, call: dict[str, Any], number: int, group: Any, elsewhere: dict[int, Any], still: bool
 ) -> None:  # fmt: skip
-    """Warn that ranks have not come; raise if all of them wait elsewhere, as they did at the look before."""
+    """Warn that ranks have not come; raise if all of them wait elsewhere, as they did the time before."""
     text = f"{missing} did not join {_shown(call)} as collective {number} of {group.group_name}"
     if not (still and all(elsewhere.values())):
         _log.warning("rank %d waits: %s so far", own, text)

@@ -14,6 +14,7 @@ over the slow link may be compressed, see ``formats.py``; results stay equal, as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,31 +41,25 @@ class PeerLost(RuntimeError):
     """A collective could not be finished, because another rank ended or did not answer in time."""
 
 
+@dataclass(eq=False)
 class Pending:
     """Handle of a collective in progress.
 
-    Args:
+    Attributes:
         what: name and purpose of the collective, for error messages.
         works: torch's handles of its messages.
         then: final step, called once after all messages have arrived.
         watchdog: watchdog that is notified of the wait.
         nbytes: approximate number of bytes over this rank's link, from which the watchdog derives its limit.
+        done: True after the wait.
     """
 
-    def __init__(
-        self,
-        what: str = "",
-        works: Sequence[Any] = (),
-        then: Callable[[], None] | None = None,
-        watchdog: Watchdog | None = None,
-        nbytes: int = 0,
-    ) -> None:
-        self._what = what
-        self._nbytes = nbytes
-        self._works = works
-        self._then = then
-        self._watchdog = watchdog
-        self._done = False
+    what: str = ""
+    works: Sequence[Any] = ()
+    then: Callable[[], None] | None = None
+    watchdog: Watchdog | None = None
+    nbytes: int = 0
+    done: bool = False
 
     def wait(self) -> None:
         """Block until the result is there (on CUDA: make the current stream wait for it). May be called again.
@@ -72,27 +67,27 @@ class Pending:
         Raises:
             PeerLost: another rank ended, or did not answer within the process group's timeout.
         """
-        if self._done:
+        if self.done:
             return
-        if self._watchdog is not None:
-            self._watchdog.begin(self._what, self._nbytes)
+        if self.watchdog is not None:
+            self.watchdog.begin(self.what, self.nbytes)
         try:
-            for work in self._works:
+            for work in self.works:
                 work.wait()
         except PeerLost:
             raise
         except RuntimeError as error:
             raise PeerLost(
-                f"{self._what} could not be finished: another rank ended, or did not answer in time; what the first "
+                f"{self.what} could not be finished: another rank ended, or did not answer in time; what the first "
                 f"rank to fail says is the cause. ({error})"
             ) from error
         finally:
-            if self._watchdog is not None:
-                self._watchdog.end()
-        self._done = True
-        if self._then is not None:
-            self._then()
-        self._works, self._then = (), None
+            if self.watchdog is not None:
+                self.watchdog.end()
+        self.done = True
+        if self.then is not None:
+            self.then()
+        self.works, self.then = (), None
 
 
 class Group:

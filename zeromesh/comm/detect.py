@@ -13,10 +13,13 @@ from zeromesh.comm.launchers import DEFAULT_PORT, LOOPBACK, MASTER, MPI, SLURM, 
 VARIABLES = TORCHRUN.needed
 """Variables that torchrun sets for each process."""
 
+NUMBERS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size")
+"""Attributes of an environment that torchrun always sets."""
+
 
 @dataclass(frozen=True)
 class Environment:
-    """The place of one process in the run, in torchrun's words.
+    """Rank, node and rendezvous of one process, in torchrun's words.
 
     Attributes:
         rank: global number of the process.
@@ -85,7 +88,7 @@ class Environment:
 
     @classmethod
     def detect(cls, env: Mapping[str, str] = os.environ) -> Environment:
-        """The environment that a launcher's variables describe; a single process where there are none.
+        """Return the environment that a launcher's variables describe; a single process without any.
 
         Launchers are looked for in the order of ``launchers.LAUNCHERS``. Of torchrun's variables, LOCAL_RANK,
         LOCAL_WORLD_SIZE and GROUP_RANK may be left out where MASTER_ADDR is this machine itself, as all ranks are then
@@ -133,11 +136,7 @@ def _of_torchrun(env: Mapping[str, str]) -> Environment:
             values.setdefault("GROUP_RANK", "0")
     row = TORCHRUN
     return Environment(
-        rank=_integer(values, row, row.rank),
-        local_rank=_integer(values, row, row.local_rank),
-        node_rank=_integer(values, row, row.node_rank),
-        world_size=_integer(values, row, row.world_size),
-        local_world_size=_integer(values, row, row.local_world_size),
+        **{name: _integer(values, row, getattr(row, name)) for name in NUMBERS},
         master_address=_text(values, row, MASTER[:1]),
         master_port=_integer(values, row, MASTER[1:]),
         node_count=_integer(values, row, row.node_count) if "GROUP_WORLD_SIZE" in env else 0,
@@ -184,7 +183,7 @@ def _first_host(env: Mapping[str, str], row: Launcher) -> str:
 
 
 def _tasks(env: Mapping[str, str], row: Launcher, world_size: int) -> list[int]:
-    """Tasks by node. Where Slurm does not list them, they are as many on each."""
+    """Return the number of tasks by node; where Slurm does not list them, it is the same on each."""
     text = launchers.value(env, row.tasks_per_node)
     if text is None:
         nodes = _integer(env, row, row.node_count) if launchers.value(env, row.node_count) else 1
@@ -200,8 +199,8 @@ def _tasks(env: Mapping[str, str], row: Launcher, world_size: int) -> list[int]:
 
 
 def _agreeing(found: Environment, env: Mapping[str, str]) -> Environment:
-    """The environment, if those of torchrun's variables that are set beside another launcher's say the same."""
-    for attribute in ("rank", "local_rank", "node_rank", "world_size", "local_world_size"):
+    """Return the environment; raise ValueError if torchrun's variables are set too and contradict it."""
+    for attribute in NUMBERS:
         name = getattr(TORCHRUN, attribute)[0]
         own = getattr(found, attribute)
         unknown = attribute == "node_rank" and found.launcher in MPI
@@ -223,7 +222,7 @@ def _local(row: Launcher) -> tuple[str, ...]:
 
 
 def _name(env: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """The one of several names that is set, or the first."""
+    """Return the first name that is set, else the first of all."""
     return next((name for name in names if env.get(name)), names[0])
 
 

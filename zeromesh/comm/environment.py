@@ -18,7 +18,7 @@ from zeromesh.comm import interface, leaving, peers
 from zeromesh.comm.detect import VARIABLES, Environment, is_launched
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import MPI, TORCHRUN, names_of
-from zeromesh.comm.rendezvous import meet, start_limit
+from zeromesh.comm.rendezvous import join_rendezvous, start_limit
 
 __all__ = [
     "VARIABLES", "Environment", "StartError", "backends", "default_backend", "device_for", "device_of_group",
@@ -29,7 +29,7 @@ _log = logging.getLogger("zeromesh")
 
 
 def default_backend(environment: Environment | None = None) -> str:
-    """The communication backend that ``"auto"`` stands for.
+    """Return the communication backend that ``"auto"`` stands for.
 
     nccl for CUDA, or what else goes with this machine's accelerator; without one mpi for ranks that MPI started, where
     it can be used, else gloo.
@@ -46,7 +46,7 @@ def default_backend(environment: Environment | None = None) -> str:
 
 
 def device_for(environment: Environment, backend: str) -> torch.device:
-    """The device of this rank's tensors; the CPU where there is no accelerator that the backend can serve.
+    """Return the device of this rank's tensors; the CPU without an accelerator that the backend serves.
 
     gloo carries CUDA tensors too (through the host), also of several ranks that share one device. A rank that Slurm or
     MPI started may see no device but its own.
@@ -72,13 +72,13 @@ def device_for(environment: Environment, backend: str) -> torch.device:
 
 
 def backends(group: Any = None) -> dict[str, str]:
-    """The backend of a process group, by default of the whole one, for each type of device that it serves."""
+    """Return the backend of a process group, by default the whole one, for each type of device."""
     # Not ``get_backend``: it gives what the group was started with, which may be a list, or "undefined" for none.
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def device_of_group(environment: Environment) -> torch.device:
-    """The device of this rank's tensors in the process group that has been started; see ``device_for``."""
+    """Return the device of this rank's tensors in the process group that has been started."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     backend = None if accelerator is None else backends().get(accelerator.type)
     return torch.device("cpu") if backend is None else device_for(environment, backend)
@@ -192,7 +192,7 @@ def _start(
             raise problem
         store = dist.HashStore()  # type: ignore[attr-defined]
     else:
-        store = meet(environment, limit, problem)
+        store = join_rendezvous(environment, limit, problem)
     # gloo connects all ranks now, which must not take as long as a collective may. The store has that limit, too.
     connects = backend == "gloo" and environment.world_size > 1
     try:
@@ -218,7 +218,7 @@ def _start(
 
 
 def _checked(environment: Environment, backend: str, device: torch.device) -> Environment:
-    """The environment, once the ranks' versions are known to be the same, with the nodes as they are."""
+    """Return the environment with its real nodes; raise StartError if the ranks' versions differ."""
     if environment.world_size == 1 and dist.get_world_size() == 1:
         return environment
     try:
@@ -229,32 +229,32 @@ def _checked(environment: Environment, backend: str, device: torch.device) -> En
     except BaseException:
         dist.destroy_process_group()
         raise
-    return peers.placed(environment, found) if environment.launcher in MPI else environment
+    return peers.with_topology(environment, found) if environment.launcher in MPI else environment
 
 
 def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world_size: int) -> dict[str, str]:
-    """The variables, with those that the arguments stand for."""
+    """Return the variables, with those that the arguments set."""
     values = dict(env)
-    given: dict[str, str] = {}
+    passed: dict[str, str] = {}
     if (rank < 0) != (world_size < 0):
         raise ValueError(f"rank is {rank} and world_size is {world_size}; give both, or none to let a launcher tell")
     if rank >= 0:
-        given |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        passed |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     if init_method not in (None, "env://"):
         parts = urlsplit(init_method)
         if parts.scheme != "tcp" or not parts.hostname or not parts.port:
             raise ValueError(f"init_method is {init_method!r}, but must be tcp://address:port or env://")
-        given |= {"MASTER_ADDR": parts.hostname, "MASTER_PORT": str(parts.port)}
+        passed |= {"MASTER_ADDR": parts.hostname, "MASTER_PORT": str(parts.port)}
     for name in ("RANK", "WORLD_SIZE"):
-        if name in given and values.get(name, given[name]) != given[name]:
+        if name in passed and values.get(name, passed[name]) != passed[name]:
             raise ValueError(
-                f"{name} is {values[name]}, but the argument {name.lower()} is {given[name]}; leave it out"
+                f"{name} is {values[name]}, but the argument {name.lower()} is {passed[name]}; leave it out"
             )
-    return values | given
+    return values | passed
 
 
 def _with_master(environment: Environment, backend: str, port: int | None) -> Environment:
-    """The environment with an address and a port at which the ranks meet."""
+    """Return the environment with the address and the port of the rendezvous."""
     if environment.world_size == 1 or backend == "mpi" or environment.launcher == TORCHRUN.name:
         return environment
     if port is not None and not os.environ.get("MASTER_PORT"):
@@ -273,12 +273,12 @@ def _with_master(environment: Environment, backend: str, port: int | None) -> En
 
 
 def _mpi() -> Any:
-    """The module of the mpi backend, loaded where it is needed."""
+    """Load and return the module of the mpi backend."""
     return import_module("zeromesh.comm.mpi.backend")
 
 
 def _other_mpi(environment: Environment) -> str:
-    """Why MPI does not know the ranks that its launcher started; empty where it does."""
+    """Return why MPI does not know the ranks that its launcher started; empty if it does."""
     rank, world_size = _mpi().rank_and_size()
     if (rank, world_size) == (environment.rank, environment.world_size):
         return ""
@@ -318,13 +318,13 @@ def require_backend(backend: str) -> None:
 
 
 def available_backends() -> list[str]:
-    """The backends that this torch was built with."""
+    """Return the backends that this torch was built with."""
     known = dist.Backend.backend_list
     return [name for name in known if name not in ("undefined", "fake") and dist.is_backend_available(name)]
 
 
 def _environment_of_group() -> Environment:
-    """The environment in a group that somebody else started, perhaps without a launcher's variables."""
+    """Return the environment in a group that was started elsewhere, perhaps without a launcher's variables."""
     served = backends()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if "cpu" in served or accelerator is None else accelerator
@@ -337,7 +337,7 @@ def _environment_of_group() -> Environment:
         master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
         launcher=_launcher(),
     )
-    return peers.placed(node, peers.gather(device))
+    return peers.with_topology(node, peers.gather(device))
 
 
 def _launcher() -> str:

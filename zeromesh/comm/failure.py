@@ -16,7 +16,7 @@ SAVED_AND_ENDED = 75
 """Exit status of a run that a signal ended after it was saved; the same command, resumed, goes on."""
 
 SAVED = "saved"
-"""File in the launcher's folder by which ranks say that they were."""
+"""File in the launcher's folder; it exists once the ranks have saved the run."""
 
 
 def grace(number: int) -> float:
@@ -33,7 +33,7 @@ def grace(number: int) -> float:
 
 
 HASTE = 1.0
-"""The same for all other signals, such as Ctrl-C's."""
+"""Seconds of ``grace`` for all signals but SIGTERM, such as Ctrl-C's."""
 
 HINTS = {
     signal.SIGKILL: "if nobody sent it, the kernel did because memory ran out (see dmesg): start fewer ranks on this "
@@ -44,7 +44,7 @@ HINTS = {
 
 
 class StartError(RuntimeError):
-    """The ranks could not meet, or do not fit together; the message says why and what to do."""
+    """The ranks found no rendezvous, or do not fit together; the message says why and what to do."""
 
 
 class RankFailure(RuntimeError):
@@ -64,7 +64,7 @@ class RankFailure(RuntimeError):
 
 
 def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
-    """The failure to show: a rank that was killed or left without a word, else the earliest that left word.
+    """Return the failure to show: a rank that was killed or left no record, else the earliest record.
 
     torchrun looks at the ranks ten times a second, and a rank whose peer is gone fails sooner than that; so the order
     is taken from the times that the ranks themselves wrote down.

@@ -35,7 +35,7 @@ def use_route_to(address: str, port: int) -> None:
 
 
 def interface_to(address: str, port: int) -> str | None:
-    """Name of the interface whose address this machine has towards another; None if it cannot be told.
+    """Return the name of the interface that leads to an address; None if it is unknown.
 
     On the machine of that address itself it is the interface that has it; where its name is known there as a loopback
     address, it is the one that leads to the outside.

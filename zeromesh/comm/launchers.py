@@ -57,13 +57,13 @@ class Launcher:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The first name of each variable that a process must have, the master's last."""
-        places = (self.rank, self.local_rank, self.node_rank, self.world_size, self.local_world_size)
-        own = tuple(names[0] for names in (*places, self.tasks_per_node) if names)
+        """First name of each variable that a process must have, the master's last."""
+        variables = (self.rank, self.local_rank, self.node_rank, self.world_size, self.local_world_size)
+        own = tuple(names[0] for names in (*variables, self.tasks_per_node) if names)
         return own + MASTER if self is TORCHRUN else own
 
     def there(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Everything of it, and of the master, that is set."""
+        """Return the variables of this launcher and of the master that are set."""
         names = [*self.rank, *self.local_rank, *self.node_rank, *self.world_size, *self.local_world_size]
         names += [*self.tasks_per_node, *self.node_count, *self.hosts, *self.marks, *MASTER]
         return {name: env[name] for name in dict.fromkeys(names) if name in env}
@@ -126,12 +126,12 @@ MPI = (OPEN_MPI.name, MPICH.name)
 
 
 def names_of(launcher: str) -> Launcher:
-    """The row of a launcher; torchrun's, whose words are everybody's, for a single process."""
+    """Return the row of a launcher; torchrun's for a single process."""
     return next((row for row in LAUNCHERS if row.name == launcher), TORCHRUN)
 
 
 def find(env: Mapping[str, str]) -> Launcher | None:
-    """The launcher that started this process, or None.
+    """Return the launcher that started this process, or None.
 
     Some of torchrun's variables beside another launcher's do not make it torchrun: people set them by hand.
     """
@@ -168,12 +168,12 @@ def in_step(env: Mapping[str, str]) -> bool:
 
 
 def value(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-    """Value of the first name that is set."""
+    """Return the value of the first name that is set."""
     return next((env[name] for name in names if env.get(name)), None)
 
 
 def derived_port(env: Mapping[str, str], launcher: Launcher) -> int:
-    """A port that all ranks of a job work out alike, and another job most likely does not."""
+    """Return a port that is the same for all ranks of a job, and most likely another for another job."""
     if launcher is SLURM:
         job = value(env, ("SLURM_JOB_ID", "SLURM_JOBID")) or "0"
         step = value(env, STEP) or "0"
@@ -182,7 +182,7 @@ def derived_port(env: Mapping[str, str], launcher: Launcher) -> int:
 
 
 def _started_by(launcher: Launcher) -> int:
-    """Number of the nearest process above this one that is no rank: on one node, the same for all ranks."""
+    """Return the process ID of the nearest ancestor that is no rank: the same for all ranks of a node."""
     process = os.getppid()
     while process > 1:
         try:
@@ -198,7 +198,7 @@ def _started_by(launcher: Launcher) -> int:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Numbers of tasks, by node: ``2(x3),1`` is [2, 2, 2, 1].
+    """Return the numbers of tasks by node: ``2(x3),1`` is [2, 2, 2, 1].
 
     Raises:
         ValueError: if it is written otherwise.
@@ -213,7 +213,7 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def hosts_of(text: str) -> list[str]:
-    """Names of hosts as Slurm lists them: ``n[01-03,7]-ib,x`` is n01-ib, n02-ib, n03-ib, n7-ib, x.
+    """Return the hosts of Slurm's list: ``n[01-03,7]-ib,x`` is n01-ib, n02-ib, n03-ib, n7-ib, x.
 
     Raises:
         ValueError: if brackets or ranges are not closed.

@@ -10,8 +10,7 @@ LIMIT = 1.0
 """Seconds after which the process ends all the same."""
 
 QUIET = 3
-"""Times in turn that no thread may be busy: one that wants the lock is not for the moment in which it finds it taken
-again."""
+"""Consecutive times that no thread may be busy: one that waits for the lock looks idle between two tries."""
 
 _GLOO = "pt_gloo_runloop"
 """Name that torch gives the threads that run gloo's collectives."""
@@ -24,12 +23,11 @@ def prepare() -> None:
 
 
 def await_gloo() -> None:
-    """Let torch's threads of gloo put down the tensors of the last collectives.
+    """Wait until torch's threads of gloo have released the tensors of the last collectives.
 
-    They do so after they have told that a collective is done, need Python's lock for it, and a thread that wants that
-    lock when the interpreter is gone is ended amid code of C++, which ends the process. So it goes to a rank that
-    fails, or is through, right after a collective on a busy machine. Where threads cannot be seen, only those that
-    wait for the lock already are let through.
+    They do so after a collective is reported as done, and need Python's lock for it. A thread that wants the lock when
+    the interpreter is gone is ended amid C++ code, which aborts the process. Where threads cannot be listed, only
+    those that wait for the lock already get it.
     """
     end, quiet = time.monotonic() + LIMIT, 0
     while quiet < QUIET and time.monotonic() < end:

@@ -26,10 +26,7 @@ REPEATS = 5
 
 
 def mesh_of_nodes(environment: Environment, device: torch.device) -> Mesh:
-    """A mesh whose ``data`` axis lies within nodes, and ``replicate`` across them; of all ranks where nodes differ.
-
-    All ranks call it together.
-    """
+    """Return a mesh with ``data`` within nodes and ``replicate`` across them; one axis if nodes differ. Collective."""
     own = torch.tensor([environment.node_rank, environment.local_rank, environment.local_world_size], device=device)
     rows = [torch.empty_like(own) for _ in range(environment.world_size)]
     dist.all_gather(rows, own)
@@ -40,7 +37,7 @@ def mesh_of_nodes(environment: Environment, device: torch.device) -> Mesh:
 
 
 def measure(mesh: Mesh, node_of: list[int], seconds: float = SECONDS) -> dict[str, Any]:
-    """Bandwidth and latency of the links, measured by all ranks together, in about ``seconds``.
+    """Measure bandwidth and latency of the links in about ``seconds``. Collective.
 
     Args:
         mesh: as ``mesh_of_nodes`` makes it.
@@ -92,7 +89,7 @@ def _axis(mesh: Mesh, group: Group, node_of: list[int], seconds: float) -> dict[
 
 
 def _best(action: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Seconds of the fastest of ``REPEATS``, and of all."""
+    """Return the seconds of the fastest of ``REPEATS``, and of all."""
     best, start = float("inf"), time.perf_counter()
     for _ in range(REPEATS):
         _synchronize(device)
@@ -103,7 +100,7 @@ def _best(action: Callable[[], None], device: torch.device) -> tuple[float, floa
 
 
 def _slowest(mesh: Mesh, seconds: float) -> float:
-    """The longest of all ranks' times."""
+    """Return the longest of all ranks' times."""
     return float(mesh.group("world").exchange(torch.tensor([seconds], dtype=torch.float64)).max())
 
 
@@ -132,7 +129,7 @@ def _pairs(mesh: Mesh, node_of: list[int], seconds: float) -> list[dict[str, Any
 
 
 def _pair(mesh: Mesh, first: int, second: int, seconds: float) -> tuple[float, float]:
-    """Latency and bandwidth one way, as the first of two ranks sees them: it sends, and gets back, ever more bytes."""
+    """Return latency and bandwidth one way: the first of two ranks sends, and gets back, ever more bytes."""
     leads, other = mesh.rank == first, second if mesh.rank == first else first
     latency, bandwidth, begin = 0.0, 0.0, time.perf_counter()
     for size in PAIR_SIZES:

@@ -106,21 +106,21 @@ class Mesh:
             groups |= {axis: self._make_group(axis, member) for axis, member in zip(axes, members, strict=True)}
         groups["shard"] = groups["data"] if self.sizes["context"] == 1 else groups["context"]
         if self.sizes["data"] > 1 and self.sizes["context"] > 1:
-            groups["shard"] = self._make_group("data+context", self._joined_group(("data", "context")))
+            groups["shard"] = self._make_group("data+context", self._merged_group(("data", "context")))
         groups["stage"] = groups["world"]
         if self.sizes["pipeline"] > 1:
             others = tuple(axis for axis in AXES if axis != "pipeline" and self.sizes[axis] > 1)
-            joined = self._joined_group(others) if len(others) > 1 else None
-            groups["stage"] = self._make_group("stage", joined) if len(others) != 1 else groups[others[0]]
+            merged = self._merged_group(others) if len(others) > 1 else None
+            groups["stage"] = self._make_group("stage", merged) if len(others) != 1 else groups[others[0]]
         return groups
 
-    def _joined_group(self, joined: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """This rank's group along several axes together."""
-        rest = [axis for axis in AXES if axis not in joined]
+    def _merged_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """Return this rank's group along several axes at once."""
+        rest = [axis for axis in AXES if axis not in axes]
         ranks = torch.tensor(self._order, device="cpu").view([self.sizes[axis] for axis in AXES])
-        order = ranks.permute([AXES.index(axis) for axis in (*rest, *joined)]).flatten().tolist()
+        order = ranks.permute([AXES.index(axis) for axis in (*rest, *axes)]).flatten().tolist()
         sizes = [self.sizes[axis] for axis in rest if self.sizes[axis] > 1]
-        shape = (*sizes, prod(self.sizes[axis] for axis in joined))
+        shape = (*sizes, prod(self.sizes[axis] for axis in axes))
         return dist.group.WORLD if len(shape) == 1 else _groups_of(self.device.type, shape, tuple(order))[-1]
 
     @property
@@ -137,20 +137,20 @@ class Mesh:
         return Group(axis, group, self.device, self.traffic, self._watchdog, nodes, hierarchical)
 
     def group(self, axis: str) -> Group:
-        """The ranks that differ from this one along ``axis`` only.
+        """Return the ranks that differ from this one along ``axis`` only.
 
-        ``"world"`` is all of them, and ``"stage"`` those of this rank's place along the pipeline.
+        ``"world"`` is all ranks, and ``"stage"`` those of this rank's pipeline stage.
         """
         return self._groups[axis]
 
     def lines(self, axis: str) -> list[list[int]]:
-        """All groups of ranks that differ along an axis only, each in the order of the axis."""
+        """Return all groups of ranks that differ along an axis only, each in the order of the axis."""
         ranks = torch.tensor(self._order, device="cpu").view([self.sizes[a] for a in AXES])
         found: list[list[int]] = ranks.movedim(AXES.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
         return found
 
     def compare_calls(self) -> None:
-        """From now on compare the collectives that the program calls itself, over all ranks of their groups."""
+        """Compare from now on the collectives that the program calls itself, over all ranks of their groups."""
         if self.world_size > 1:
             store = mpi.store() if backend_for(self.device) == "mpi" else dist.distributed_c10d._get_default_store()
             compare_calls(store, self._watchdog, watchdog.PATIENCE)
@@ -161,7 +161,7 @@ class Mesh:
         return None if self._watchdog is None else self._watchdog.waited
 
     def neighbours(self, axis: str, count: int) -> Group:
-        """So many ranks along an axis, one after the other, this one among them; all ranks call it at once.
+        """Return the group of ``count`` consecutive ranks on ``axis`` that contains this rank. Collective.
 
         Raises:
             ValueError: ``count`` does not divide the ranks along the axis.
@@ -181,23 +181,23 @@ class Mesh:
 
     @property
     def stage_ranks(self) -> list[int]:
-        """The ranks of this one's place along the pipeline, ascending: those that hold the same part of the model."""
+        """Ranks of this rank's pipeline stage, ascending; they hold the same part of the model."""
         place = self.group("pipeline").rank
         return sorted(line[place] for line in self.lines("pipeline"))
 
     @property
     def shard(self) -> Group:
-        """The ranks over which states are sharded: those along data and context, which compute different gradients."""
+        """Ranks over which states are sharded: those along data and context, which compute different gradients."""
         return self._groups["shard"]
 
     @property
     def replicate(self) -> Group:
-        """The ranks that hold copies of this rank's shards."""
+        """Ranks that hold copies of this rank's shards."""
         return self._groups["replicate"]
 
     @property
     def data_size(self) -> int:
-        """Into how many shares the global batch is cut."""
+        """Number of shares of the global batch."""
         return self.sizes["replicate"] * self.sizes["data"]
 
     @property
@@ -212,10 +212,7 @@ class Mesh:
 
 
 def _groups_of(device_type: str, shape: _Shape, order: _Shape) -> list[dist.ProcessGroup]:
-    """This rank's group along each of several axes over which the ranks are laid in this order.
-
-    They are made by all ranks together when they are first asked for.
-    """
+    """Return this rank's group along each of several axes. The first call for a shape and order is collective."""
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})

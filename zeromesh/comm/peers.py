@@ -92,8 +92,8 @@ def ranges(ranks: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def placed(environment: Environment, peers: Sequence[Peer]) -> Environment:
-    """The environment with the places on nodes that follow from the ranks' hosts."""
+def with_topology(environment: Environment, peers: Sequence[Peer]) -> Environment:
+    """Return the environment with the node and the local rank that follow from the ranks' hosts."""
     hosts = [peer.host for peer in peers]
     own = [rank for rank, host in enumerate(hosts) if host == hosts[environment.rank]]
     nodes = list(dict.fromkeys(hosts))

@@ -150,7 +150,7 @@ def _leave_group() -> None:
 
 
 def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The hook of exceptions that nobody caught."""
+    """Record an uncaught exception; a hook for ``sys.excepthook``."""
     if issubclass(kind, KeyboardInterrupt):
         return  # whoever pressed Ctrl-C knows
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
@@ -164,9 +164,9 @@ def record(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 
 def write_failure(summary: str, details: str, status: int = 1, lingers: float = 0.0) -> bool:
-    """Leave word of this rank's failure, and when it was; False if nobody on this machine waits for it.
+    """Record this rank's failure and its time; return False if no launcher on this machine reads it.
 
-    One that ``lingers``, so many seconds, ends the whole run: what becomes of other ranks then is its consequence.
+    A failure with ``lingers``, in seconds, ends the whole run: later failures of other ranks are its consequence.
     """
     rank, folder = _rank(), os.environ.get(FAILURES)
     if rank is None or folder is None or not os.path.isdir(folder):
@@ -182,7 +182,7 @@ def write_failure(summary: str, details: str, status: int = 1, lingers: float = 
 
 
 def record_step(step: int) -> None:
-    """Let whoever started this rank know which update it works on, should it be killed."""
+    """Record the current update for the launcher, which shows it if this rank is killed."""
     rank, folder = _rank(), os.environ.get(FAILURES)
     if rank is None or folder is None:
         return

@@ -25,7 +25,7 @@ START_SECONDS = 300.0
 """Seconds that ranks wait for each other at the start, unless ZEROMESH_START_TIMEOUT is set."""
 
 FAREWELL_SECONDS = 10.0
-"""Seconds that a rank that cannot go on tries to tell the others why."""
+"""Seconds that a rank that cannot go on tries to report why to the others."""
 
 _TCPStore, _PrefixStore = dist.TCPStore, dist.PrefixStore  # type: ignore[attr-defined]
 
@@ -34,24 +34,24 @@ _starts: Counter[tuple[str, int]] = Counter()
 keys."""
 
 
-def start_limit(given: timedelta | None = None) -> timedelta:
-    """Return the limit of the wait for other ranks: as given, else ZEROMESH_START_TIMEOUT, else five minutes.
+def start_limit(timeout: timedelta | None = None) -> timedelta:
+    """Return the limit of the wait for other ranks: ``timeout``, else ZEROMESH_START_TIMEOUT, else five minutes.
 
     Raises:
         ValueError: if it is not a number above 0.
     """
     text = os.environ.get("ZEROMESH_START_TIMEOUT")
     try:
-        seconds = given.total_seconds() if given is not None else START_SECONDS if text is None else float(text)
+        seconds = timeout.total_seconds() if timeout is not None else START_SECONDS if text is None else float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e8:
-        shown = f"ZEROMESH_START_TIMEOUT is {text!r}" if given is None else f"start_timeout is {given}"
+        shown = f"ZEROMESH_START_TIMEOUT is {text!r}" if timeout is None else f"start_timeout is {timeout}"
         raise ValueError(f"{shown}, but must be a number of seconds above 0, such as 60")
     return timedelta(seconds=seconds)
 
 
-def meet(environment: Environment, limit: timedelta, problem: Exception | None) -> Any:
+def join_rendezvous(environment: Environment, limit: timedelta, problem: Exception | None) -> Any:
     """Join the other ranks at the master; all of them go on, or none does.
 
     Args:
@@ -70,7 +70,7 @@ def meet(environment: Environment, limit: timedelta, problem: Exception | None) 
     prefix = f"zeromesh/{_starts[master]}"
     _starts[master] += 1
     if problem is not None:
-        _tell(environment, prefix, problem)
+        _report(environment, prefix, problem)
         raise problem
     store = _PrefixStore(prefix, _store(environment, limit))
     store.set(f"here/{environment.rank}", "")
@@ -79,13 +79,13 @@ def meet(environment: Environment, limit: timedelta, problem: Exception | None) 
     _await_all(store, environment, limit)
     problem_of_another = store.get("go").decode()
     if problem_of_another:
-        store.add("told", 1)
+        store.add("heard", 1)
         raise StartError(problem_of_another)
     return store
 
 
 def _await_all(store: Any, environment: Environment, limit: timedelta) -> None:
-    """Ask again and again: torch's own wait heeds no Ctrl-C, and prints two warnings whenever its time is over."""
+    """Poll until all ranks have come: torch's own wait ignores Ctrl-C, and prints two warnings on a timeout."""
     end, pause = time.monotonic() + limit.total_seconds(), 0.005
     master = f"{environment.master_address}:{environment.master_port}"
     try:
@@ -111,17 +111,17 @@ def _who_is_missing(store: Any, world_size: int) -> list[str]:
     return [str(rank) for rank in range(world_size) if not store.check([f"here/{rank}"])]
 
 
-def _tell(environment: Environment, prefix: str, problem: Exception) -> None:
-    """Let the other ranks hear of a problem of this one, as far as they come in time."""
+def _report(environment: Environment, prefix: str, problem: Exception) -> None:
+    """Tell the other ranks, as far as they come in time, of a problem of this one."""
     limit = timedelta(seconds=min(FAREWELL_SECONDS, start_limit().total_seconds()))
     end = time.monotonic() + limit.total_seconds()
     try:
         store = _PrefixStore(prefix, _store(environment, limit))
         store.set("go", f"rank {environment.rank} on {socket.gethostname()} cannot start: {problem}")
-        told = store.add("told", 1)
-        while _serves(environment) and told < environment.world_size and time.monotonic() < end:
+        heard = store.add("heard", 1)
+        while _serves(environment) and heard < environment.world_size and time.monotonic() < end:
             time.sleep(0.02)
-            told = store.add("told", 0)
+            heard = store.add("heard", 0)
     except RuntimeError:
         return  # the problem itself is what this rank's user is to see
 
@@ -163,7 +163,7 @@ def _client(address: str, port: int, world_size: int, limit: timedelta) -> Any:
 
 
 def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[float], None]:
-    """Begin something that may wait for ever; what is returned waits so many seconds for its result, or its error."""
+    """Call ``action`` in a thread that appends its result or error; return a function that waits for it."""
 
     def run() -> None:
         try:
@@ -177,7 +177,7 @@ def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[flo
 
 
 def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
-    """The store itself; on one machine it is not to be seen from others."""
+    """Open the store; on one machine it listens on loopback only."""
     listener, families = None, (socket.AF_INET,) if address in LOOPBACK[:2] else (socket.AF_INET6, socket.AF_INET)
     host = "127.0.0.1" if address in LOOPBACK[:2] else address if address in LOOPBACK else ""
     for family in families:
@@ -206,7 +206,7 @@ def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
 
 
 def reach(address: str, port: int, end: float) -> tuple[int, str]:
-    """Wait until somebody listens at an address: the number of attempts, and why the last one failed, else ""."""
+    """Wait for a listener at an address; return the number of attempts, and why the last one failed, else ""."""
     pause, tries = 0.01, 0
     while True:
         tries += 1

@@ -22,7 +22,7 @@ _log = logging.getLogger("zeromesh")
 
 
 class Stragglers:
-    """Compares how long ranks compute between updates, and warns of one that is slow, once per ``INTERVAL``.
+    """Comparison of the time that ranks compute between updates; warns of a slow one, once per ``INTERVAL``.
 
     Ranks at other places of a pipeline are not compared, as stages may differ. With nccl, whose waits are on the
     device, nothing is known, and nobody is named.
@@ -49,7 +49,7 @@ class Stragglers:
         return 0.0 if before is None else max(0.0, now - before[0] - (waited - before[1]))
 
     def compare(self, busy: Sequence[float]) -> None:
-        """Take what each rank said, by rank, and warn if it is time to. The first rank alone writes to the log."""
+        """Take each rank's seconds, and warn on the first rank if a warning is due."""
         if self._mesh.rank or not all(seconds > 0.0 for seconds in busy):
             return
         self._updates += 1

@@ -6,7 +6,7 @@ inside one rank that looks like a slow peer. Three things tell the difference, a
 - Every rank has waited for ``PATIENCE`` seconds, and none got any further: nobody is left who could send.
 - A rank gives no sign of life while another one waits: it was stopped, or its machine is gone. Every rank counts on
   aloud, in a thread of its own. Native code may keep that from running, so a process that runs is only named.
-- The store through which ranks tell each other so does not answer: the process that holds it was stopped.
+- The store through which ranks exchange these facts does not answer: the process that holds it was stopped.
 
 Ranks say what they wait for only once they have waited for long, so a run in which all is well pays next to nothing.
 """
@@ -70,7 +70,7 @@ _OWN_WAITS = ("barrier", "broadcast", "reduce", "gather", "scatter", "all_to_all
 
 
 class Watchdog:
-    """Watches over this rank's waits, and over the signs of life of the others.
+    """Watchdog over this rank's waits, and over the signs of life of the others.
 
     Attributes:
         waited: seconds that this rank has spent in collectives.
@@ -95,7 +95,7 @@ class Watchdog:
         self._what = ""
         self._own: tuple[str, int] | None = None
         self._own_began = self._since = 0.0
-        self._told: dict[str, Any] | None = None  # an engine before this one may have left word of a wait
+        self._published: dict[str, Any] | None = None  # an engine before this one may have left word of a wait
         self._seen: tuple[list[Any], list[str]] | None = None
         self._beat = 0
         self._quiet: dict[int, tuple[str, int]] = {}
@@ -123,7 +123,7 @@ class Watchdog:
         self._what, self._due = what, self._began + self._patience + nbytes / SLOWEST_LINK
 
     def end(self) -> None:
-        """Note that it is over."""
+        """Note that the wait is over."""
         self._depth -= 1
         if self._depth == 0:
             self._what = ""
@@ -134,8 +134,8 @@ class Watchdog:
         self._beat += 1
         self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {_PLACE} {os.getpid()} {socket.gethostname()}")
         self._holder = self._holder or self._signs([0])[0]
-        if self._store.check(["zeromesh/ended"]):
-            self._end(self._store.get("zeromesh/ended").decode(), tell=False)
+        if why := last_said(self._store, "zeromesh/ended"):
+            self._end(why, publish=False)
         wait, now = self._wait(), time.monotonic()
         if wait is None or now < self._since + self._patience:
             self._quiet.clear()
@@ -145,10 +145,10 @@ class Watchdog:
             signs = self._signs(range(self._world_size))
             self._look_for_silent(wait, signs)
         if wait is None or signs is None or now < (self._due if self._what else self._since + OWN * self._patience):
-            self._tell({})
+            self._publish({})
             self._seen = None
             return
-        self._tell(wait)
+        self._publish(wait)
         states = self._states()
         if self._seen is None or self._seen[0] != states:
             self._seen = states, signs
@@ -172,18 +172,17 @@ class Watchdog:
         self._since = self._own_began
         return {"what": f"{own} of the program's own", "number": calls, "where": where(frame)}
 
-    def _tell(self, state: dict[str, Any]) -> None:
-        if state != self._told:
+    def _publish(self, state: dict[str, Any]) -> None:
+        if state != self._published:
             self._store.set(f"zeromesh/waits/{self._rank}", json.dumps(state))
-            self._told = state
+            self._published = state
 
     def _states(self) -> list[Any]:
-        return [told(self._store, rank) for rank in range(self._world_size)]
+        return [wait_of(self._store, rank) for rank in range(self._world_size)]
 
     def _signs(self, ranks: Sequence[int]) -> list[str]:
         """Return the last sign of each rank; empty where there is none, as no engine is there."""
-        keys = [f"zeromesh/signs/{rank}" for rank in ranks]
-        return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
+        return [last_said(self._store, f"zeromesh/signs/{rank}") for rank in ranks]
 
     def _look_for_silent(self, wait: dict[str, Any], signs: Sequence[str]) -> None:
         """End the run if a rank has given no sign for long; looks are counted, as this process may stop, too."""
@@ -203,7 +202,7 @@ class Watchdog:
                 print(f"zeromesh: {text}", file=sys.stderr, flush=True)
             limit = LIMITS[life]
             if limit is not None and count >= TICKS * limit:
-                self._end(text, tell=True)
+                self._end(text, publish=True)
 
     def _give_up(self, states: list[Any]) -> None:
         lines = [
@@ -217,10 +216,10 @@ class Watchdog:
                 f"{UNSHARDED_PARAMETERS}."
             )
         text = f"every rank has waited for {self._patience:.0f} s or more and none got any further"
-        self._end("\n".join([f"{text}:", *lines, advice]), tell=True)
+        self._end("\n".join([f"{text}:", *lines, advice]), publish=True)
 
     def store_is_silent(self, ticks: int) -> None:
-        """Hear that the store has not answered for so many ticks; end the run if this rank waits, and has for long."""
+        """End the run if the store has not answered for many ticks and this rank waits."""
         if ticks < TICKS or not (self._what or _own_wait(sys._current_frames().get(self._thread))):
             return
         seconds = ticks * self._patience / TICKS
@@ -232,19 +231,19 @@ class Watchdog:
             print(f"zeromesh: {text}", file=sys.stderr, flush=True)
         stopped = bool(self._holder) and _life(self._holder) == "stopped"
         if ticks >= TICKS * ((LIMITS["stopped"] if stopped else None) or SILENT):
-            self._end(text, tell=False)
+            self._end(text, publish=False)
 
     @property
     def beat(self) -> int:
         """Number of this rank's signs of life."""
         return self._beat
 
-    def _end(self, why: str, tell: bool) -> None:
+    def _end(self, why: str, publish: bool) -> None:
         """Say why, and where this rank is; leave the others the time to say where they are; end the process."""
         if self._ends:
             return
         self._ends = True
-        if tell:
+        if publish:
             self._store.set("zeromesh/ended", why)
         print(f"zeromesh: {why}\nThis rank, {self._rank}, was here:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
@@ -267,11 +266,15 @@ def where(frame: FrameType | None) -> str:
     return ""
 
 
-def told(store: Any, rank: int) -> dict[str, Any]:
+def wait_of(store: Any, rank: int) -> dict[str, Any]:
     """Return what a rank has said that it waits for; empty if it has not waited for long."""
-    key = f"zeromesh/waits/{rank}"
-    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
+    found: dict[str, Any] = json.loads(last_said(store, f"zeromesh/waits/{rank}") or "{}")
     return found
+
+
+def last_said(store: Any, key: str) -> str:
+    """Return the last text under a key of the store; empty if there is none."""
+    return str(store.get(key).decode()) if store.check([key]) else ""
 
 
 def _described(state: dict[str, Any]) -> str:

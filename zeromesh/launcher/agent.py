@@ -39,7 +39,7 @@ KILLED_BEFORE = 1.0
 """Seconds before a rank that ends the run goes, in which stopped ones are killed."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Those that are passed on to the ranks, and end the run."""
+"""Signals that are passed on to the ranks, and end the run."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class LaunchPlan:
 
 
 def run(
-    command: Sequence[Any], plan: LaunchPlan, folder: Path, tell: Callable[[str], None]
+    command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Callable[[str], None]
 ) -> Mapping[int, Any]:  # fmt: skip
     """Run a command or a function as every rank of this node, wait for it, and return a function's results by rank.
 
@@ -85,7 +85,7 @@ def run(
         command: a program, or a function that can be pickled, and its arguments.
         plan: which ranks.
         folder: an empty one for files that live as long as the run.
-        tell: is given lines for the user: restarts, changes of the world.
+        report: receives lines for the user: restarts, changes of the world.
 
     Raises:
         RankFailure: a rank of this node raised or died, and no restarts were left. The others have been ended.
@@ -106,7 +106,7 @@ def run(
             for name, value in plan.variables.items():  # before spawned ranks import torch, which reads them
                 stack.enter_context(_variable(name, value))
         try:
-            agent = _agent(command, plan, folder, tell)
+            agent = _agent(command, plan, folder, report)
             stack.enter_context(_handlers(agent.pass_on, (signal.SIGUSR1,)))
             closes = True
             try:
@@ -146,7 +146,7 @@ def run(
     return {} if result is None else result.return_values
 
 
-def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, tell: Callable[[str], None]) -> _Agent:
+def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Callable[[str], None]) -> _Agent:
     local = "127.0.0.1" if plan.one_node else _address_towards(plan)
     rendezvous = LoopbackRendezvous(plan.timeout) if plan.one_node else _rendezvous(plan, local)
     spec = WorkerSpec(
@@ -160,11 +160,11 @@ def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, tell: Callabl
         local_addr=local,
     )
     streams = OutputStreams(folder, {**plan.variables, FAILURES: str(folder)}, plan.start_method == "fork")
-    return _Agent(spec, streams, plan.start_method, folder, tell)
+    return _Agent(spec, streams, plan.start_method, folder, report)
 
 
 def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
-    """Rendezvous of the nodes. Torch would wait for ever on a program that is no store, and ignore Ctrl-C meanwhile."""
+    """Join the rendezvous of the nodes, with a timeout also where the master is no store, and heeding Ctrl-C."""
     if not plan.secret:
         raise ValueError("several nodes need a secret that they share")
     # A node that is gone is missed after six seconds, and after five more the others go on without it.
@@ -203,7 +203,7 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, which tells what it does and does not wait long for ranks that it ends.
+    """torchrun's agent, which reports restarts and does not wait long for ranks that it ends.
 
     Attributes:
         rendezvous: the rendezvous of the nodes.
@@ -211,13 +211,13 @@ class _Agent(LocalElasticAgent):
     """
 
     def __init__(
-        self, spec: WorkerSpec, streams: OutputStreams, start_method: str, folder: Path, tell: Callable[[str], None]
+        self, spec: WorkerSpec, streams: OutputStreams, start_method: str, folder: Path, report: Callable[[str], None]
     ) -> None:
         super().__init__(spec, streams, start_method, log_line_prefix_template=PREFIX)
         self.rendezvous = spec.rdzv_handler
         self.failure: RankFailure | None = None
         self._folder = folder
-        self._tell = tell
+        self._report = report
         self._left = spec.max_restarts
         self._world = 0
 
@@ -226,9 +226,9 @@ class _Agent(LocalElasticAgent):
             file.unlink()
         world = worker_group.workers[0].world_size
         if self._world and self._world != world:
-            self._tell(f"the run goes on with {world} rank{'s' * (world > 1)} instead of {self._world}")
+            self._report(f"the run goes on with {world} rank{'s' * (world > 1)} instead of {self._world}")
         elif self._world and self.failure is None:
-            self._tell("the ranks are started again, because nodes came or went")
+            self._report("the ranks are started again, because nodes came or went")
         self.failure, self._world = None, world
         pids: dict[int, Any] = super()._start_workers(worker_group)
         return pids
@@ -249,7 +249,9 @@ class _Agent(LocalElasticAgent):
             if self._left:
                 self._left -= 1
                 made = worker_group.spec.max_restarts - self._left
-                self._tell(f"{self.failure}\nall ranks are started again ({made} of {worker_group.spec.max_restarts})")
+                self._report(
+                    f"{self.failure}\nall ranks are started again ({made} of {worker_group.spec.max_restarts})"
+                )
         return result
 
     def _kill_stopped(self) -> None:
@@ -282,7 +284,7 @@ class _Agent(LocalElasticAgent):
 
 
 def _address_towards(plan: LaunchPlan) -> str:
-    """This machine's address on the way to the master, by which other nodes reach it; host names need not be known."""
+    """Return this machine's address on the way to the master; host names need not be known."""
     host, port = plan.master.rsplit(":", 1)
     try:
         own = own_address(host.strip("[]"), int(port))
@@ -314,7 +316,7 @@ def _end(number: int, _: Any) -> None:
 
 @contextmanager
 def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
-    """Handle signals meanwhile, and afterwards as before; only the main thread can."""
+    """Handle signals in this context; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -341,7 +343,7 @@ def _silence() -> Iterator[None]:
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable meanwhile, unless somebody has."""
+    """Set an environment variable in this context, unless it is set."""
     if name in os.environ:
         yield
         return

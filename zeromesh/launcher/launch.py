@@ -119,10 +119,10 @@ def default_ranks() -> int:
 
 
 def threads(ranks: int) -> dict[str, str]:
-    """OMP_NUM_THREADS for each of so many ranks of this machine: their share of its cores; nothing where it is set."""
+    """Return OMP_NUM_THREADS for each of ``ranks`` ranks of this machine, as a variable; nothing if it is set."""
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, available_cores() // ranks))}
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -37,7 +37,7 @@ class Mpiexec:
 
 
 def find_mpiexec() -> Mpiexec:
-    """The mpiexec of this Python environment, else the first one on PATH.
+    """Return the mpiexec of this Python environment, else the first one on PATH.
 
     That of the environment goes first, as it belongs to the MPI that pip installed beside mpi4py.
 
@@ -62,7 +62,7 @@ def find_mpiexec() -> Mpiexec:
 def command_line(
     mpiexec: Mpiexec, command: Sequence[str], ranks: int, nodes: int, extra: Sequence[str]
 ) -> list[str]:  # fmt: skip
-    """The whole command; ``ranks`` are those of each node.
+    """Return the whole command; ``ranks`` are those of each node.
 
     Raises:
         ValueError: Open MPI would refuse to start.
@@ -127,7 +127,7 @@ def run(
 
 
 def _wait(process: subprocess.Popen[bytes], got: list[int], folder: Path) -> int | None:
-    """The exit status; None if mpiexec had to be ended because a rank here failed and the others went on.
+    """Return the exit status; None if mpiexec had to be ended because a rank here failed and the others went on.
 
     After a signal, mpiexec has some seconds until it is killed, and with it all ranks here.
     """

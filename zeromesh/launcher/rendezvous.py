@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 RUN = "zeromesh"
 LEAST_SECRET = 16
-"""Bytes."""
+"""Bytes of the shortest secret."""
 
 VARIABLE = "ZEROMESH_SECRET"
 
@@ -57,7 +57,7 @@ def read_secret(file: Path | None) -> bytes:
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of one node with itself. Its ranks get a store on the loopback interface, a new one each time."""
+    """Rendezvous of a single node. Each start of its ranks gets a new store on the loopback interface."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
@@ -114,7 +114,7 @@ class SignedBackend(C10dRendezvousBackend):
         super().__init__(store, RUN)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write a state, and return the present one, its token, and whether it is the one that was written."""
+        """Write a state; return the present one, its token, and whether it is the one that was written."""
         found = super().set_state(self._sign(state) + state, token)
         return None if found is None else (found[0], found[1], found[0] == state)
 

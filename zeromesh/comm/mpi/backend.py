@@ -87,13 +87,13 @@ def install(timeout: timedelta | None = None) -> None:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's number among those that MPI started, and how many there are; MPI is started."""
+    """Return MPI's rank of this process and its number of processes. Starts MPI."""
     world = _start().COMM_WORLD
     return world.Get_rank(), world.Get_size()
 
 
 def hosts() -> list[str]:
-    """The name of each rank's host; called by all ranks together."""
+    """Return the name of each rank's host. Collective."""
     from zeromesh.comm.mpi.work import runtime
 
     name = _start().Get_processor_name()
@@ -102,10 +102,7 @@ def hosts() -> list[str]:
 
 
 def agree_on_master() -> tuple[str, int]:
-    """An address of rank 0 that all others reach, and a TCP port that is free there; called by all ranks together.
-
-    It is the loopback interface where all ranks are on one host.
-    """
+    """Return an address of rank 0 that all others reach, loopback on one host, and a free TCP port. Collective."""
     from zeromesh.comm.mpi.work import runtime
 
     names = hosts()
@@ -120,7 +117,7 @@ def agree_on_master() -> tuple[str, int]:
 
 
 def store() -> Any:
-    """A key-value store of all ranks, which rank 0 hosts; made when it is first asked for, by all ranks together.
+    """Return a key-value store of all ranks, which rank 0 hosts. The first call is collective.
 
     The default process group gets it, too, if it is of this backend: torch's groups over MPI have none, and with one,
     groups of other backends can be made beside it.
@@ -143,7 +140,7 @@ def store() -> Any:
 
 
 def _own_address(names: Sequence[str]) -> str:
-    """An address of this host, which the first of ``names`` is, that the others can reach."""
+    """Return an address of this host, the first of ``names``, that the others can reach."""
     others = [name for name in names if name != names[0]]
     if not others:
         return "127.0.0.1"
@@ -154,7 +151,7 @@ def _own_address(names: Sequence[str]) -> str:
 
 
 def _load() -> Any:
-    """mpi4py's module, without starting MPI if it is loaded here."""
+    """Return mpi4py's module, without starting MPI."""
     if "mpi4py.MPI" not in sys.modules:
         import mpi4py
 
@@ -170,7 +167,7 @@ def _load() -> Any:
 
 
 def _start() -> Any:
-    """Start MPI, with the thread that drives it, if nobody has; mpi4py's module."""
+    """Start MPI, with the thread that drives it, unless it is; return mpi4py's module."""
     mpi = _load()
     from zeromesh.comm.mpi.work import runtime
 
@@ -224,10 +221,10 @@ def _group_type() -> type[MpiGroup]:
 
 
 class _Factory:
-    """Stands where torch expects the class of its own MPI process group."""
+    """Stand-in for torch's class of MPI process groups."""
 
     def create(self, ranks: Sequence[int]) -> MpiGroup | None:
-        """The group of some ranks of the whole run, of all if none are named; None where this rank is not in it."""
+        """Return the group of some ranks, of all if none are named; None if this rank is not in it."""
         mpi = _start()
         world: MPI.Intracomm = mpi.COMM_WORLD
         if not ranks:

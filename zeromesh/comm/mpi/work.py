@@ -75,7 +75,7 @@ class Stage:
                 )
 
     def open_peers(self) -> set[int]:
-        """World ranks whose messages have not arrived, or have not been taken."""
+        """Return the world ranks whose messages have not arrived or have not been received."""
         with runtime.calls:
             return {peer for peer, request in zip(self.peers, self.requests, strict=True) if not request.Get_status()}
 
@@ -106,7 +106,7 @@ class Runtime:
         self._ended = False
 
     def start(self) -> bool:
-        """Initialise MPI, unless somebody has; on all ranks together. Whether it was done here.
+        """Initialise MPI, unless it is, and return whether it was done here. Collective.
 
         Raises:
             RuntimeError: MPI takes calls from the main thread only.
@@ -125,10 +125,9 @@ class Runtime:
         return ours
 
     def add(self, work: MpiWork) -> None:
-        """Take over a work, and do for it what can be done at once.
+        """Take over a work and advance it.
 
-        Others see it only after that: it is the caller who counts its tag and posts its first messages, as all ranks
-        must do so in the same order.
+        Other threads see it only after that: the caller must post its first messages, in the same order on all ranks.
         """
         work.advance()
         if work.done:
@@ -142,11 +141,11 @@ class Runtime:
         self._some.set()
 
     def remove(self, work: MpiWork) -> None:
-        """It is done."""
+        """Forget a work that is done."""
         self._pending.pop(work.number, None)
 
     def advance(self) -> None:
-        """Do for all works what can be done now."""
+        """Advance all works."""
         for work in tuple(self._pending.values()):
             work.advance()
 
@@ -163,7 +162,7 @@ class Runtime:
                     self._some.wait()
 
     def find_gone(self) -> set[int]:
-        """World ranks that have said that they end; several threads may ask."""
+        """Return the world ranks that have ended. Thread-safe."""
         status = MPI.Status()
         with self.calls:
             while (message := self.notes.Improbe(MPI.ANY_SOURCE, LEFT, status)) is not None:
@@ -172,7 +171,7 @@ class Runtime:
         return self.gone
 
     def finish(self, works: Iterable[MpiWork], patience: float) -> bool:
-        """Go on until these works are done, for at most so many seconds; whether they are."""
+        """Advance these works for at most ``patience`` seconds; return whether they are done."""
         open_works = [work for work in works if not work.done]
         until = time.monotonic() + patience
         while open_works and time.monotonic() < until:
@@ -182,10 +181,7 @@ class Runtime:
         return not open_works
 
     def leave(self) -> bool:
-        """Finish what is under way, for some seconds, and tell the others that this rank ends.
-
-        Returns whether nothing is left under way.
-        """
+        """Finish pending works, tell the other ranks that this one ends, and return whether nothing is left pending."""
         self.finish(tuple(self._pending.values()), LEAVING)
         self._ended = True
         self._some.set()
@@ -234,7 +230,7 @@ class MpiWork(dist.Work):
         self._busy = threading.Lock()
 
     def advance(self) -> None:
-        """Go as far as the messages that have arrived allow, unless another thread is at it."""
+        """Run the program as far as messages have arrived, unless another thread does."""
         if self.done or not self._busy.acquire(blocking=False):
             return
         try:
@@ -251,7 +247,7 @@ class MpiWork(dist.Work):
         self._settle()
 
     def raise_at_once(self) -> None:
-        """Raise what was wrong with the call itself, if it was."""
+        """Raise the error of a wrong call."""
         if self._error is not None:
             cause = self._error.__cause__
             raise cause if isinstance(cause, ValueError) else self._error
@@ -283,7 +279,7 @@ class MpiWork(dist.Work):
         runtime.remove(self)
 
     def _settle(self) -> None:
-        """Tell the future, once, and without the lock: it may have callbacks."""
+        """Complete the future, once, and without the lock: it may have callbacks."""
         if self._future is None or not self.done:
             return
         with self._busy:
@@ -296,7 +292,7 @@ class MpiWork(dist.Work):
             self._future.set_exception(self._error)  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until it is done; True.
+        """Block until the work is done; return True.
 
         Raises:
             RuntimeError: it failed, was not done within ``timeout``, by default the group's, or a rank that it needs
@@ -352,7 +348,7 @@ class MpiWork(dist.Work):
         return self.done and self._error is None
 
     def exception(self) -> Exception | None:
-        """Why it failed, if it did."""
+        """Return the error of a failed work."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
