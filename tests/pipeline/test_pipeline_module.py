@@ -26,7 +26,6 @@ from zeromesh.checkpoint.boxes import Reader
 from zeromesh.config.settings import Settings
 from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec, settings_of
 from zeromesh.pipeline.runtime.cut import examine, take_away
-from zeromesh.pretrained import FileTensor
 from zeromesh.shard import deferred
 from zeromesh.training_data import Position
 from zeromesh.weight_files import FileTensor
