@@ -62,6 +62,43 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 }
 """Modules that a package, or a package in it, must not import."""
 
+APPLICATION = "train"
+"""Package that imports public names only: those of ``zeromesh`` itself, and the modules below."""
+
+REACHED = (
+    "batches",
+    "checkpoint.boxes",
+    "checkpoint.folder",
+    "checkpoint.manifest",
+    "checkpoint.random_state",
+    "comm.agreement",
+    "comm.detect",
+    "comm.environment",
+    "comm.failure",
+    "comm.rank",
+    "config.errors",
+    "config.printing",
+    "config.settings",
+    "config.tables",
+    "config.train",
+    "context.applied",
+    "context.order",
+    "export",
+    "initialization.trial",
+    "launcher.launch",
+    "model.lengths",
+    "observe.machine",
+    "observe.metrics",
+    "observe.operations",
+    "observe.pictures",
+    "observe.progress",
+    "observe.units",
+    "pretrained",
+    "tiers.lock",
+)
+"""Private modules that the application imports all the same. The list may shrink and never grow: an entry goes when
+nothing there imports it any more."""
+
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -108,6 +145,11 @@ def _is_in(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
+def target_in(item: Import) -> str:
+    """The imported module without the name of the package."""
+    return item.target.removeprefix(PACKAGE).removeprefix(".")
+
+
 def broken_rule(item: Import) -> str | None:
     """The rule that an import breaks, or None."""
     here = room(item.source)
@@ -123,6 +165,8 @@ def broken_rule(item: Import) -> str | None:
             return f"{name} is in no layer; add it to LAYERS in tools/check_layers.py"
     if DEPTH[there] < DEPTH[here]:
         return f"imports point down only, and {there} is above {here}"
+    if here == APPLICATION != there and target_in(item) not in ("", *REACHED):
+        return f"{here} imports public names only, from {PACKAGE} itself; find one, or make one public"
     modules_only = all("." not in name.removeprefix(PACKAGE + ".") for name in (item.source, item.target))
     if DEPTH[there] == DEPTH[here] and here != there and not modules_only:
         return f"{here} and {there} are packages of one layer"
@@ -157,13 +201,19 @@ def check(root: Path) -> list[str]:
     modules = {module_name(file, root) for file in files}
     edges: dict[str, dict[str, Import]] = {}
     problems = []
+    reached = set()
     for file in files:
         for item in imports_of(file, root, modules):
             where = f"{file.relative_to(root)}:{item.line} imports {item.target}"
             if rule := broken_rule(item):
                 problems.append(f"{where}: {rule}")
+            if room(item.source) == APPLICATION:
+                reached.add(target_in(item))
             if item.target in modules and item.target != item.source:
                 edges.setdefault(item.source, {}).setdefault(item.target, item)
+    if reached:
+        gone = [name for name in REACHED if name not in reached]
+        problems += [f"{APPLICATION} does not import {name} any more; take it out of REACHED" for name in gone]
     for circle in cycles(edges):
         first = circle[0]
         names = " > ".join([step.source for step in circle] + [first.source])

@@ -30,8 +30,7 @@ ABOVE: dict[str, dict[str, int]] = {
         "tensor/derive.py": 493,
         "tensor/logits.py": 502,
     },
-    "methods of a class": {
-    },
+    "methods of a class": {},
     "arguments of a constructor": {
         "optim/lamb.py:Lamb": 10,
         "optim/muon.py:Muon": 15,

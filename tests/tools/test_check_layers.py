@@ -111,6 +111,14 @@ def test_imports_within_a_package_downwards_and_between_top_modules_are_allowed(
     assert tool.check(root) == []
 
 
+def test_the_application_imports_public_names_and_listed_modules_only(tool: ModuleType, tmp_path: Path) -> None:
+    text = "from zeromesh import Engine\nimport zeromesh.batches\nimport zeromesh.engine"
+    broken, *gone = tool.check(tree(tmp_path, train__loop=text, batches="", engine=""))
+    assert broken.startswith("zeromesh/train/loop.py:3 imports zeromesh.engine: train imports public names only")
+    assert len(gone) == len(tool.REACHED) - 1
+    assert "train does not import pretrained any more; take it out of REACHED" in gone
+
+
 def test_the_command_fails_when_a_rule_is_broken(tmp_path: Path) -> None:
     good = tree(tmp_path, model__row="")
     assert run_command([sys.executable, TOOL, good]).returncode == 0

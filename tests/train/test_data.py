@@ -11,17 +11,15 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import zeromesh.train.data.encode as encode_module
-import zeromesh.train.data.making as making_module
-import zeromesh.train.data.portions as portions_module
+import zeromesh.train.data.formats as formats_module
+import zeromesh.train.data.prepare as prepare_module
 from zeromesh.config.train import TextData
-from zeromesh.train.data.corpus import Document, find_documents
-from zeromesh.train.data.making import sample_texts
-from zeromesh.train.data.prepare import Changed, prepare
-from zeromesh.train.data.prepared import TokenSet
-from zeromesh.train.data.python_lines import count_lines
-from zeromesh.train.data.sources import Known
-from zeromesh.train.data.texts import is_text, parts, read_document, split_documents
+from zeromesh.train.data.formats import Document, portions, read_portion
+from zeromesh.train.data.prepare import Changed, prepare, sample_texts
+from zeromesh.train.data.sources import find_documents, is_text, split_documents
+from zeromesh.train.data.store import TokenSet
 from zeromesh.train.data.tokenizer import END_OF_TEXT, load_tokenizer, stream_text, train_tokenizer
+from zeromesh.train.report import count_lines
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # naïve ✓ {END_OF_TEXT}\n" * 5 for n in range(12)]
 
@@ -36,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def names(documents: tuple[Document, ...] | list[Document]) -> list[str]:
+def names(documents: list[Document]) -> list[str]:
     return [document.name for document in documents]
 
 
@@ -66,29 +64,30 @@ def test_a_source_without_text_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_the_side_of_a_document_depends_on_its_name_alone() -> None:
     documents = [Document(f"{n}.py", Path(f"{n}.py"), stop=100) for n in range(2000)]
-    split = split_documents(documents, 0.1)
-    assert 150 < len(split.validation) < 250
-    assert names(split.train + split.validation) != names(documents)  # not cut off at an end
-    half = split_documents(documents[::-2], 0.1)
-    assert set(half.validation) == set(split.validation) & set(documents[::-2])
-    more = split_documents(documents, 0.2)
-    assert set(split.validation) < set(more.validation)
+    train, held = split_documents(documents, 0.1)
+    assert 150 < len(held) < 250
+    assert names(train + held) != names(documents)  # not cut off at an end
+    assert set(split_documents(documents[::-2], 0.1)[1]) == set(held) & set(documents[::-2])
+    assert set(held) < set(split_documents(documents, 0.2)[1])
 
 
-def contents(documents: tuple[Document, ...]) -> bytes:
-    return b"".join(read_document(document).encode() for document in documents)
+def pieces_of(document: Document) -> list[str]:
+    return [text for portion in portions(document) for _, text in read_portion(portion)]
+
+
+def contents(documents: list[Document]) -> bytes:
+    return "".join(text for document in documents for text in pieces_of(document)).encode()
 
 
 def test_of_a_single_document_the_last_lines_are_held_out(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("".join(f"line {n}\n" for n in range(1000)))
     for name in ("one.txt", "by its hash it would be held out"):
-        split = split_documents([Document(name, path)], 0.1)
-        held = contents(split.validation)
-        assert contents(split.train) + held == path.read_bytes()
+        train, held = map(contents, split_documents([Document(name, path)], 0.1))
+        assert train + held == path.read_bytes()
         assert held.startswith(b"line 9")
         assert 0.1 <= len(held) / path.stat().st_size < 0.102
-    assert not split_documents([Document("one.txt", path)], 0).validation
+    assert not split_documents([Document("one.txt", path)], 0)[1]
 
 
 def test_both_sides_of_a_split_get_text(tmp_path: Path) -> None:
@@ -97,8 +96,7 @@ def test_both_sides_of_a_split_get_text(tmp_path: Path) -> None:
     documents = find_documents([str(tmp_path)], [])
     for count in (1, 2, 8):
         for fraction in (1e-9, 0.02, 0.5, 0.999999):
-            split = split_documents(documents[-count:], fraction)
-            train, held = contents(split.train), contents(split.validation)
+            train, held = map(contents, split_documents(documents[-count:], fraction))
             assert train
             assert held
             assert len(train + held) == sum(document.size for document in documents[-count:])
@@ -120,10 +118,13 @@ def test_both_sides_of_a_split_get_text(tmp_path: Path) -> None:
         ("", []),
     ],
 )
-def test_a_long_document_is_cut_at_lines_words_or_characters(tmp_path: Path, text: str, pieces: list[str]) -> None:
+def test_a_long_document_is_cut_at_lines_words_or_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, pieces: list[str]
+) -> None:
     path = tmp_path / "x"
     path.write_text(text)
-    assert [read_document(part) for part in parts(Document("x", path), 10)] == pieces
+    monkeypatch.setattr(formats_module, "PIECE_BYTES", 10)
+    assert pieces_of(Document("x", path)) == pieces
 
 
 def test_a_document_that_is_not_utf8_or_empty_is_no_text(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_document_that_is_not_utf8_or_empty_is_no_text(tmp_path: Path) -> None
     assert not is_text(Document("y", tmp_path / "y"))
     path.write_bytes("\ufeffa\r\nb".encode())
     assert is_text(Document("x", path))
-    assert read_document(Document("x", path)) == "\ufeffa\r\nb"
+    assert pieces_of(Document("x", path)) == ["\ufeffa\r\nb"]
 
 
 def test_suffixes_are_the_ends_of_names(folder: Path) -> None:
@@ -180,7 +181,7 @@ def test_a_long_document_is_read_in_pieces_and_has_the_same_tokens(
         return encode(tokenizer, texts)
 
     monkeypatch.setattr(encode_module, "encode_text", counting)
-    monkeypatch.setattr(portions_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(formats_module, "PIECE_BYTES", 1000)
     monkeypatch.setattr(encode_module, "TASK_BYTES", 5000)
     pieces = prepare(data, tmp_path / "pieces")
     assert max(given) <= 6000
@@ -195,10 +196,10 @@ def test_a_tokenizer_is_trained_on_pieces_from_all_over_the_text(
     for name, size in (("a", 100_000), ("b", 100), ("c", 50_000)):
         (tmp_path / name).write_text(f"{name * 4}\n" * (size // 5))
     data = TextData(train=(str(tmp_path),))
-    files = [Known(document, None, 1.0) for document in find_documents([str(tmp_path)], [])]
+    files = [replace(document, share=1.0) for document in find_documents([str(tmp_path)], [])]
     assert sum(map(len, sample_texts(data, files))) == 150_100
-    monkeypatch.setattr(portions_module, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(making_module, "SAMPLE_BYTES", 15_000)
+    monkeypatch.setattr(formats_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 15_000)
     found = list(sample_texts(data, files))
     assert 14_000 <= sum(map(len, found)) <= 16_000
     assert 9 <= sum("a" in text for text in found) <= 11
@@ -216,7 +217,7 @@ def test_tokens_stand_for_the_very_bytes(folder: Path, tmp_path: Path) -> None:
     for document, ids in zip(documents, ids_of(part), strict=True):
         assert ids[-1] == tokenizer.end
         assert tokenizer.end not in ids[:-1]
-        assert tokenizer.decode(ids) == read_document(document)
+        assert tokenizer.decode(ids) == "".join(pieces_of(document))
     assert part.bytes == sum(document.size for document in documents)
     assert part.tokens == part.labels == len(part.indexed.tokens)
 
@@ -313,7 +314,7 @@ def test_text_is_prepared_once_and_again_only_if_it_changed(folder: Path, tmp_pa
     assert first.train[0].documents + first.validation[0].documents == len(TEXTS)
     assert (first.skipped, first.vocabulary, first.python) == (2, 280, True)
     documents = [document for document in find_documents([str(folder)], [".py"]) if is_text(document)]
-    content = contents(split_documents(documents, 0.3).validation)
+    content = contents(split_documents(documents, 0.3)[1])
     assert first.validation[0].bytes == first.held_out_bytes == len(content)
     assert first.gzip_bytes == len(gzip.compress(content, 9))
 

@@ -21,11 +21,12 @@ import pytest
 from rich.console import Console
 
 import zeromesh.train.data.encode as encode_module
-import zeromesh.train.data.making as making_module
+import zeromesh.train.data.prepare as prepare_module
 from test_data_indexed import published
 from zeromesh.config.train import TextData
 from zeromesh.observe.progress import ReadingBar
-from zeromesh.train.data.encode import Encoder, Side, encode_all
+from zeromesh.train.data.encode import Encoder, encode_all
+from zeromesh.train.data.formats import Portion
 from zeromesh.train.data.indexed import IndexedWriter
 from zeromesh.train.data.prepare import Changed, prepare
 from zeromesh.train.data.tokenizer import train_tokenizer
@@ -36,10 +37,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks of a few kilobytes, so that little text is enough for several of them."""
-    monkeypatch.setattr("zeromesh.train.data.portions.PIECE_BYTES", 2000)
-    monkeypatch.setattr("zeromesh.train.data.portions.PORTION_BYTES", 2000)
+    monkeypatch.setattr("zeromesh.train.data.formats.PIECE_BYTES", 2000)
+    monkeypatch.setattr("zeromesh.train.data.formats.PORTION_BYTES", 2000)
     monkeypatch.setattr(encode_module, "TASK_BYTES", 4000)
-    monkeypatch.setattr(making_module, "SMALL", 0)
+    monkeypatch.setattr(prepare_module, "SMALL", 0)
 
 
 def words(count: int, seed: int) -> str:
@@ -94,14 +95,14 @@ def _tokenizer(folder: Path) -> str:
 
 
 def test_a_process_that_is_ended_is_reported(tmp_path: Path) -> None:
-    settings = encode_module.EncodeSettings(Path(_tokenizer(tmp_path)), TextData(train=("x",)), None)
+    encoder = Encoder(Path(_tokenizer(tmp_path)), TextData(train=("x",)), None)
 
-    class Deadly(list[Side]):
+    class Deadly(list[Portion]):
         def __reduce__(self) -> Any:
             return os._exit, (9,)
 
     with pytest.raises(ChildProcessError, match=r"was ended from outside.*data\.workers"):
-        list(encode_all([Deadly()], Encoder(settings), 2))
+        list(encode_all([Deadly()], encoder, 2))
 
 
 def test_a_full_disk_ends_the_processes(tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,14 +122,14 @@ INTERRUPTED = """
 import sys
 from pathlib import Path
 import zeromesh.train.data.encode as encode
-import zeromesh.train.data.making as making
-import zeromesh.train.data.portions as portions
+import zeromesh.train.data.prepare as preparing
+import zeromesh.train.data.formats as formats
 from zeromesh.config.train import TextData
 from zeromesh.train.data.indexed import IndexedWriter
 from zeromesh.train.data.prepare import prepare
 
 if __name__ == "__main__":
-    making.SMALL, portions.PIECE_BYTES, encode.TASK_BYTES = 0, 50_000, 100_000
+    preparing.SMALL, formats.PIECE_BYTES, encode.TASK_BYTES = 0, 50_000, 100_000
     source, folder, tokenizer = sys.argv[1:]
     prepare(TextData(train=(source,), workers=2, tokenizer=tokenizer), Path(folder))
 """
@@ -352,7 +353,7 @@ def test_named_records_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
 
 
 def test_reading_shows_plain_lines_or_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeromesh.observe.reading.PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr("zeromesh.observe.progress.PLAIN_SECONDS", 0.0)
     plain = io.StringIO()
     with ReadingBar(Console(file=plain), "text to tokens", 4_000_000) as bar:
         bar.advance(1_000_000)

@@ -10,10 +10,17 @@ import pytest
 import torch
 
 from zeromesh.train.data.indexed import IndexedWriter, file_of
-from zeromesh.train.data.loader import Batch, Share, evaluation_batches, training_batches, training_samples
+from zeromesh.train.data.loader import (
+    Batch,
+    Share,
+    Stream,
+    evaluation_batches,
+    open_samples,
+    training_batches,
+    training_samples,
+)
 from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
-from zeromesh.train.data.prepared import PreparedData, TokenSet
-from zeromesh.train.data.samples import Stream, open_samples
+from zeromesh.train.data.store import PreparedData, TokenSet
 
 PAD = 7777
 

@@ -29,7 +29,8 @@ from zeromesh.train.architectures import published
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.data.loader import Batch
 from zeromesh.train.data.tokenizer import load_tokenizer
-from zeromesh.train.model import Transformer, language_model, require_causal, require_document_attention
+from zeromesh.train.loss import require_causal, require_document_attention
+from zeromesh.train.model import Transformer, language_model
 from zeromesh.train.sample import TextWriter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

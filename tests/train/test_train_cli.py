@@ -21,8 +21,7 @@ from zeromesh.cli.main import app
 from zeromesh.config.settings import Settings
 from zeromesh.observe.metrics import read_metrics
 from zeromesh.train.architectures.decoder import Decoder
-from zeromesh.train.changes import require_unchanged
-from zeromesh.train.check import check
+from zeromesh.train.check import check, require_unchanged
 from zeromesh.train.data.prepare import prepare
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.run import train

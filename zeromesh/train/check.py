@@ -1,53 +1,64 @@
-"""Checks before a rank is started, which take seconds."""
+"""Checks before a rank is started, and of a resumed run's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 from rich.console import Console
 from torch import nn
 
-from zeromesh.comm.detect import may_restart
-from zeromesh.comm.environment import Environment, is_launched
-from zeromesh.comm.mesh import Mesh
-from zeromesh.config.settings import Resolved, Settings
+from zeromesh import Environment, Settings
+from zeromesh.comm.detect import is_launched, may_restart
+from zeromesh.config.settings import Resolved
+from zeromesh.config.tables import WITHOUT_EFFECT
 from zeromesh.config.train import RunSettings, TextData
 from zeromesh.context.order import require_length
-from zeromesh.pipeline.runtime.cut import examine
-from zeromesh.pipelined import Pipelined
-from zeromesh.shard.find import find_units
-from zeromesh.tensor.derive import derive
-from zeromesh.tensor.plan import parse, resolve
-from zeromesh.train.changes import require_unchanged
+from zeromesh.initialization.trial import try_out
 from zeromesh.train.data.indexed import file_of
 from zeromesh.train.data.loader import training_samples
-from zeromesh.train.data.making import size_is_set
-from zeromesh.train.data.prepare import prepare
-from zeromesh.train.data.prepared import PreparedData
-from zeromesh.train.data.store import first_beyond
+from zeromesh.train.data.prepare import prepare, size_is_set
+from zeromesh.train.data.store import PreparedData, first_beyond
 from zeromesh.train.data.tokenizer import load_tokenizer
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.model import LanguageModel, Transformer, language_model
-from zeromesh.train.updates import check_optimizer
 
+FREE = frozenset(
+    {
+        "run",
+        "data.workers",
+        "mesh",
+        "slots",
+        "units",
+        "zero_optimization",
+        "activation_checkpointing",
+        "checkpoint",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "profile",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "dataloader_drop_last",
+        "zero_allow_untested_optimizer",
+        *WITHOUT_EFFECT,
+    }
+)
+"""Keys and sections that may change when a run is resumed: its result does not depend on them."""
 
-@dataclass(frozen=True)
-class _Planned:
-    """Stands for the mesh before there are ranks: as its first one sees it."""
+MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys that change with the number of ranks, while the samples of a step stay the same."""
 
-    sizes: Mapping[str, int]
-
-    def group(self, axis: str) -> SimpleNamespace:
-        return SimpleNamespace(size=self.sizes[axis], rank=0)
+NOT_SET = "not set"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training run as configured, its sections known to be there."""
+    """A training run as configured, with all its sections."""
 
     settings: Settings
     language: LanguageModel
@@ -56,10 +67,10 @@ class Job:
 
     @classmethod
     def of(cls, settings: Settings) -> Job:
-        """The run that the settings describe.
+        """Return the run in the settings.
 
         Raises:
-            ValueError: if they lack a section.
+            ValueError: a section is missing.
         """
         language, data, run = language_model(settings), settings.data, settings.run
         if data is None or run is None:
@@ -71,11 +82,11 @@ class Job:
         return cls(settings.model_copy(update={"data": data}), language, data, run)
 
     def with_vocabulary(self, size: int, trained: bool = True) -> Job:
-        """The same run with a vocabulary of ``size`` entries, and so many in the model unless the settings say more.
+        """Return the same run with this size in the model's vocabulary, unless the settings have one.
 
         Args:
             size: number of entries.
-            trained: whether they are those of a tokenizer that the run trains, which the settings then say.
+            trained: whether a tokenizer that the run trains has them; the settings of the data then name the size.
         """
         model = self.settings.model
         if model is not None:
@@ -86,42 +97,73 @@ class Job:
 
     @property
     def folder(self) -> RunFolder:
-        """Return the folder that the run writes to."""
+        """Folder that the run writes to."""
         return RunFolder(Path(self.run.output))
 
 
 def check(settings: Settings) -> Job:
-    """Look at everything that can be looked at before the text is read. Reads only, but for a trial of the folder.
+    """Check everything that can be checked before the text is read. Only the output folder is tried out by writing.
 
     Raises:
-        ValueError: if the run cannot start.
+        ValueError: the run cannot start.
     """
     job = Job.of(settings)
     if settings.optimizer is None:
         raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
     sizes = _mesh(job)
     if sizes["context"] > 1:
-        _check_sequences(job, sizes["context"])
+        try:
+            require_length(job.language.sequence_length, sizes["context"])
+        except ValueError as error:
+            raise ValueError(f"{job.language.section}.sequence_length: {error}") from None
     resolved = _resolved(job)
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()
-    model = _check_model(job)
-    resolve(
-        model, parse(job.settings.tensor_parallel.plan or {}), derive(model, sizes["tensor"])[0], 0, sizes["tensor"]
-    )
-    _check_stages(model, resolved, sizes)
-    check_optimizer(model, resolved, sizes["data"])
+    try_out(_build_model(job), resolved, sizes)
     job.folder.check(bool(job.run.resume))
     if job.run.resume:
         require_unchanged(job.folder, resolved)
     return job
 
 
-def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> PreparedData:
-    """The text as tokens, known to be long enough and to suit the model.
+def _mesh(job: Job) -> dict[str, int]:
+    """Return the number of ranks per axis that the run will have."""
+    return job.settings.resolve_mesh(Environment.detect().world_size if is_launched() else job.run.ranks)
+
+
+def _resolved(job: Job) -> Resolved:
+    """Return the settings with the sizes that follow from the number of ranks."""
+    sizes = _mesh(job)
+    return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic=may_restart())
+
+
+def _build_model(job: Job) -> nn.Module:
+    """Return the model without memory.
 
     Raises:
-        ValueError: if there is no text, too little, a wrong record, or a token id that the model does not have.
+        ValueError: its sizes do not fit together.
+    """
+    shape, wanted = job.settings.model, job.data.vocabulary_size
+    entries = None if shape is None else shape.vocab_size
+    if entries is not None and job.data.tokenizer is None and size_is_set(job.data) and entries < wanted:
+        raise ValueError(
+            f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
+        )
+    language = job.with_vocabulary(wanted).language
+    try:
+        return language.build()
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's, for sizes that no tensor can have
+        raise ValueError(
+            f"the section {language.section!r} is of a model that cannot be built: {type(error).__name__}: {error}; "
+            "lower its sizes"
+        ) from error
+
+
+def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> PreparedData:
+    """Return the text as tokens, and check that it is long enough and suits the model.
+
+    Raises:
+        ValueError: there is no text, or too little, a record is wrong, or the model does not have a token id.
     """
     length = job.language.sequence_length
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
@@ -162,56 +204,65 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     return prepared
 
 
-def _check_stages(model: nn.Module, resolved: Resolved, sizes: Mapping[str, int]) -> None:
-    """Refuse models that cannot be cut into stages as configured, and schedules that there are not."""
-    if sizes["pipeline"] > 1:
-        blocks = examine(model, resolved.pipeline.blocks)
-        timed = replace(blocks, seconds=blocks.parameters)  # which are measured when there are ranks
-        mesh = cast(Mesh, _Planned(sizes))
-        Pipelined(model, mesh, resolved.pipeline, resolved.gradient_accumulation_steps, timed)
-
-
-def _check_sequences(job: Job, ranks: int) -> None:
-    """Refuse sequences that cannot be spread over the ranks of the context axis."""
-    try:
-        require_length(job.language.sequence_length, ranks)
-    except ValueError as error:
-        raise ValueError(f"{job.language.section}.sequence_length: {error}") from None
-
-
 def _larger(job: Job) -> str:
-    """Return the change with which the model gets a larger vocabulary."""
+    """Return the change that gives the model a larger vocabulary, for messages."""
     built_in = job.language.section == "model"
     return "raise model.vocab_size" if built_in else "name a model with a larger vocabulary in huggingface.path"
 
 
-def _mesh(job: Job) -> dict[str, int]:
-    """Ranks by axis, as many as there will be."""
-    return job.settings.resolve_mesh(Environment.detect().world_size if is_launched() else job.run.ranks)
+# Settings of a resumed run.
 
 
-def _resolved(job: Job) -> Resolved:
-    """The settings with the sizes that follow from the number of ranks."""
-    sizes = _mesh(job)
-    return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic=may_restart())
+def require_unchanged(folder: RunFolder, settings: Resolved) -> None:
+    """Compare the settings of a run with those that it is resumed with.
 
+    Args:
+        folder: folder of the run. Without settings in it, nothing is compared.
+        settings: settings with which the run is resumed.
 
-def _check_model(job: Job) -> nn.Module:
-    """Build the model without memory; it raises if its sizes do not fit together, or a unit is not in it."""
-    shape, wanted = job.settings.model, job.data.vocabulary_size
-    entries = None if shape is None else shape.vocab_size
-    if entries is not None and job.data.tokenizer is None and size_is_set(job.data) and entries < wanted:
+    Raises:
+        ValueError: they differ in a key on which the result depends.
+    """
+    if not folder.config.is_file():
+        return
+    before = folder.settings()
+    old, new = dict(_leaves(json.loads(before.to_json()))), dict(_leaves(json.loads(settings.to_json())))
+    free = FREE | (set(MICRO) if before.data_size != settings.data_size else set()) | _automatic(settings)
+    changes = [
+        f"{key}: {_text(old, key)} in the run, {_text(new, key)} now"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key, NOT_SET) != new.get(key, NOT_SET) and not _is_free(key, free)
+    ]
+    if changes:
+        lines = "".join(f"\n  {change}" for change in changes)
         raise ValueError(
-            f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
+            f"the run in {str(folder.path)!r} was started with other settings:{lines}\n"
+            "bring back those of the run, or start a new one without --resume and with --set run.output=FOLDER"
         )
-    language = job.with_vocabulary(wanted).language
-    try:
-        model = language.build()
-    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's, of sizes that no tensor can have
-        raise ValueError(
-            f"the section {language.section!r} is of a model that cannot be built: {type(error).__name__}: {error}; "
-            "lower its sizes"
-        ) from error
-    for targets in (job.settings.units, job.settings.activation_checkpointing.targets):
-        find_units(model, targets)
-    return model
+
+
+def _automatic(settings: Resolved) -> set[str]:
+    """Return the keys of sizes that the settings leave to the text."""
+    free = set()
+    if settings.model is not None and settings.model.vocab_size is None:
+        free.add("model.vocab_size")
+    if settings.data is not None and "vocabulary_size" not in settings.data.model_fields_set:
+        free.add("data.vocabulary_size")
+    return free
+
+
+def _is_free(key: str, free: Set[str]) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:count]) in free for count in range(1, len(parts) + 1))
+
+
+def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _text(leaves: dict[str, Any], key: str) -> str:
+    return json.dumps(leaves[key]) if key in leaves else NOT_SET

@@ -1,4 +1,4 @@
-"""``zeromesh export``: from a run's checkpoint to a folder that ``from_pretrained`` opens, tensor by tensor."""
+"""``zeromesh export``: a checkpoint of a run to a folder for ``from_pretrained``, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeromesh.checkpoint.folder import locate
 from zeromesh.export import State, adapter_names, is_adapted, plain_state, write_model, written_names
 from zeromesh.pretrained import first_names, require_transformers
 from zeromesh.train.architectures import published
-from zeromesh.train.data.making import TOKENIZER_FOLDER
+from zeromesh.train.data.prepare import TOKENIZER_FOLDER
 from zeromesh.train.data.tokenizer import load_tokenizer
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.model import BuiltIn, Transformer, language_model
@@ -29,16 +29,16 @@ DRAFT = ".zeromesh-export"
 
 
 def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
-    """Write the model of a run in the dtype that it computes in, with its tokenizer.
+    """Write the model of a run with its tokenizer, in the dtype of its computations.
 
     Args:
-        run: the folder of the run.
-        output: the folder to write, which has nothing in it.
-        tag: the checkpoint; None is the latest.
-        merge: write adapters added to their model, instead of alone.
+        run: folder of the run.
+        output: folder to write; it is empty or does not exist.
+        tag: name of the checkpoint; None for the latest.
+        merge: write the model with its adapters added to the weights, instead of the adapters alone.
 
     Raises:
-        ValueError: there is no such checkpoint, the output holds something, or there are no adapters to merge.
+        ValueError: there is no such checkpoint, the output is not empty, or there are no adapters to merge.
     """
     folder = RunFolder(run)
     reader = _reader(folder, tag)
@@ -60,10 +60,10 @@ def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
 
 @contextmanager
 def _draft(output: Path) -> Iterator[Path]:
-    """A folder in the output, whose files come out of it when they are all written; else nothing is left.
+    """Return a folder inside the output. Its files move to the output when all are written; otherwise nothing is left.
 
     Raises:
-        ValueError: the output holds anything but what an export that was killed left in its draft.
+        ValueError: the output has other files than the draft of an export that was killed.
     """
     draft, made = output / DRAFT, not output.exists()
     held = [] if made else [path.name for path in output.iterdir() if path != draft] if output.is_dir() else ["a file"]
@@ -78,7 +78,7 @@ def _draft(output: Path) -> Iterator[Path]:
             shutil.rmtree(draft)
         draft.mkdir(parents=True)
         yield draft
-        # The configuration last, without which nothing opens the folder.
+        # Without the configuration nothing opens the folder, so it comes last.
         for path in sorted(draft.iterdir(), key=lambda path: path.name.endswith("config.json")):
             path.rename(output / path.name)
         draft.rmdir()
@@ -132,11 +132,11 @@ def _export_transformer(language: Transformer, reader: Reader, output: Path, dty
 
 
 def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
-    """Yield each block's part of the plain model's state; conversions of transformers never cross blocks."""
+    """Yield the state of the model without adapters, block by block; transformers converts within blocks."""
     written, first = written_names(model), first_names(model)
 
     def real(path: str) -> nn.Module:
-        """An adapted layer with its values."""
+        """Return a copy of an adapted layer, with its values."""
         layer = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
         names = {name: f"{path}.{name}" for name, _ in layer.named_parameters()}
         values = {name: reader.tensor(f"parameter/{first.get(own, own)}") for name, own in names.items()}
@@ -155,7 +155,7 @@ def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
 
 
 def _block(name: str) -> str:
-    """The path of the block that a parameter is in: up to the first number."""
+    """Return the path of a parameter's block, which ends at the first number."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else ""

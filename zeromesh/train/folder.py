@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where in it."""
+"""Folder of a run, and the files in it."""
 
 from __future__ import annotations
 
@@ -14,78 +14,78 @@ from zeromesh.checkpoint.folder import latest
 from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.config.settings import Resolved
 from zeromesh.tiers.lock import FolderInUse, locked
-from zeromesh.train.data.making import TOKENIZER_FOLDER
+from zeromesh.train.data.prepare import TOKENIZER_FOLDER
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Everything that a run writes lies in ``path``."""
+    """Folder of a run; everything that a run writes is in ``path``."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The resolved settings."""
+        """Resolved settings."""
         return self.path / "config.json"
 
     @property
     def text(self) -> Path:
-        """A folder with the tokenizer and the token files."""
+        """Folder of the tokenizer and the token files."""
         return self.path / "text"
 
     @property
     def metrics(self) -> Path:
-        """One JSON record per line."""
+        """Metrics, one JSON record per line."""
         return self.path / "metrics.jsonl"
 
     @property
     def picture(self) -> Path:
-        """The loss over the steps."""
+        """Picture of the loss over the steps."""
         return self.path / "loss.png"
 
     @property
     def checkpoints(self) -> Path:
-        """A folder with what a resumed run needs."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def model(self) -> Path:
-        """A folder with the weights at the end of the run, or the adapters."""
+        """Folder of the weights, or the adapters, at the end of the run."""
         return self.path / "model"
 
     @property
     def has_finished(self) -> bool:
-        """True if the run has come to its end once."""
+        """True if the run has reached its end once."""
         return any(self.model.glob("*.safetensors"))
 
     def copy_tokenizer(self, target: Path) -> None:
-        """Put the tokenizer's files beside a model; there are none where the text was tokens already."""
+        """Copy the tokenizer to a model; a run on tokens may have none."""
         source = self.text / TOKENIZER_FOLDER
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)
 
     @property
     def report(self) -> Path:
-        """The closing report for programs; beside it, in Markdown, for people."""
+        """Report for programs; the same name with ``.md`` is for people."""
         return self.path / "report.json"
 
     @property
     def last_checkpoint(self) -> str | None:
-        """The tag of the checkpoint that a run is resumed from; None if there is none."""
+        """Tag of the checkpoint from which the run is resumed; None if there is none."""
         if not self.checkpoints.is_dir() or not any(self.checkpoints.glob(f"*/{MANIFEST}")):
             return None
         return latest(self.checkpoints)
 
     @property
-    def holds_a_beginning(self) -> bool:
-        """True if a run ended here before it had written a checkpoint or the weights, so that nothing of it counts."""
+    def has_no_result(self) -> bool:
+        """True if a run ended before it wrote a checkpoint or the weights."""
         return self.metrics.exists() and self.last_checkpoint is None and not self.has_finished
 
     def settings(self) -> Resolved:
-        """The settings that the run wrote down, without the log of those that have no effect.
+        """Return the settings of the run, without a warning about keys that have no effect.
 
         Raises:
-            ValueError: if the file is not what a run wrote.
+            ValueError: a run did not write the file.
         """
         try:
             return Resolved.model_validate(json.loads(self.config.read_text(encoding="utf-8")))
@@ -93,10 +93,10 @@ class RunFolder:
             raise ValueError(f"{str(self.config)!r} is not what zeromesh train wrote: {error}") from None
 
     def require_base(self) -> None:
-        """Refuse if the folder of the model of transformers that the run began with is gone.
+        """Check that the model of transformers with which the run began is still there.
 
         Raises:
-            ValueError: it is.
+            ValueError: its folder is gone.
         """
         base = self.settings().huggingface
         if base is None or Path(base.path).expanduser().is_dir():
@@ -109,10 +109,10 @@ class RunFolder:
 
     @contextmanager
     def held(self, resume: bool) -> Iterator[None]:
-        """Keep other runs out of the folder.
+        """Lock the folder, and check it again.
 
         Raises:
-            ValueError: another run is in it, or was in it after ``check``.
+            ValueError: another run uses it, or has used it since ``check``.
         """
         with ExitStack() as stack:
             try:
@@ -126,10 +126,10 @@ class RunFolder:
             yield
 
     def check(self, resume: bool) -> None:
-        """Refuse a folder in which the run cannot start.
+        """Check that the run can start in the folder.
 
         Raises:
-            ValueError: if it holds a run and is not to be resumed, or holds none and is, or cannot be written to.
+            ValueError: there is a run but ``resume`` is false, or none to resume, or the folder cannot be written to.
         """
         checkpoint = self.last_checkpoint
         if resume and checkpoint is None:
@@ -146,7 +146,7 @@ class RunFolder:
                 f"run.output = {str(self.path)!r} already holds a run; {', '.join(remedies)}, or delete it"
             )
         try:
-            for folder in (self.path, self.checkpoints):  # checkpoints may be a link to another disk
+            for folder in (self.path, self.checkpoints):  # the second may be a link to another disk
                 folder.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=folder):
                     pass

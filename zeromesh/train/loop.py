@@ -1,4 +1,4 @@
-"""The training loop: steps, and what is shown, measured and saved between them."""
+"""Training loop: steps, and the log, the evaluations and the checkpoints between them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from zeromesh.engine import Engine
+from zeromesh import Engine
 from zeromesh.observe.machine import peak_bytes, peak_flops
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display, Figures
 from zeromesh.train.check import Job
 from zeromesh.train.data.loader import Batch, Share
-from zeromesh.train.evaluate import HeldOut, Score
-from zeromesh.train.loss import weighted
-from zeromesh.train.signals import Ended, Request, leave_word
+from zeromesh.train.loss import HeldOut, Score, weighted
+from zeromesh.train.signals import Ended, Request, mark_saved
 
 _log = logging.getLogger("zeromesh")
 
@@ -28,9 +27,9 @@ class Progress:
     """Progress of a run.
 
     Attributes:
-        step: updates so far.
-        samples: samples that all ranks have consumed.
-        seconds: time spent in steps, without evaluation and saving.
+        step: number of updates.
+        samples: number of samples that all ranks have consumed.
+        seconds: time in steps, without evaluation and saving.
     """
 
     step: int = 0
@@ -40,7 +39,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Loop:
-    """Objects of the loop. ``metrics`` is None on all ranks but the first."""
+    """Training loop of one rank; ``metrics`` is None except on the first rank."""
 
     engine: Engine
     job: Job
@@ -51,10 +50,10 @@ class Loop:
     display: Display
 
     def run(self, batches: Iterator[Batch], start: Progress) -> Progress:
-        """Train from ``start`` to the last step; all ranks call it. The last state is saved.
+        """Train from ``start`` to the last step, and save the last state. Collective.
 
         Raises:
-            FloatingPointError: if the loss stops being finite.
+            FloatingPointError: the loss is not finite.
         """
         peak = self._peak_flops()
         progress = logged = start
@@ -62,8 +61,9 @@ class Loop:
             began = time.perf_counter()
             rate = self.engine.get_lr()[0]
             loss = self._step(batches)
-            progress = self._advanced(progress, time.perf_counter() - began)
-            if self._due(progress, self.job.run.log_every) or progress.step == 1:
+            seconds = progress.seconds + (time.perf_counter() - began)
+            progress = Progress(progress.step + 1, progress.samples + self.share.global_batch, seconds)
+            if progress.step in (1, self.job.run.steps) or self._due(progress, self.job.run.log_every):
                 peak = self._log(progress, logged, loss, rate, peak)
                 logged = progress
             saved = self._between_steps(progress)
@@ -72,43 +72,38 @@ class Loop:
             if self.engine.asked == Request.SAVE_AND_END:
                 self.display.line(f"step {progress.step}/{self.job.run.steps}  ended by a signal")
                 if saved:
-                    leave_word()
+                    mark_saved()
                     raise Ended
                 raise SystemExit(128 + signal.SIGTERM)
-        if progress.step > start.step and not self._due(progress, self.job.run.save_every, last=False):
+        if progress.step > start.step and not self._due(progress, self.job.run.save_every):
             self._save(progress, last=True)
         return progress
 
     def _step(self, batches: Iterator[Batch]) -> float:
-        """One update. Every label of the global batch counts the same, wherever it is. Returns nats per label."""
-        given = [next(batches) for _ in range(self.share.micro_batches)]
-        micro_batches, _ = weighted(self.engine, self.job.language, given)
+        """Update once, and return the loss in nats per label. All labels of the global batch have the same weight."""
+        own = [next(batches) for _ in range(self.share.micro_batches)]
+        micro_batches, _ = weighted(self.engine, self.job.language, own)
         self.engine.train_batch(iter(micro_batches))
         loss = self.engine.get_mean_loss()
         assert loss is not None
         return loss
 
-    def _advanced(self, progress: Progress, seconds: float) -> Progress:
-        return Progress(progress.step + 1, progress.samples + self.share.global_batch, progress.seconds + seconds)
-
-    def _due(self, progress: Progress, every: int, last: bool = True) -> bool:
-        """Return whether a step is one of every ``every`` (0: none), or with ``last`` the last one."""
-        return (every > 0 and progress.step % every == 0) or (last and progress.step == self.job.run.steps)
+    def _due(self, progress: Progress, every: int) -> bool:
+        """Return whether the step is a multiple of ``every``; 0 means never."""
+        return every > 0 and progress.step % every == 0
 
     def _between_steps(self, progress: Progress) -> bool:
-        """Evaluate and save where it is time to; the end of the run has its own evaluation of all held-out text.
-
-        Returns whether a checkpoint was written.
-        """
-        if self._due(progress, self.job.run.evaluate_every, last=False) and progress.step < self.job.run.steps:
-            score = self.held_out.score(self.engine, self.job.run.evaluate_batches)
+        """Evaluate and save if it is time to, and return whether a checkpoint was written."""
+        run = self.job.run
+        # The end of the run has an evaluation of its own, on all held-out text.
+        if self._due(progress, run.evaluate_every) and progress.step < run.steps:
+            score = self.held_out.score(self.engine, run.evaluate_batches)
             if score is not None:
                 self.show_score(progress, score)
-        due = self._due(progress, self.job.run.save_every, last=False)
-        return due and self._save(progress, last=progress.step == self.job.run.steps)
+        return self._due(progress, run.save_every) and self._save(progress, last=progress.step == run.steps)
 
     def show_score(self, progress: Progress, score: Score) -> None:
-        """Write a validation to the log and to the screen; those between steps are of a part of the text only."""
+        """Log and show an evaluation. Evaluations between steps use a part of the held-out text."""
         if self.metrics is not None:
             self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
         self.engine.monitor.write({"Validation/Samples/loss": score.loss})
@@ -119,7 +114,7 @@ class Loop:
         )
 
     def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak_speed: float) -> float:
-        """Log a step. Returns the peak operations per second, which the step may have shown to be higher."""
+        """Log a step, and return the peak operations per second, which is raised if the step was faster."""
         tokens = (progress.samples - logged.samples) * self.job.language.sequence_length
         speed = tokens / (progress.seconds - logged.seconds)
         achieved = speed * self.flops_per_token
@@ -139,7 +134,19 @@ class Loop:
         )
         self.display.step(figures)
         if self.metrics is not None:
-            self._write(progress, figures)
+            self.metrics.write(
+                "train",
+                progress.step,
+                samples=progress.samples,
+                tokens=progress.samples * self.job.language.sequence_length,
+                loss=figures.loss,
+                learning_rate=figures.learning_rate,
+                gradient_norm=figures.gradient_norm,
+                tokens_per_second=round(figures.tokens_per_second, 1),
+                utilization=round(figures.utilization, 4),
+                memory=figures.memory,
+                seconds=round(progress.seconds, 3),
+            )
         return peak_speed
 
     @property
@@ -147,33 +154,17 @@ class Loop:
         """Tokens that all ranks consume in one step."""
         return self.share.global_batch * self.job.language.sequence_length
 
-    def _write(self, progress: Progress, figures: Figures) -> None:
-        assert self.metrics is not None
-        self.metrics.write(
-            "train",
-            progress.step,
-            samples=progress.samples,
-            tokens=progress.samples * self.job.language.sequence_length,
-            loss=figures.loss,
-            learning_rate=figures.learning_rate,
-            gradient_norm=figures.gradient_norm,
-            tokens_per_second=round(figures.tokens_per_second, 1),
-            utilization=round(figures.utilization, 4),
-            memory=figures.memory,
-            seconds=round(progress.seconds, 3),
-        )
-
     def _save(self, progress: Progress, last: bool = False) -> bool:
-        """Write a checkpoint, and return whether that succeeded.
+        """Write a checkpoint, and return whether this succeeded.
 
-        A disk that is full, or cannot be written to for a while, does not end a run unless ``checkpoint.on_failure``
-        says so: the next save is another try. After the last step there is none.
+        A disk that is full does not end a run, unless ``checkpoint.on_failure`` says so or the step is the last one:
+        the next save is another try.
         """
         state = {"samples": progress.samples, "seconds": progress.seconds}
         failure: OSError | RuntimeError | None = None
         try:
             self.engine.save_checkpoint(self.job.folder.checkpoints, client_state=state)
-        except (OSError, RuntimeError) as error:  # all ranks raise, one of them what went wrong
+        except (OSError, RuntimeError) as error:  # raised on all ranks; one of them has the reason
             failure = error
         failed = self.engine.mesh.group("world").exchange(torch.tensor([float(failure is not None)]))
         if bool(failed.any()):
@@ -189,7 +180,7 @@ class Loop:
         return True
 
     def _peak_flops(self) -> float:
-        """Operations per second that all ranks can do at best, measured at the same time."""
+        """Return the peak operations per second of all ranks together, measured on all at the same time."""
         dtype = self.engine.config.precision.compute or self.engine.config.precision.autocast or torch.float32
         own = torch.tensor([peak_flops(self.engine.device, dtype)], dtype=torch.float64)
         return float(self.engine.mesh.group("world").exchange(own).sum())

@@ -1,31 +1,42 @@
-"""The loss of a run, in training as in evaluation: every label counts the same, whichever rank has it."""
+"""Loss of a run in training and evaluation, the score on held-out text, and trials of a model's attention."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from zeromesh import Engine
 from zeromesh.batches import WithLoss
 from zeromesh.context.applied import SpreadSequences
 from zeromesh.context.order import keep
-from zeromesh.engine import Engine
-from zeromesh.train.data.loader import Batch
-from zeromesh.train.data.samples import NO_LABEL
-from zeromesh.train.model import LanguageModel
+from zeromesh.export import plain_model
+from zeromesh.train.data.loader import NO_LABEL, Batch, evaluation_batches
+from zeromesh.train.data.store import PreparedData
+from zeromesh.train.model import LanguageModel, Transformer
+
+AT_ONCE = 32
+"""Micro-batches of a rank per evaluation call: a pipeline fills and drains once for them, and holds all of them."""
+
+PROBE = 4
+"""Tokens of each of the two documents of a trial."""
 
 
 @dataclass(frozen=True)
 class Weighted(WithLoss):
-    """A micro-batch whose loss is what its labels cost together, in nats, times a factor.
+    """A micro-batch whose loss is the sum over its labels, in nats, times a factor.
 
     Attributes:
         batch: the micro-batch.
-        language: how the model is called.
-        spread: how its sequences are spread over ranks, if they are.
+        language: describes how the model is called.
+        spread: ranks over which its sequences are spread; None if they are not.
         factor: the same on all ranks.
     """
 
@@ -35,12 +46,12 @@ class Weighted(WithLoss):
     factor: float
 
     def loss(self, model: Callable[..., Any]) -> torch.Tensor:
-        """A scalar, in at least fp32.
+        """Return a scalar in fp32, or in fp64 for a model in fp64.
 
-        Ranks that share the micro-batch's sequences get the same, of which each has the gradient of its own tokens.
+        Ranks that share the sequences get the same scalar; the gradient of each is that of its own tokens.
         """
         logits, labels = self.language.logits(model, self.batch), self.batch.labels
-        # A sum over the vocabulary in 16 bits would lose most of its digits.
+        # A sum over the vocabulary in 16 bits would lose most digits.
         wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         if self.spread is None:
             return F.cross_entropy(wide, labels.flatten(), ignore_index=NO_LABEL, reduction="sum") * self.factor
@@ -52,20 +63,132 @@ class Weighted(WithLoss):
         return mean * count * self.factor
 
 
-def weighted(engine: Engine, language: LanguageModel, given: Sequence[Batch]) -> tuple[list[Weighted], int]:
-    """This rank's micro-batches, for the engine, whose mean loss is then nats per label. All ranks call it.
+def weighted(engine: Engine, language: LanguageModel, batches: Sequence[Batch]) -> tuple[list[Weighted], int]:
+    """Return micro-batches whose mean loss in the engine is nats per label of all ranks, and their labels. Collective.
 
     Args:
         engine: takes the mean over data ranks and micro-batches.
-        language: how the model is called.
-        given: as many on all ranks.
-
-    Returns:
-        The same micro-batches, and the labels of all ranks together.
+        language: describes how the model is called.
+        batches: this rank's micro-batches, equally many on all ranks.
     """
     world = engine.mesh.group("world")
-    counts = torch.tensor([sum(int((batch.labels != NO_LABEL).sum()) for batch in given)])
+    counts = torch.tensor([sum(int((batch.labels != NO_LABEL).sum()) for batch in batches)])
     # Ranks that share a batch count the same labels.
     labels = int(world.exchange(counts).sum()) * engine.data_size // world.size
-    factor = engine.data_size * len(given) / max(1, labels)
-    return [Weighted(batch, language, engine.context_parallel, factor) for batch in given], labels
+    factor = engine.data_size * len(batches) / max(1, labels)
+    return [Weighted(batch, language, engine.context_parallel, factor) for batch in batches], labels
+
+
+@dataclass(frozen=True)
+class Score:
+    """Evaluation on held-out text.
+
+    Attributes:
+        loss: nats per label.
+        bits_per_byte: bits that the labels cost, ends of text included, per byte of text. The bytes per label are the
+            mean over all held-out text, also if a part of it is evaluated. None if the bytes are unknown.
+    """
+
+    loss: float
+    bits_per_byte: float | None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out text.
+
+    Attributes:
+        prepared: the text.
+        language: describes how the model is called.
+        rows: rows of a micro-batch.
+    """
+
+    prepared: PreparedData
+    language: LanguageModel
+    rows: int
+
+    def score(self, engine: Engine, batches: int | None = None) -> Score | None:
+        """Evaluate the model on the first ``batches`` micro-batches of every rank, or on all. Collective.
+
+        Returns:
+            The score, the same on every rank; None without held-out text.
+        """
+        total, count = 0.0, 0
+        length = self.language.sequence_length
+        own = evaluation_batches(self.prepared, length, self.rows, engine.data_rank, engine.data_size)
+        own = islice(own, batches)
+        while some := list(islice(own, AT_ONCE)):
+            micro_batches, labels = weighted(engine, self.language, some)
+            total += labels * float(engine.eval_batch(iter(micro_batches), num_micro_batches=len(some)))
+            count += labels
+        if not count:
+            return None
+        size = self.prepared.held_out_bytes
+        bits = total / count / math.log(2) * self.prepared.held_out_labels / size if size else None
+        return Score(loss=total / count, bits_per_byte=bits)
+
+
+@dataclass(frozen=True)
+class _Trial(WithLoss):
+    """Two rows of tokens, whose loss is 1 if the model's predictions for them differ in some places, else 0."""
+
+    batch: Batch
+    language: LanguageModel
+    places: slice
+
+    def loss(self, model: Callable[..., Any]) -> torch.Tensor:
+        logits = self.language.logits(model, self.batch)[:, self.places].float()
+        same = torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4)
+        return torch.zeros((), device=logits.device) if same else torch.ones((), device=logits.device)
+
+    def differs(self, engine: Engine) -> bool:
+        """Return whether the predictions differ on some rank. Collective."""
+        return bool(engine.eval_batch(iter([self]), num_micro_batches=1))
+
+
+def require_document_attention(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
+    """Check that attention stays within documents: tokens of the first must not matter in the second. Collective.
+
+    A trial is needed, since rotary or learned positions alone do not show it, and not every model looks at them.
+
+    Args:
+        engine: engine of the model.
+        language: describes how the model is called.
+        vocabulary: number of entries of the vocabulary.
+
+    Raises:
+        ValueError: the second document saw the first.
+    """
+    leaks = ValueError(
+        f"data.document_attention: {language.name} attends across documents whatever positions it is given; set it to "
+        'false, and data.packing to "pad" where records must not see each other'
+    )
+    if isinstance(language, Transformer):
+        forward = plain_model(engine.module).forward
+        if "position_ids" not in inspect.signature(forward).parameters:
+            raise leaks
+    second = torch.arange(PROBE) % vocabulary
+    rows = [torch.cat([torch.full((PROBE,), token), second]) for token in (0, vocabulary - 1)]
+    tokens = torch.stack(rows)
+    documents = torch.tensor([0] * PROBE + [1] * PROBE).expand_as(tokens)
+    positions = torch.arange(PROBE).repeat(2).expand_as(tokens)
+    if _Trial(Batch(tokens, tokens, positions, documents), language, slice(PROBE, None)).differs(engine):
+        raise leaks
+
+
+def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
+    """Check that a token does not matter to the predictions before it. Collective.
+
+    Raises:
+        ValueError: it does, as in BERT: the model would learn to copy its labels.
+    """
+    tokens = torch.stack([torch.arange(PROBE) % vocabulary] * 2)
+    tokens[1, -1] = vocabulary - 1 - tokens[1, -1]
+    spread = engine.context_parallel
+    with nullcontext() if spread is None else spread.paused():  # the tokens may be too few to be spread
+        differs = _Trial(Batch(tokens, tokens), language, slice(-1)).differs(engine)
+    if differs:
+        raise ValueError(
+            f"huggingface.path: {language.name} is no causal model: what it predicts depends on later tokens; choose a "
+            "model that generates text (examples/bert_mlm.py trains on masked tokens)"
+        )

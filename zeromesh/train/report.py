@@ -1,15 +1,68 @@
-"""The closing report of a run, for programs and for people."""
+"""The end of a run: evaluation of all held-out text, the weights, samples, the picture of the loss, and the report."""
 
 from __future__ import annotations
 
+import io
+import json
 import re
+import time
+import tokenize
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
-from zeromesh.observe.bounds import COMPUTE
+import torch
+from rich.console import Console
+from rich.markdown import Markdown
+
+from zeromesh.observe.metrics import read_metrics
+from zeromesh.observe.pictures import loss_picture
+from zeromesh.observe.machine import peak_bytes
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
-from zeromesh.train.data.python_lines import LineCount
+from zeromesh.train.check import Job
+from zeromesh.train.data.store import PreparedData
+from zeromesh.train.folder import RunFolder
+from zeromesh.train.loop import Loop, Progress
+from zeromesh.train.model import Transformer
+from zeromesh.train.sample import load_writer
+
+SMALLEST_SHARE = 0.005
+"""Share of a step's time below which a resource gets no row."""
+
+BAR = 20
+"""Characters of a bar for the whole step."""
+
+
+@dataclass(frozen=True)
+class LineCount:
+    """Number of ``lines``, and of those that tokenize as Python."""
+
+    lines: int
+    tokenizing: int
+
+    @property
+    def share(self) -> float:
+        """Share of the lines that tokenize; NaN without lines."""
+        return self.tokenizing / self.lines if self.lines else float("nan")
+
+
+def count_lines(texts: list[str]) -> LineCount:
+    """Count the lines that are complete and not blank, and those that Python's ``tokenize`` module reads.
+
+    Each line is read alone, without indentation. A line that leaves a bracket or a string open does not count, so the
+    share of a program is below 1: about 0.86 for the standard library.
+    """
+    lines = [line for text in texts for line in text.split("\n")[:-1] if line.strip()]
+    return LineCount(len(lines), sum(map(_tokenizes, lines)))
+
+
+def _tokenizes(line: str) -> bool:
+    try:
+        found = [token.type for token in tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)]
+    except (tokenize.TokenError, SyntaxError):
+        return False
+    return tokenize.ERRORTOKEN not in found
 
 
 @dataclass(frozen=True)
@@ -17,26 +70,26 @@ class Report:
     """Result of a run.
 
     Attributes:
-        architecture: kind of model.
-        parameters: of the model.
-        ranks: processes.
-        zero_stage: row of ZeRO's table.
-        steps: updates.
-        tokens: trained on, repetitions counted.
-        seconds: from the command to this report.
-        training_seconds: of them, or of the resumed run altogether, in steps.
+        architecture: name of the model.
+        parameters: number of parameters.
+        ranks: number of processes.
+        zero_stage: stage of ZeRO.
+        steps: number of updates.
+        tokens: number of training tokens; repetitions count.
+        seconds: time from the command to this report.
+        training_seconds: time in steps, of the whole run also if it was resumed.
         utilization: mean share of the peak operations per second (MFU).
-        training_loss: of the last step that was logged, nats per token.
-        validation_loss: nats per token of all held-out text; None where nothing is held out, as the next two.
-        bits_per_byte: of the same text; None also where its bytes are not known.
-        gzip_bits_per_byte: what ``gzip -9`` needs for the same bytes, the documents one after the other.
-        peak_memory: bytes, by rank.
-        memory: the engine's memory report, of the first rank.
-        traffic: the engine's traffic report, of the first rank.
-        traffic_steps: steps in which that traffic was caused; evaluations in between are in it too.
-        bounds: which resource bounded the first rank, as ``engine.bound_report``; None where too few steps were done.
+        training_loss: loss of the last logged step, nats per token.
+        validation_loss: nats per token of all held-out text; None without held-out text.
+        bits_per_byte: bits per byte of the same text; None also if its bytes are unknown.
+        gzip_bits_per_byte: bits per byte of ``gzip -9`` on the same text, the documents one after the other.
+        peak_memory: bytes by rank.
+        memory: memory report of the engine on the first rank.
+        traffic: traffic report of the engine on the first rank.
+        traffic_steps: steps since that report began; it includes evaluations between them.
+        bounds: bound report of the engine on the first rank; None after too few steps.
         samples: texts, each a prompt and its continuation.
-        lines: how many lines of the samples tokenize as Python; None if the text is not Python.
+        lines: lines of the samples that tokenize as Python; None if the text is not Python.
     """
 
     architecture: str
@@ -61,8 +114,92 @@ class Report:
     lines: LineCount | None
 
 
+def close(
+    loop: Loop, prepared: PreparedData, began: float, start: Progress, reached: Progress, console: Console
+) -> None:
+    """Evaluate, and write the weights and the report. Collective; the first rank writes.
+
+    Args:
+        loop: the loop, at its end.
+        prepared: the text.
+        began: time of the command, in seconds since the epoch.
+        start: progress at the start of this command.
+        reached: progress now.
+        console: shows the report.
+    """
+    engine, job = loop.engine, loop.job
+    score = loop.held_out.score(engine)
+    if score is not None:
+        loop.show_score(reached, score)
+    memory, traffic = engine.memory_report(), engine.traffic_report()
+    bounds = engine.bound_report(loop.flops_per_token * loop.tokens_per_step / engine.mesh.world_size)
+    own = torch.tensor([float(peak_bytes(engine.device))], dtype=torch.float64)
+    peaks = [round(peak) for peak in engine.mesh.group("world").exchange(own).flatten().tolist()]
+    engine.save_16bit_model(job.folder.model)
+    if loop.metrics is None:
+        return
+    loop.metrics.close()
+    if isinstance(job.language, Transformer):
+        job.folder.copy_tokenizer(job.folder.model)
+    records = read_metrics(job.folder.metrics)
+    _draw(job.folder, records, console)
+    samples = _samples(job)
+    steps = [record for record in records if record["kind"] == "train"]
+    report = Report(
+        architecture=job.language.name,
+        parameters=engine.sharded.count(),
+        ranks=engine.mesh.world_size,
+        zero_stage=job.settings.zero_optimization.stage,
+        steps=reached.step,
+        tokens=reached.samples * job.language.sequence_length,
+        seconds=time.time() - began,
+        training_seconds=reached.seconds,
+        utilization=fmean(record["utilization"] for record in steps),
+        training_loss=steps[-1]["loss"],
+        validation_loss=score.loss if score else None,
+        bits_per_byte=score.bits_per_byte if score else None,
+        gzip_bits_per_byte=prepared.gzip_bits_per_byte if score else None,
+        peak_memory=peaks,
+        memory=memory,
+        traffic=traffic,
+        traffic_steps=reached.step - start.step,
+        bounds=bounds,
+        samples=samples,
+        lines=count_lines(samples) if prepared.python else None,
+    )
+    job.folder.report.write_text(json.dumps(asdict(report), indent=2))
+    text = markdown(report)
+    job.folder.report.with_suffix(".md").write_text(text, encoding="utf-8")
+    console.print(Markdown(text))
+    console.print(f"the report, the weights and the checkpoints are in {job.folder.path}")
+
+
+def _draw(folder: RunFolder, records: list[dict[str, Any]], console: Console) -> None:
+    curves = {
+        kind: [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
+        for kind in ("train", "validation")
+    }
+    if not loss_picture(folder.picture, curves["train"], curves["validation"]):
+        console.print(f"no {folder.picture.name}: drawing it needs matplotlib, pip install 'zeromesh[plots]'")
+
+
+def _samples(job: Job) -> list[str]:
+    """Return continuations of the prompts in the settings."""
+    wanted = job.run.sample
+    if not wanted.prompts:
+        return []
+    writer = load_writer(job.folder)
+    return [
+        writer.text(prompt, wanted.length, wanted.temperature, seed, wanted.chat)
+        for seed, prompt in enumerate(wanted.prompts)
+    ]
+
+
+# The report in Markdown.
+
+
 def markdown(report: Report) -> str:
-    """The report as a Markdown document."""
+    """Return the report as a Markdown document."""
     parts = [
         "# Training run",
         _table(("what", "value"), _summary(report)),
@@ -79,7 +216,7 @@ def markdown(report: Report) -> str:
 
 
 def _block(text: str) -> str:
-    """Text as it is, between fences that are longer than any in it."""
+    """Return text between fences that are longer than any fence in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}\n{text.rstrip()}\n{fence}"
 
@@ -93,7 +230,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{report.architecture}, {scaled_text(report.parameters)} parameters"),
         ("ranks", f"{report.ranks}, ZeRO-{report.zero_stage}"),
-        ("time", f"{duration_text(report.seconds)}, of it {duration_text(report.training_seconds)} in steps"),
+        ("time", f"{duration_text(report.seconds)}, {duration_text(report.training_seconds)} of it in steps"),
         ("steps", str(report.steps)),
         ("tokens", f"{scaled_text(report.tokens)}, {scaled_text(report.tokens / report.training_seconds, 'tok/s')}"),
         ("MFU", f"{report.utilization:.0%}"),
@@ -107,7 +244,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         rows.append(
             ("gzip -9 on the same bytes", f"{report.gzip_bits_per_byte:.3f}; the model needs {ratio:.2f} x that")
         )
-    rows.append(("peak memory", ", ".join(map(bytes_text, report.peak_memory)) + " by rank"))
+    rows.append(("peak memory by rank", ", ".join(map(bytes_text, report.peak_memory))))
     if report.lines is not None and report.lines.lines:
         count = f"{report.lines.tokenizing} of {report.lines.lines}"
         rows.append(("sampled lines that tokenize as Python", f"{report.lines.share:.0%} ({count})"))
@@ -124,20 +261,13 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
     return rows
 
 
-LEAST = 0.005
-"""Share of a step that is worth a row."""
-
-BAR = 20
-"""Characters of a bar that stands for the whole step."""
-
-
 def _bounds(found: dict[str, Any]) -> tuple[str, str]:
-    """A sentence, and a table with bars."""
+    """Return a sentence, and a table with bars."""
     rows = []
     for name, use in found["uses"].items():
-        if use["share"] < LEAST and use["amount"] is None:
+        if use["share"] < SMALLEST_SHARE and use["amount"] is None:
             continue
-        unit = "FLOP" if name == COMPUTE else "B"
+        unit = "FLOP" if name == "compute" else "B"
         amount = "" if use["amount"] is None else scaled_text(use["amount"], unit)
         limit = "" if use["of_limit"] is None else f"{use['of_limit']:.0%} of {scaled_text(use['limit'], unit)}/s"
         bar = "█" * round(BAR * use["share"])

@@ -1,4 +1,4 @@
-"""``zeromesh train``: check, prepare the text, start the ranks, train, close."""
+"""``zeromesh train``: check, prepare the text, start the ranks, train, and write the report."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ import torch
 from rich.console import Console
 
 import zeromesh
+from zeromesh import Engine, Settings, init_distributed, launch
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
-from zeromesh.comm.environment import device_of_group, init_distributed, shutdown
-from zeromesh.config.printing import jsonable, tell_unset
-from zeromesh.config.settings import Settings
-from zeromesh.engine import Engine
-from zeromesh.launcher.launch import RankFailure, launch
+from zeromesh.comm.environment import device_of_group, shutdown
+from zeromesh.comm.failure import RankFailure
+from zeromesh.config.printing import tell_unset
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
 from zeromesh.observe.units import scaled_text
 from zeromesh.train.check import Job, check, prepare_text
-from zeromesh.train.closing import RunSpan, close
 from zeromesh.train.data.loader import Share, training_batches
-from zeromesh.train.data.prepared import PreparedData
-from zeromesh.train.evaluate import HeldOut
+from zeromesh.train.data.store import PreparedData
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.loop import Loop, Progress
-from zeromesh.train.model import require_causal, require_document_attention
+from zeromesh.train.loss import HeldOut, require_causal, require_document_attention
+from zeromesh.train.report import close
 from zeromesh.train.screen import is_first, make_console, shown_log
-from zeromesh.train.signals import heeded, ignore_requests
+from zeromesh.train.signals import forward_signals, ignore_requests
 
 
 def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
-    """Train as a file says; everything that can be refused is refused before a rank is started.
+    """Train as a configuration says. Everything that can be refused is refused before a rank is started.
+
+    Args:
+        config: JSON file.
+        overrides: keys and values, as in ``run.steps=100``.
+        resume: continue from the last checkpoint; "auto" starts if there is none.
 
     Raises:
-        ValueError: if the configuration, the text or the output folder does not allow the run.
-        RankFailure: if a rank failed.
+        ValueError: the configuration, the text or the output folder does not allow the run.
+        RankFailure: a rank failed.
     """
     began = time.time()
     ignore_requests()
@@ -62,7 +65,7 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
 
 
 def _decided(settings: Settings) -> Settings:
-    """The settings with ``run.resume`` true or false; all ranks that a launcher starts see the same folder."""
+    """Return the settings with ``run.resume`` true or false. All ranks of a launcher see the same folder."""
     run = settings.run
     if run is None or run.resume is True or (run.resume is False and not may_restart()):
         return settings
@@ -71,7 +74,7 @@ def _decided(settings: Settings) -> Settings:
 
 
 def _prepare(job: Job, console: Console) -> None:
-    if job.folder.holds_a_beginning:
+    if job.folder.has_no_result:
         console.print(
             f"{job.folder.path} holds a run that ended before its first checkpoint; it is started again, "
             "and its metrics are overwritten"
@@ -93,14 +96,15 @@ def _how_to_go_on(job: Job) -> str:
 
 
 def _text_line(prepared: PreparedData) -> str:
-    sides = [
-        f"{sum(part.documents for part in parts)} documents of {scaled_text(sum(part.tokens for part in parts))} tokens"
-        for parts in (prepared.train, prepared.validation)
-    ]
+    sides = []
+    for name, parts in (("training", prepared.train), ("held out", prepared.validation)):
+        documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
+        sides.append(f"{name}: {documents} documents with {scaled_text(tokens)} tokens")
     dropped = f"{prepared.dropped} longer than a sample, " if prepared.dropped else ""
+    capped = ", as many as the text gives" if prepared.capped else ""
     return (
-        f"{sides[0]} to train on, {sides[1]} held out, {dropped}{prepared.skipped} empty or unreadable; "
-        f"a vocabulary of {prepared.vocabulary} entries{', which is all that it gives' if prepared.capped else ''}"
+        f"{'; '.join(sides)}; left out: {dropped}{prepared.skipped} empty or unreadable; "
+        f"vocabulary: {prepared.vocabulary} entries{capped}"
     )
 
 
@@ -108,8 +112,8 @@ def run_rank(settings: Settings, began: float) -> None:
     """Run one rank.
 
     Args:
-        settings: the same on all ranks, and checked.
-        began: time at which the command was given, in seconds since the epoch.
+        settings: settings that were checked, the same on all ranks.
+        began: time of the command, in seconds since the epoch.
     """
     ignore_requests()
     with shown_log():
@@ -121,7 +125,7 @@ def _run_rank(job: Job, began: float) -> None:
         torch.set_num_threads(job.run.threads)
     init_distributed()
     try:
-        # The first rank has written the tokens before it came here.
+        # The first rank wrote the tokens before it came here.
         torch.distributed.barrier()
         prepared = prepare_text(job, may_write=False)
         trained = prepared.tokenizer is not None and job.data.tokenizer is None
@@ -134,7 +138,9 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
     engine, cost = _engine(job)
     try:
         console = make_console(quiet=engine.mesh.rank != 0)
-        console.print(_settings_lines(engine.config))
+        changed = engine.config.model_dump(mode="json", exclude_defaults=True)
+        lines = [f"  {key}: {json.dumps(value)}" for key, value in changed.items()]
+        console.print("\n".join(["settings that differ from the defaults:", *lines]))
         console.print(
             f"{job.language.name}, {_parameters_text(engine)}, "
             f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
@@ -147,39 +153,29 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
         if engine.mesh.rank == 0:
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
             job.folder.config.write_text(again.to_json())
+        rows = engine.train_micro_batch_size_per_gpu()
         with Display(console, job.run.steps) as display:
-            loop = _loop(engine, job, prepared, start, display, cost)
+            loop = Loop(
+                engine=engine,
+                job=job,
+                share=Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps()),
+                held_out=HeldOut(prepared, job.language, rows),
+                flops_per_token=cost,
+                metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
+                display=display,
+            )
             length, seed = job.language.sequence_length, job.settings.seed
-            with heeded(engine):
+            with forward_signals(engine):
                 reached = loop.run(training_batches(prepared, length, loop.share, seed, start.samples), start)
-        close(loop, prepared, RunSpan(began, start, reached), console)
+        close(loop, prepared, began, start, reached, console)
     finally:
         engine.destroy()
 
 
-def _settings_lines(settings: Settings) -> str:
-    """Yield a line per key or section that is not the default."""
-    changed = jsonable(settings.model_dump(exclude_defaults=True))
-    return "\n".join(["settings beside the defaults:", *(f"  {key}: {json.dumps(changed[key])}" for key in changed)])
-
-
-def _loop(engine: Engine, job: Job, prepared: PreparedData, start: Progress, display: Display, cost: float) -> Loop:
-    rows = engine.train_micro_batch_size_per_gpu()
-    return Loop(
-        engine=engine,
-        job=job,
-        share=Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps()),
-        held_out=HeldOut(prepared, job.language, rows),
-        flops_per_token=cost,
-        metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
-        display=display,
-    )
-
-
 def _engine(job: Job) -> tuple[Engine, float]:
-    """The model with the weights that the folder or the seed gives, and what a token of training costs.
+    """Return the engine of the model, and the operations per token of training.
 
-    Random numbers differ from rank to rank after that, but for ranks that split layers: each drops the same.
+    Random numbers then differ between ranks, except for ranks that split layers, which drop the same activations.
     """
     settings = job.settings
     torch.manual_seed(settings.seed)

@@ -1,4 +1,4 @@
-"""``zeromesh sample``: continue a text with a trained model, one token after the other."""
+"""``zeromesh sample``: continue a text with a trained model, token by token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 from zeromesh.model.lengths import positions
 from zeromesh.train.architectures.decoder import Decoder
-from zeromesh.train.data.making import TOKENIZER_FOLDER
+from zeromesh.train.data.prepare import TOKENIZER_FOLDER
 from zeromesh.train.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.model import BuiltIn, Transformer, language_model, quiet
 from zeromesh.train.screen import make_console, write
 
 Next = Callable[[Sequence[int]], torch.Tensor]
-"""From all ids so far, a longer list each time, to the logits of the next one, shape ``(vocabulary,)``."""
+"""Function from all ids so far, a longer list in each call, to the logits of the next id, shape ``(vocabulary,)``."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class TextWriter:
     """A model on one process, with its tokenizer.
 
     Attributes:
-        begin: starts a text.
-        ends: ids after which a text is over.
-        tokenizer: of the model.
+        begin: makes the function for a new text.
+        ends: ids that end a text.
+        tokenizer: tokenizer of the model.
     """
 
     begin: Callable[[], Next]
@@ -38,14 +38,14 @@ class TextWriter:
     tokenizer: TextTokenizer
 
     def pieces(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> Iterator[str]:
-        """Continue ``prompt`` by up to ``tokens`` tokens, piece by piece; ends early at the end of a text.
+        """Yield a continuation of ``prompt`` piece by piece, up to the end of the text.
 
         Args:
-            prompt: the beginning; the model sees no more of it than fits into its sequence length.
-            tokens: most tokens to add.
-            temperature: divides the logits; 0 takes the likeliest token.
-            seed: of the choices.
-            chat: whether the prompt is what a user says, and what comes the answer.
+            prompt: beginning of the text. The model sees the end of it that fits into its sequence length.
+            tokens: largest number of tokens to add.
+            temperature: divisor of the logits; 0 takes the likeliest token.
+            seed: seed of the choices.
+            chat: whether the prompt is a message of a user, and the continuation the answer.
         """
         if chat:
             before = self.tokenizer.prompt([{"role": "user", "content": prompt}]).tolist()
@@ -67,7 +67,7 @@ class TextWriter:
             yield token
 
     def text(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> str:
-        """The prompt and its continuation."""
+        """Return the prompt with its continuation."""
         return prompt + ("\n" if chat else "") + "".join(self.pieces(prompt, tokens, temperature, seed, chat))
 
 
@@ -78,10 +78,10 @@ def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator
 
 
 def load_writer(folder: RunFolder) -> TextWriter:
-    """The model at the end of a run, in fp32 on the CPU.
+    """Load the model at the end of a run, in fp32 on the CPU.
 
     Raises:
-        ValueError: if there is no run in the folder, or it has not finished.
+        ValueError: there is no run in the folder, it has not finished, or it has no tokenizer.
     """
     if not folder.config.is_file():
         raise ValueError(f"{str(folder.path)!r} holds no run; name the folder that run.output named in training")
@@ -122,7 +122,7 @@ def _decoder(language: BuiltIn, weights: Path) -> Decoder:
 
 
 def load_transformer(language: Transformer, folder: Path) -> Any:
-    """A model of transformers that a run wrote, whole, in fp32; with its adapters, if that is what the run trained."""
+    """Load the model of transformers that a run wrote, in fp32, with its adapters if it trained some."""
     from transformers import AutoModelForCausalLM
 
     quiet()
@@ -136,7 +136,7 @@ def load_transformer(language: Transformer, folder: Path) -> Any:
 
 
 def _cached(model: Any, longest: int | None) -> Next:
-    """The next logits with keys and values kept, where the model keeps them, and while it has positions."""
+    """Return a function for the next logits that keeps keys and values, if the model does, while positions last."""
     cache, seen = None, 0
 
     def following(ids: Sequence[int]) -> torch.Tensor:
@@ -153,13 +153,13 @@ def _cached(model: Any, longest: int | None) -> Next:
 
 
 def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed: int, count: int, chat: bool) -> None:
-    """Write continuations to the terminal as they come.
+    """Print ``count`` continuations as they come.
 
     Raises:
-        ValueError: if the run cannot be sampled from.
+        ValueError: the run has no model to sample from.
     """
     writer = load_writer(RunFolder(run))
-    # Python keeps bytes of the command line that the locale does not know as lone surrogates.
+    # Python decodes bytes of the command line that the locale does not know to lone surrogates.
     prompt = os.fsencode(prompt).decode("utf-8", "replace")
     console = make_console()
     for number in range(count):

@@ -11,25 +11,26 @@ from typing import TextIO
 
 from rich.console import Console
 
-from zeromesh.comm.detect import Environment, is_launched
+from zeromesh import Environment
+from zeromesh.comm.detect import is_launched
 
 LONGEST_LINE = 200
-"""Characters of a line of the log; the rest is left out."""
+"""Longest line of the log, in characters."""
 
 
 def is_first() -> bool:
-    """Return whether this process is the one that speaks: the only one so far, or rank 0 of a launcher's."""
+    """Return whether this process prints: the only one so far, or rank 0 under a launcher."""
     return not is_launched() or Environment.detect().rank == 0
 
 
 def make_console(quiet: bool = False) -> Console:
-    """A console on standard output that shows text as it is: no markup, no names of emoji, no highlights."""
+    """Return a console on standard output that changes no text: no markup, no emoji, no highlights."""
     _replace_what_cannot_be_encoded(sys.stdout)
     return Console(quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def write(text: str) -> None:
-    """Write text to standard output, unchanged but for characters that its encoding does not have."""
+    """Write text to standard output; characters that its encoding lacks become question marks."""
     _replace_what_cannot_be_encoded(sys.stdout)
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -37,14 +38,14 @@ def write(text: str) -> None:
 
 @contextmanager
 def shown_log() -> Iterator[None]:
-    """Show the log from INFO on as lines on standard error, on the first rank and unless it is shown already."""
+    """Show the log from INFO on standard error, on the first rank, unless the program has a handler already."""
     logger = logging.getLogger("zeromesh")
     if logger.handlers:
         yield
         return
     try:
         first = is_first()
-    except ValueError:  # for the command to tell, if it needs to know which rank it is
+    except ValueError:  # a command that needs the environment explains what is wrong
         first = True
     handler, level = _Lines() if first else logging.NullHandler(), logger.level
     logger.addHandler(handler)
@@ -58,7 +59,7 @@ def shown_log() -> Iterator[None]:
 
 
 class _Lines(logging.Handler):
-    """Writes records to what is standard error at that time, which a live line of progress stands in for."""
+    """Handler that writes to the present ``sys.stderr``, which a live line of progress replaces."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 in a run: save, and end or go on, after the update that all ranks agree on."""
+"""Signals in a run: SIGTERM saves and ends, SIGUSR1 saves, after an update on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 
+from zeromesh import Engine
 from zeromesh.comm.failure import SAVED, SAVED_AND_ENDED
 from zeromesh.comm.rank import FAILURES
-from zeromesh.engine import Engine
 
 
 class Request(IntEnum):
-    """Request of a signal; the largest one of all ranks counts."""
+    """Request of a signal. The largest request of all ranks counts."""
 
     NOTHING = 0
     SAVE = 1
     SAVE_AND_END = 2
 
 
-SAME = 5.0
-"""Seconds in which another SIGTERM is the same one."""
+REPEAT_SECONDS = 5.0
+"""Time in which a second SIGTERM is a copy: batch systems send it to the launcher and to the ranks, and the launcher
+passes it on."""
 
 SIGNALS = {signal.SIGTERM: Request.SAVE_AND_END, signal.SIGUSR1: Request.SAVE}
 
 
 class Ended(SystemExit):
-    """The run was saved and ends, as a signal asked."""
+    """End of a run after a signal and a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__(SAVED_AND_ENDED)
 
 
 @contextmanager
-def heeded(engine: Engine) -> Iterator[None]:
-    """In this context the engine hears of signals at its next update. A second SIGTERM ends the process at once.
+def forward_signals(engine: Engine) -> Iterator[None]:
+    """Pass signals to the engine, which reads them at its next update. A second SIGTERM ends the process at once.
 
-    One that comes soon after the first is the same: batch systems tell the launcher and the ranks, and the launcher
-    tells the ranks again. Only the main thread of a process can do so; elsewhere nothing happens.
+    In other threads than the main one, which cannot handle signals, nothing happens.
     """
     first: list[float] = []
     if threading.current_thread() is not threading.main_thread():
@@ -53,7 +53,7 @@ def heeded(engine: Engine) -> Iterator[None]:
     def ask(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
             first.append(time.monotonic())
-            if first[-1] - first[0] > SAME:
+            if first[-1] - first[0] > REPEAT_SECONDS:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
         engine.ask(SIGNALS[signal.Signals(number)])
@@ -67,13 +67,13 @@ def heeded(engine: Engine) -> Iterator[None]:
 
 
 def ignore_requests() -> None:
-    """Let SIGUSR1, which asks for a checkpoint, do nothing where there is nothing to save."""
+    """Ignore SIGUSR1, the request for a checkpoint, until there is something to save."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def leave_word() -> None:
-    """Let the launcher of this rank know that the run was saved before it ended."""
+def mark_saved() -> None:
+    """Leave a file for the launcher of this rank: the run was saved before it ended."""
     folder = os.environ.get(FAILURES)
     if folder is not None and os.path.isdir(folder):
         Path(folder, SAVED).touch()

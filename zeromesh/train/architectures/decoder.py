@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT and Llama-style models are two rows of one table.
+"""A decoder-only transformer. GPT and Llama-style models are two rows of a table.
 
 Sources: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (GPT-2); Touvron et al.,
 "LLaMA: Open and Efficient Foundation Language Models", 2023; Su et al., "RoFormer", 2021 (rotary positions);
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zeromesh.config.train import ModelShape
 
 IGNORE_LABEL = -100
-"""A label that counts neither in the loss nor in its mean."""
+"""Label of a token that is not in the loss."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Variant:
     """Variant of a family of decoders.
 
     Attributes:
-        norm: makes the normalization of a width, with an epsilon.
-        rotary: positions by rotation of queries and keys; otherwise a learned embedding is added to the tokens'.
-        gated: the MLP is ``down(silu(gate(x)) * up(x))``; otherwise ``down(gelu(up(x)))``.
-        bias: linear layers have a bias.
-        tied: by default, the output layer is the token embedding.
-        mlp_width: the MLP's default width for a hidden width.
+        norm: makes a normalization from a width and an epsilon.
+        rotary: whether queries and keys are rotated by their positions; otherwise an embedding of positions is learned.
+        gated: whether the MLP is ``down(silu(gate(x)) * up(x))``; otherwise it is ``down(gelu(up(x)))``.
+        bias: whether linear layers have a bias.
+        tied: whether the output layer is the token embedding by default.
+        mlp_width: default width of the MLP for a hidden width.
     """
 
     norm: Callable[[int, float], nn.Module]
@@ -43,7 +43,7 @@ class Variant:
 
 
 def _gated_width(hidden: int) -> int:
-    """Two thirds of ``4 hidden``, so that three matrices cost what two did, rounded up to a multiple of 32."""
+    """Return two thirds of ``4 hidden``, rounded up to a multiple of 32: three matrices then cost what two did."""
     return 32 * math.ceil(8 * hidden / 3 / 32)
 
 
@@ -55,57 +55,54 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a ``ModelShape`` with its variant's defaults. Widths in elements.
+    """Sizes of a decoder, in elements.
 
-    Raises:
-        ValueError: if the vocabulary is open, or the heads' width does not suit rotary positions.
+    Attributes:
+        shape: shape in the configuration.
+        variant: row of ``VARIANTS``.
+        vocabulary: number of entries of the vocabulary.
+        head_width: width of a head.
+        kv_heads: number of key and value heads.
+        mlp: width of the MLP.
+        tied: whether the output layer is the token embedding.
     """
 
     shape: ModelShape
+    variant: Variant
+    vocabulary: int
+    head_width: int
+    kv_heads: int
+    mlp: int
+    tied: bool
 
-    def __post_init__(self) -> None:
-        if self.shape.vocab_size is None:
+    @classmethod
+    def of(cls, shape: ModelShape) -> Sizes:
+        """Return the sizes of a shape, with the defaults of its variant.
+
+        Raises:
+            ValueError: the vocabulary has no size, or the width of the heads does not suit rotary positions.
+        """
+        variant, width = VARIANTS[shape.architecture], shape.hidden_size // shape.heads
+        if shape.vocab_size is None:
             raise ValueError("model.vocab_size is open; set it to the number of entries of the tokenizer")
-        if self.variant.rotary and self.head_width % 2:
+        if variant.rotary and width % 2:
             raise ValueError(
-                f"model.hidden_size / model.heads = {self.head_width} must be even, because rotary positions turn "
-                "pairs of elements; choose another number of heads"
+                f"model.hidden_size / model.heads = {width} must be even, because rotary positions turn pairs of "
+                "elements; choose another number of heads"
             )
-
-    @property
-    def variant(self) -> Variant:
-        """The row of ``VARIANTS``."""
-        return VARIANTS[self.shape.architecture]
-
-    @property
-    def vocabulary(self) -> int:
-        """Entries of the vocabulary."""
-        assert self.shape.vocab_size is not None
-        return self.shape.vocab_size
-
-    @property
-    def head_width(self) -> int:
-        """Width of one head."""
-        return self.shape.hidden_size // self.shape.heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key and value heads."""
-        return self.shape.kv_heads or self.shape.heads
-
-    @property
-    def mlp(self) -> int:
-        """Width of the MLP."""
-        return self.shape.mlp_size or self.variant.mlp_width(self.shape.hidden_size)
-
-    @property
-    def tied(self) -> bool:
-        """True if the output layer is the token embedding."""
-        return self.variant.tied if self.shape.tie_embeddings is None else self.shape.tie_embeddings
+        return cls(
+            shape=shape,
+            variant=variant,
+            vocabulary=shape.vocab_size,
+            head_width=width,
+            kv_heads=shape.kv_heads or shape.heads,
+            mlp=shape.mlp_size or variant.mlp_width(shape.hidden_size),
+            tied=variant.tied if shape.tie_embeddings is None else shape.tie_embeddings,
+        )
 
 
 def rotary_table(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary positions, each of shape ``(*positions.shape, width / 2)``, fp32."""
+    """Return cosines and sines of rotary positions, each fp32, shape ``(*positions.shape, width / 2)``."""
     wavelength = base ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     angle = positions.float()[..., None] / wavelength
     return angle.cos(), angle.sin()
@@ -153,7 +150,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The position-wise half of a block. Input and output: (b, s, hidden)."""
+    """Position-wise half of a block. Input and output: (b, s, hidden)."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -163,14 +160,14 @@ class MLP(nn.Module):
         self.down = nn.Linear(sizes.mlp, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Work on each position by itself."""
+        """Compute each position on its own."""
         wide = F.gelu(self.up(x), approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * self.up(x)
         out: Tensor = self.down(wide)
         return out
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block. Input and output: (b, s, hidden)."""
+    """Pre-norm transformer block. Input and output: (b, s, hidden)."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -182,7 +179,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(sizes.shape.dropout)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None = None) -> Tensor:
-        """Add both halves' results to the residual stream ``x``."""
+        """Add the results of both halves to the residual stream ``x``."""
         x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask))
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
@@ -195,15 +192,15 @@ class Decoder(nn.Module):
     with ``initializer_range / sqrt(2 layers)`` (GPT-2), biases from zero.
 
     Args:
-        shape: its variant and its sizes, the vocabulary's included.
+        shape: variant and sizes, with the size of the vocabulary.
 
     Raises:
-        ValueError: if the sizes do not fit together.
+        ValueError: the sizes do not fit together.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        sizes = Sizes(shape)
+        sizes = Sizes.of(shape)
         hidden = shape.hidden_size
         self.sizes = sizes
         self.embedding = nn.Embedding(sizes.vocabulary, hidden)
@@ -217,7 +214,7 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights, in the order of the module's parameters."""
+        """Draw the initial weights in the order of the parameters."""
         std = self.sizes.shape.initializer_range
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -234,21 +231,22 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Logits, or the mean loss.
+        """Return the logits, or the mean loss.
 
         Args:
             tokens: token ids, int64 of shape (b, s), ``s <= sequence_length``.
             labels: the id that follows each token, int64 of shape (b, s), or ``IGNORE_LABEL``.
-            positions: of each token, int64 of shape (b, s), below ``sequence_length``; by default its place in the row.
-            documents: number of each token's document, int64 of shape (b, s): tokens see only those of their own. By
+            positions: position of each token, int64 of shape (b, s), below ``sequence_length``; by default its place in
+                the row.
+            documents: number of each token's document, int64 of shape (b, s); tokens see their own document only. By
                 default a row is one document.
 
         Returns:
-            Logits of shape (b, s, vocabulary) without labels; with labels, the mean cross entropy in nats per
-            token that has a label, a scalar in fp32, or in float64 where the model is.
+            Without labels, the logits, shape (b, s, vocabulary). With labels, the mean cross entropy in nats per label,
+            a scalar in fp32, or in fp64 for a model in fp64.
 
         Raises:
-            ValueError: if the sequence is longer than ``sequence_length``.
+            ValueError: the sequence is longer than ``sequence_length``.
         """
         length, longest = tokens.shape[1], self.sizes.shape.sequence_length
         if length > longest:
@@ -268,6 +266,6 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         if labels is None:
             return logits
-        # In at least fp32: a sum over the vocabulary in 16 bits would lose most of its digits.
+        # A sum over the vocabulary in 16 bits would lose most digits.
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.flatten(0, 1).to(wide), labels.flatten(), ignore_index=IGNORE_LABEL)

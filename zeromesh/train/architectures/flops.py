@@ -1,4 +1,4 @@
-"""Parameters and operations per token: of our decoder by a formula, of any model by counting.
+"""Operations per token: of the built-in decoder by a formula, of any model by counting.
 
 The cost of a matrix product counts a multiplication and an addition as two operations; norms, activations and the
 softmax are left out, as usual (Kaplan et al., "Scaling Laws for Neural Language Models", 2020).
@@ -16,36 +16,30 @@ from torch.func import functional_call
 
 from zeromesh.config.train import ModelShape
 from zeromesh.observe.operations import Operations
-from zeromesh.train.architectures.decoder import Sizes
+from zeromesh.train.architectures.decoder import Decoder, Sizes
 
 
 def parameters(shape: ModelShape) -> int:
-    """Number of parameters of a decoder; tied ones count once."""
-    sizes = Sizes(shape)
-    hidden, kv = shape.hidden_size, sizes.kv_heads * sizes.head_width
-    attention = hidden * (hidden + kv + kv) + hidden * hidden
-    mlp = (3 if sizes.variant.gated else 2) * hidden * sizes.mlp
-    biases = (hidden + kv + kv + hidden + sizes.mlp + hidden) if sizes.variant.bias else 0
-    norm = 2 * hidden if sizes.variant.bias else hidden
-    embedded = sizes.vocabulary * (1 if sizes.tied else 2) + (0 if sizes.variant.rotary else shape.sequence_length)
-    return shape.layers * (attention + mlp + biases + 2 * norm) + norm + hidden * embedded
+    """Return the number of parameters of a decoder. Tied ones count once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(shape).parameters())
 
 
 def multiplied_parameters(shape: ModelShape) -> int:
-    """Parameters that take part in a matrix product for every token: all but those that are only looked up.
+    """Return the number of parameters that a token is multiplied with: all except those of embeddings.
 
-    A tied embedding counts once, for the output layer.
+    A tied embedding counts, since it is the output layer.
     """
-    sizes = Sizes(shape)
+    sizes = Sizes.of(shape)
     looked_up = (0 if sizes.tied else sizes.vocabulary) + (0 if sizes.variant.rotary else shape.sequence_length)
     return parameters(shape) - shape.hidden_size * looked_up
 
 
 def training_flops_per_token(shape: ModelShape) -> float:
-    """Operations of forward and backward for one token of a full sequence, without recomputation.
+    """Return the operations of forward and backward per token of a full sequence, without recomputation.
 
-    ``6 P + 12 L h s / 2``, with P the multiplied parameters, and the attention's products halved because a causal
-    mask lets a token see half of the others on average.
+    They are ``6 P + 12 L h s / 2``, with P the multiplied parameters. The products of attention are halved, because a
+    token sees half of the others on average.
     """
     attention = 12.0 * shape.layers * shape.hidden_size * shape.sequence_length / 2
     return 6.0 * multiplied_parameters(shape) + attention
@@ -56,8 +50,8 @@ class TokenCost:
     """Operations of training on one token.
 
     Attributes:
-        operations: of forward and backward, without recomputation.
-        how: where the number is from, as a part of a sentence.
+        operations: operations of forward and backward, without recomputation.
+        how: origin of the number, as a part of a sentence.
     """
 
     operations: float
@@ -65,20 +59,21 @@ class TokenCost:
 
 
 def training_cost(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> TokenCost:
-    """Return the operations per token of any model; frozen and tied parameters count for what they do.
+    """Return the operations per token of any model, with the work that frozen and tied parameters cause.
 
-    The model computes on the meta device: nothing is allocated, and it stays as it is. A causal mask leaves nothing
-    out: of our decoder this is ``6 P + 12 L h s``. Where the model cannot compute there, as its flow depends on values,
-    it is ``6 x`` the trained parameters ``+ 4 x`` the frozen ones, which counts embeddings as if they were multiplied,
-    and attention not at all.
+    The forward runs on the meta device: nothing is allocated, and the model does not change. A causal mask saves
+    nothing: for the built-in decoder the result is ``6 P + 12 L h s``. If the forward cannot run there, because it
+        depends on values,
+    the result is ``6 x`` the trained parameters ``+ 4 x`` the frozen ones. This counts embeddings as products, and
+    leaves attention out.
 
     Args:
-        model: on any device, before ``zeromesh.initialize``.
-        inputs: keyword arguments of its forward; of tensors only shape and dtype matter.
-        tokens: in these inputs.
+        model: model on any device, before ``zeromesh.initialize``.
+        inputs: keyword arguments of its forward; only shapes and dtypes of tensors matter.
+        tokens: number of tokens in the inputs.
     """
     reason = ""
-    for dtype in (None, torch.bfloat16):  # products of experts can do without values in 16 bits only
+    for dtype in (None, torch.bfloat16):  # torch's products of experts run on the meta device in 16 bits only
         try:
             counted = training_operations(model, inputs, dtype)
         except Exception as error:
@@ -91,20 +86,21 @@ def training_cost(model: nn.Module, inputs: Mapping[str, Any], tokens: int) -> T
 
 
 def training_operations(model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None = None) -> Operations:
-    """The operations of one forward and backward, counted on the meta device; see ``training_cost``.
+    """Count the operations of one forward and backward on the meta device.
 
     Args:
-        model: as there.
-        inputs: as there.
-        dtype: of all that is floating-point; None leaves it as it is.
+        model: as in ``training_cost``.
+        inputs: as in ``training_cost``.
+        dtype: dtype of all floating-point tensors; None keeps theirs.
 
     Raises:
-        Exception: whatever the model's forward raises there, or ValueError: no output depends on a trained parameter.
+        Exception: the forward fails on the meta device.
+        ValueError: no output depends on a trained parameter.
     """
     state = {name: _meta(tensor, dtype) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    given = {name: _meta(value, dtype) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    values = {name: _meta(value, dtype) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     with torch.enable_grad(), torch.device("meta"), Operations(model) as counted:
-        outputs = [tensor for tensor in _losses(functional_call(model, state, kwargs=given)) if tensor.requires_grad]
+        outputs = [tensor for tensor in _losses(functional_call(model, state, kwargs=values)) if tensor.requires_grad]
         if not outputs:
             raise ValueError("no output of the model depends on a trained parameter")
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
@@ -117,7 +113,7 @@ def _meta(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _losses(output: Any) -> Iterator[torch.Tensor]:
-    """The loss that a model returned, under that name or alone; else all tensors."""
+    """Yield the loss in the output of a model; all tensors, if it has no loss."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         yield loss

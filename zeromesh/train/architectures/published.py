@@ -1,7 +1,7 @@
-"""The built-in decoders as transformers knows them: the configuration, and where each of its tensors comes from.
+"""The built-in decoders as models of transformers: the configuration, and the origin of each tensor.
 
-A gpt is a ``GPT2LMHeadModel``, whose linear layers have their matrices transposed and queries, keys and values as one;
-a llama is a ``LlamaForCausalLM``, with other names only.
+A gpt is a ``GPT2LMHeadModel``, which has transposed matrices, and one matrix for queries, keys and values. A llama is a
+``LlamaForCausalLM``, which differs in names only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zeromesh.train.architectures.decoder import Sizes
 
 @dataclass(frozen=True)
 class Published:
-    """A tensor of transformers' model.
+    """A tensor of a model of transformers.
 
     Attributes:
-        name: there.
-        sources: names in the ``Decoder``.
-        transposed: the sources' last two dims change places.
+        name: name in transformers.
+        sources: names in the ``Decoder``; their tensors are concatenated along the last dim.
+        transposed: whether the sources are transposed first.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Published:
     transposed: bool = False
 
     def make(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The tensor, from a function that gives a parameter of the ``Decoder`` by its name."""
+        """Return the tensor; ``read`` returns a parameter of the ``Decoder``."""
         parts = [read(source) for source in self.sources]
         return torch.cat([part.mT for part in parts] if self.transposed else parts, dim=-1).contiguous()
 
@@ -58,8 +58,8 @@ LLAMA_BLOCK: dict[str, Sequence[str]] = {
 
 
 def tensors(shape: ModelShape) -> Iterator[Published]:
-    """All tensors of transformers' model."""
-    sizes = Sizes(shape)
+    """Yield all tensors of the model of transformers."""
+    sizes = Sizes.of(shape)
     gpt = shape.architecture == "gpt"
     kinds = ("weight", "bias") if gpt else ("weight",)
     if gpt:
@@ -81,13 +81,13 @@ def tensors(shape: ModelShape) -> Iterator[Published]:
 
 
 def configuration(shape: ModelShape, end: int) -> tuple[str, dict[str, Any]]:
-    """The name of transformers' class, and the arguments of its configuration.
+    """Return the name of the class in transformers, and the arguments of its configuration.
 
     Args:
-        shape: of the decoder, the vocabulary included.
-        end: the token that ends a text.
+        shape: shape of the decoder, with the size of the vocabulary.
+        end: id of the token that ends a text.
     """
-    sizes = Sizes(shape)
+    sizes = Sizes.of(shape)
     common = {
         "vocab_size": sizes.vocabulary,
         "tie_word_embeddings": sizes.tied,

@@ -1,4 +1,4 @@
-"""Chats by the template of a transformers tokenizer: their ids, and which of them the assistant has said."""
+"""Chats as ids, by the template of a transformers tokenizer, with a mask of what the assistant says."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
-"""Schemas of the functions that the assistant may call, as the template is given them."""
+"""Schemas of the functions that the assistant may call."""
 
 STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")
-"""The first words of the statements of a chat template."""
+"""Pattern for the first words of the statements in a chat template."""
 
 
 def render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> tuple[Ids, NDArray[np.bool_]]:
-    """A chat by the tokenizer's template: its own marks say what the assistant has said, else its beginnings do."""
+    """Return the ids of a chat, and the mask of those that the assistant says, bool, of the same shape.
+
+    The template marks them with ``{% generation %}``. Without marks, they are what each turn of the assistant adds to
+    the chat before it.
+
+    Raises:
+        ValueError: there is no template, it does not write tools, or the turns cannot be found.
+    """
     _require_template(tokenizer)
     template = tokenizer.get_chat_template(tools=tools)
     calls = any(message.get("tool_calls") for message in messages)
-    for key, given in (("tools", tools), ("tool_calls", calls)):
-        if given and key not in template:
+    for key, value in (("tools", tools), ("tool_calls", calls)):
+        if value and key not in template:
             raise ValueError(
                 f"has {key}, which the tokenizer's chat template does not write, so they would be missing from what is "
                 "learned; take them out, or name a tokenizer whose template writes them"
@@ -44,7 +51,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> 
             after = _render_ids(tokenizer, messages[: place + 1], False, tools)
             if not (place and _begins(after, before) and _begins(whole, after)):
                 raise ValueError(
-                    f"messages[{place}]: where the assistant's turn is cannot be told from the tokenizer's chat "
+                    f"messages[{place}]: where the assistant's turn is cannot be found with the tokenizer's chat "
                     "template, since a chat up to there is not a beginning of the whole one; mark what the assistant "
                     "says in the template with {% generation %} and {% endgeneration %}"
                 )
@@ -53,7 +60,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> 
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Message]) -> Ids:
-    """A chat by the tokenizer's template, up to where the assistant speaks next."""
+    """Return the ids of a chat up to the next turn of the assistant."""
     _require_template(tokenizer)
     return _render_ids(tokenizer, messages, True)
 
@@ -75,7 +82,7 @@ def _begins(whole: Ids, part: Ids) -> bool:
 
 
 def _require_text(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:
-    """Reject a template with marks, where transformers cannot tell special tokens of messages from the template's."""
+    """Refuse special tokens in messages: with marks, transformers does not tell them from those of the template."""
     special = tokenizer.all_special_tokens
     parts = [(f"messages[{place}].{key}", message[key]) for place, message in enumerate(messages) for key in message]
     for name, value in [*parts, *([("tools", tools)] if tools else [])]:

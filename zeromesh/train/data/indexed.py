@@ -1,4 +1,4 @@
-"""Megatron's indexed token files: ``NAME.bin`` with the ids, ``NAME.idx`` with where sequences and documents end.
+"""Megatron's indexed token files: ``NAME.bin`` with the ids, ``NAME.idx`` with the ends of sequences and documents.
 
 The layout of ``.idx``, little-endian: the magic bytes, u64 version, u8 dtype, u64 sequences S, u64 document boundaries
 D, then i32[S] lengths in tokens, i64[S] byte offsets into ``.bin``, i64[D] boundaries as counts of sequences, the first
@@ -26,23 +26,26 @@ CODES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8
 """Dtypes by their codes in the header."""
 
 SMALL_VOCABULARY = 65_500
-"""Below so many entries, ids are stored in 16 bits."""
+"""Ids of vocabularies below this size are stored in 16 bits."""
 
 ENDINGS = (".bin", ".idx")
 
+MASK = ".mask"
+"""End of the prefix of a second data set, which says for each token of the first whether it is a label."""
+
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
-    """The dtype that ids of a vocabulary of this size are stored in."""
+    """Return the dtype in which ids of a vocabulary of this size are stored."""
     return np.dtype("<u2" if vocabulary < SMALL_VOCABULARY else "<i4")
 
 
 def file_of(prefix: Path, ending: str) -> Path:
-    """One of the files of a data set; a prefix may have dots in it."""
+    """Return a file of a data set. The prefix may contain dots."""
     return prefix.with_name(prefix.name + ending)
 
 
 def prefix_of(path: Path) -> Path | None:
-    """The prefix of the data set that a path names, by its prefix or by one of its files; None if there is none."""
+    """Return the prefix of the data set with this prefix or file; None if there is none."""
     if path.name.endswith(ENDINGS):
         path = path.with_name(path.name[: -len(ENDINGS[0])])
     return path if path.name and any(file_of(path, ending).is_file() for ending in ENDINGS) else None
@@ -50,14 +53,14 @@ def prefix_of(path: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Indexed:
-    """An open data set; the arrays are mapped into memory.
+    """An open data set. The arrays are mapped into memory.
 
     Attributes:
         prefix: path without its ending.
         tokens: all ids, shape ``(tokens,)``, in the dtype of the file.
         lengths: tokens of each sequence, int32, shape ``(sequences,)``.
         boundaries: sequences before each document, and after the last, int64, shape ``(documents + 1,)``.
-        modes: int8, shape ``(sequences,)``; None where the file has none.
+        modes: int8, shape ``(sequences,)``; None if the file has none.
     """
 
     prefix: Path
@@ -73,22 +76,22 @@ class Indexed:
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """Tokens before each document, and after the last, shape ``(documents + 1,)``: 8 bytes each in memory."""
+        """Tokens before each document, and all tokens, int64, shape ``(documents + 1,)``, in memory."""
         before = np.zeros(len(self.lengths) + 1, dtype=np.int64)
         np.cumsum(self.lengths, out=before[1:])
         return before[self.boundaries]
 
     def document(self, number: int) -> NDArray[Any]:
-        """The ids of one document."""
+        """Return the ids of a document, shape ``(tokens,)``."""
         ids: NDArray[Any] = self.tokens[self.bounds[number] : self.bounds[number + 1]]
         return ids
 
 
 def open_indexed(prefix: Path) -> Indexed:
-    """Map a data set into memory and look at whether its two files fit together.
+    """Map a data set into memory, and check that its two files fit together.
 
     Raises:
-        ValueError: if a file is missing, is not of this format, is cut off, or they do not fit together.
+        ValueError: a file is missing, of another format, or cut off, or the two do not fit together.
     """
     index, data = (file_of(prefix, ending) for ending in (".idx", ".bin"))
     for file, other in ((index, data), (data, index)):
@@ -115,7 +118,7 @@ def open_indexed(prefix: Path) -> Indexed:
 
 
 def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
-    """Dtype, sequences and document boundaries."""
+    """Return the dtype, and the numbers of sequences and document boundaries."""
     with index.open("rb") as file:
         header = file.read(HEADER.size)
     found = header[: len(MAGIC)]
@@ -172,17 +175,17 @@ def _short(values: NDArray[np.int64]) -> str:
 
 
 def _mapped(path: Path, kind: Any, count: int, start: int) -> NDArray[Any]:
-    if count == 0:  # a file cannot be mapped where it has no bytes
+    if count == 0:  # an empty part of a file cannot be mapped
         return np.empty(0, dtype=kind)
     return np.memmap(path, dtype=kind, mode="r", offset=start, shape=(count,)).view(np.ndarray)
 
 
 class IndexedWriter:
-    """Writes a data set, which appears under its name only when it is complete. A context.
+    """Writer of a data set, a context. The files get their names when they are complete.
 
     Args:
         prefix: path without its ending.
-        dtype: of the ids; one of those in ``CODES``.
+        dtype: dtype of the ids, one of ``CODES``.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
@@ -197,9 +200,9 @@ class IndexedWriter:
         """Append sequences.
 
         Args:
-            ids: of all of them, one after the other.
-            lengths: tokens of each.
-            last: whether a document ends with it, for each.
+            ids: ids of all sequences one after the other.
+            lengths: tokens of each sequence.
+            last: whether a document ends with the sequence.
         """
         assert int(lengths.sum()) == len(ids)
         ids.astype(self.dtype, copy=False).tofile(self._file)

@@ -1,20 +1,198 @@
 """Batches in an order that is a pure function of the seed and the number of samples consumed.
 
-A run is resumed by its count of samples alone: nothing is replayed, and the number of ranks may change.
+A run is resumed by its count of samples alone: nothing is replayed, and the number of ranks may change. Samples come
+from stored documents: a stream that is cut into windows, or rows of whole records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from zeromesh.train.data.order import Blend, seed_of
-from zeromesh.train.data.prepared import LENGTH, PreparedData
-from zeromesh.train.data.samples import NO_LABEL, Sample, Samples, open_samples
+from zeromesh.train.data.encode import LENGTH
+from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
+from zeromesh.train.data.store import PreparedData, TokenSet
+
+Array = NDArray[np.int64]
+
+NO_LABEL = -100
+"""Label of a token that is not learned."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row of a batch; all arrays are int64 of shape ``(length,)``.
+
+    Attributes:
+        tokens: token ids.
+        labels: the id that follows each token, or ``NO_LABEL``.
+        positions: place of each token in the part of its document that is in the row.
+        documents: number of each token's document in the row; padding is a document of its own.
+    """
+
+    tokens: Array
+    labels: Array
+    positions: Array
+    documents: Array
+
+
+class Samples(Protocol):
+    """Samples of a set.
+
+    Attributes:
+        count: number of samples of an epoch.
+        rows: number of samples that hold every document once, in the stored order.
+    """
+
+    count: int
+    rows: int
+
+    def sample(self, index: int) -> Sample:
+        """Return sample ``index`` of an endless order. Each epoch has every sample once, in another order."""
+
+    def row(self, number: int) -> Sample:
+        """Return a sample in the stored order, for evaluation. The last one may have padding."""
+
+
+def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int) -> Samples:
+    """Return the samples of a set.
+
+    Raises:
+        ValueError: a record is longer than a sample.
+    """
+    return Packed(part, length, seed, packing, pad) if part.packed else Stream(part, length, seed, pad)
+
+
+@dataclass
+class Line:
+    """Documents one after the other, in 16 bytes of memory per document.
+
+    Attributes:
+        begins: token of the file at which each document begins.
+        ends: token of the line at which each document ends.
+    """
+
+    begins: Array
+    ends: Array
+
+    @classmethod
+    def of(cls, part: TokenSet, numbers: Array) -> Line:
+        """Return the line of documents with these numbers, in this order."""
+        bounds = part.indexed.bounds
+        begins = bounds[numbers]
+        return cls(begins, np.cumsum(bounds[numbers + 1] - begins))
+
+    def find(self, start: int, stop: int) -> tuple[Array, Array, Array]:
+        """Return the places in the file, the documents and the positions of the line's tokens ``start`` to ``stop``.
+
+        Documents are counted from the first of them, positions from the start of the document or from ``start``.
+        """
+        first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
+        before = self.ends[first - 1] if first else 0
+        ends = np.minimum(self.ends[first : last + 1], stop)
+        starts = np.concatenate([[before], ends[:-1]])
+        counts = ends - np.maximum(starts, start)
+        places = np.arange(start, stop)
+        found = places + np.repeat(self.begins[first : last + 1] - starts, counts)
+        return found, np.repeat(np.arange(len(ends)), counts), places - np.repeat(np.maximum(starts, start), counts)
+
+
+class Stream:
+    """Samples of a stream: the documents of an epoch in a shuffled order, cut every ``length`` tokens.
+
+    The last token of a sample is only a label, and is the first token of the next sample. The rest at the end of an
+    epoch, less than a sample, is not used. One line is in memory at a time.
+    """
+
+    def __init__(self, part: TokenSet, length: int, seed: int, pad: int) -> None:
+        self.part, self.length, self.seed, self.pad = part, length, seed, pad
+        labels = max(part.tokens - 1, 0)
+        self.count, self.rows = labels // length, -(-labels // length)
+        self._line: tuple[int | None, Line] | None = None
+
+    def sample(self, index: int) -> Sample:
+        """Return a window of the shuffled documents."""
+        epoch, position = divmod(index, self.count)
+        window = int(Permutation(self.count, seed_of(self.seed, epoch, 1))[np.array([position])][0])
+        return self._window(self._open(epoch), window)
+
+    def row(self, number: int) -> Sample:
+        """Return a window of the documents in the stored order."""
+        return self._window(self._open(None), number)
+
+    def _open(self, epoch: int | None) -> Line:
+        if self._line is None or self._line[0] != epoch:
+            numbers = self.part.numbers
+            if epoch is not None:
+                order = Permutation(len(numbers), seed_of(self.seed, epoch, 0))[np.arange(len(numbers))]
+                numbers = numbers[order]
+            self._line = epoch, Line.of(self.part, numbers)
+        return self._line[1]
+
+    def _window(self, line: Line, number: int) -> Sample:
+        start = number * self.length
+        found, documents, positions = line.find(start, min(start + self.length + 1, self.part.tokens))
+        ids = self.part.indexed.tokens[found].astype(np.int64)
+        return _filled(self.length, self.pad, [(ids[:-1], ids[1:], positions[:-1], documents[:-1])])
+
+
+class Packed:
+    """Samples of whole records: as many as fit into a row, or one. Epochs differ in the order of the rows only.
+
+    It takes 16 bytes of memory per record. A record of n tokens takes n - 1 places, since its last token is only a
+    label.
+
+    Raises:
+        ValueError: a record is longer than a sample.
+    """
+
+    def __init__(self, part: TokenSet, length: int, seed: int, packing: str, pad: int) -> None:
+        self.part, self.length, self.seed, self.pad = part, length, seed, pad
+        bounds, numbers = part.indexed.bounds, part.numbers
+        places = np.maximum(bounds[numbers + 1] - bounds[numbers] - 1, 1)
+        if places.max(initial=0) > length:
+            raise ValueError(
+                f"{str(part.prefix)!r}: document {numbers[places.argmax()]} has {places.max() + 1} tokens, and a "
+                f"sample of {LENGTH} = {length} holds {length + 1} with its last label; make it longer"
+            )
+        rows = pack(places, length) if packing == "pack" else np.arange(len(places))
+        self._members = np.argsort(rows, kind="stable")
+        self._ends = np.cumsum(np.bincount(rows))
+        self.count = self.rows = len(self._ends)
+
+    def sample(self, index: int) -> Sample:
+        """Return a row of the shuffled order."""
+        epoch, position = divmod(index, self.count)
+        return self.row(int(Permutation(self.count, seed_of(self.seed, epoch, 1))[np.array([position])][0]))
+
+    def row(self, number: int) -> Sample:
+        """Return the row with this number."""
+        bounds, mask = self.part.indexed.bounds, self.part.mask
+        assert mask is not None
+        records = []
+        members = self._members[self._ends[number - 1] if number else 0 : self._ends[number]]
+        for place, document in enumerate(self.part.numbers[members]):
+            span = slice(bounds[document], bounds[document + 1])
+            ids = self.part.indexed.tokens[span].astype(np.int64)
+            labels = np.where(mask[span][1:] != 0, ids[1:], NO_LABEL)
+            size = len(labels)
+            records.append((ids[:-1], labels, np.arange(size), np.full(size, place, dtype=np.int64)))
+        return _filled(self.length, self.pad, records)
+
+
+def _filled(length: int, pad: int, records: list[tuple[Array, Array, Array, Array]]) -> Sample:
+    """Return a row with the records one after the other and padding as a document of its own."""
+    left = length - sum(len(record[0]) for record in records)
+    document = 1 + max((int(record[3][-1]) for record in records if len(record[3])), default=-1)
+    filling = (np.full(left, pad), np.full(left, NO_LABEL), np.arange(left), np.full(left, document))
+    columns = zip(*records, filling, strict=True)
+    return Sample(*(np.concatenate(column) for column in columns))
 
 
 @dataclass(frozen=True)
@@ -23,9 +201,9 @@ class Batch:
 
     Attributes:
         tokens: token ids.
-        labels: the id that follows each token, or -100 where that is not learned.
-        positions: of each token in its document; None where tokens see all before them in their row.
-        documents: number of each token's document in its row, what is filled up being one too; None as before.
+        labels: the id that follows each token, or ``NO_LABEL``.
+        positions: place of each token in its document; None if tokens see all earlier tokens of their row.
+        documents: number of each token's document in its row, padding included; None as for ``positions``.
     """
 
     tokens: Tensor
@@ -34,17 +212,17 @@ class Batch:
     documents: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on a device."""
+        """Return the batch on a device."""
         given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
         return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in given.items()})
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of every global batch that one data rank feeds.
+    """Share of every global batch that one data rank computes.
 
-    The global batch of ``micro_batches * size * rows`` consecutive samples is cut into micro-batches, and each of
-    them into ``rows`` consecutive samples per data rank.
+    A global batch has ``micro_batches * size * rows`` consecutive samples. It is cut into micro-batches, and each of
+    these into ``rows`` consecutive samples per data rank.
     """
 
     rank: int
@@ -54,20 +232,20 @@ class Share:
 
     @property
     def global_batch(self) -> int:
-        """Samples that all ranks consume in one step."""
+        """Samples of all ranks in one step."""
         return self.micro_batches * self.size * self.rows
 
     def micro_batch(self, number: int) -> range:
-        """Places of this rank's samples in the global batch, for the micro-batch of that number."""
+        """Return the places in the global batch of this rank's samples of a micro-batch."""
         start = (number * self.size + self.rank) * self.rows
         return range(start, start + self.rows)
 
 
 def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Samples]:
-    """Sources of each part of the blend.
+    """Return the samples of each part of the blend.
 
     Raises:
-        ValueError: if a part has no sample of ``length`` tokens.
+        ValueError: a part has no sample of ``length`` tokens.
     """
     parts = []
     for number, part in enumerate(prepared.train):
@@ -81,7 +259,7 @@ def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Sam
 
 
 def training_batches(prepared: PreparedData, length: int, share: Share, seed: int, consumed: int) -> Iterator[Batch]:
-    """Micro-batches of this rank without end.
+    """Yield micro-batches of this rank without end.
 
     Args:
         prepared: the text.
@@ -91,7 +269,7 @@ def training_batches(prepared: PreparedData, length: int, share: Share, seed: in
         consumed: samples that all ranks together have consumed so far.
 
     Raises:
-        ValueError: if a part of the blend has no sample.
+        ValueError: a part of the blend has no sample.
     """
     parts = training_samples(prepared, length, seed)
     blend = Blend(prepared.weights, consumed)
@@ -103,32 +281,28 @@ def training_batches(prepared: PreparedData, length: int, share: Share, seed: in
 
 
 def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int, size: int) -> Iterator[Batch]:
-    """This rank's share of batches that together have every held-out label once, but the first of each stream.
+    """Yield this rank's batches of held-out text. All ranks' together have each label once, except each stream's first.
 
-    Where several sets are held out their rows alternate in proportion, so that the first batches are of all of them.
+    Rows of several held-out sets alternate in proportion, so that the first batches have some of all of them.
 
     Args:
         prepared: the text.
-        length: tokens of a row. Every row is a window of its own.
+        length: tokens of a row. Tokens see their own row only.
         rows: rows of a batch.
         rank: this rank, which gets every ``size``-th batch.
-        size: number of ranks. All get equally many batches; those that are left over have no labels.
+        size: number of ranks. All get equally many batches, if need be without labels.
     """
     parts = [open_samples(part, length, 0, prepared.packing, prepared.pad) for part in prepared.validation]
     places = [(np.arange(part.rows) + 0.5) / max(part.rows, 1) for part in parts]
     owners = np.repeat(np.arange(len(parts)), [part.rows for part in parts])
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.rows) for part in parts)])
     order = np.argsort(np.concatenate([np.empty(0), *places]), kind="stable")
-    empty = _empty(length, prepared.pad)
+    nothing = np.zeros(length, dtype=np.int64)
+    empty = Sample(nothing + prepared.pad, nothing + NO_LABEL, np.arange(length), nothing)
     for start in range(rank * rows, -(-len(order) // (rows * size)) * rows * size, rows * size):
         chosen = order[start : start + rows]
         samples = [parts[owners[place]].row(int(numbers[place])) for place in chosen]
         yield _batch([*samples, *[empty] * (rows - len(samples))], prepared.document_attention)
-
-
-def _empty(length: int, pad: int) -> Sample:
-    nothing = np.zeros(length, dtype=np.int64)
-    return Sample(nothing + pad, nothing + NO_LABEL, np.arange(length), nothing)
 
 
 def _batch(samples: Sequence[Sample], document_attention: bool) -> Batch:

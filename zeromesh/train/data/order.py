@@ -1,4 +1,4 @@
-"""Orders that are pure functions of a seed: permutations one entry at a time, rows of whole records, and blends."""
+"""Orders as pure functions of a seed: permutations, rows of whole records, and blends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROUNDS = 6
 
 
 def seed_of(*numbers: int) -> int:
-    """64 bits that depend on all of the numbers, the same on every machine."""
+    """Return 64 bits that depend on all numbers and are the same on every machine."""
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 def hashed(values: NDArray[np.integer], seed: int) -> NDArray[np.uint64]:
-    """64 bits for each of the values, by the finalizer of splitmix64 (Steele et al., 2014)."""
+    """Return 64 bits for each value, by the finalizer of splitmix64 (Steele et al., 2014)."""
     x = values.astype(np.uint64) + np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -30,17 +30,17 @@ def hashed(values: NDArray[np.integer], seed: int) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Permutation:
-    """A pseudo-random permutation of ``range(size)``, of which any entries can be computed alone.
+    """A pseudo-random permutation of ``range(size)``, whose entries can be computed one by one.
 
-    A Feistel network permutes the smallest square of a power of two that holds the range; what falls outside is
-    permuted again until it falls inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    A Feistel network permutes the smallest power of four that holds the range. An entry outside the range is permuted
+    again until it is inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
 
     size: int
     seed: int
 
     def __getitem__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The entries at these places, each in ``range(size)``."""
+        """Return the entries at these places, int64, in ``range(size)``."""
         assert len(places) == 0 or 0 <= places.min() <= places.max() < self.size
         half = ((self.size - 1).bit_length() + 1) // 2
         found = self._scramble(places.astype(np.uint64), half)
@@ -57,14 +57,14 @@ class Permutation:
 
 
 def pack(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Put things into few rows: the longest first, each where little space is left (best-fit decreasing).
+    """Pack things into few rows by best-fit decreasing: the longest first, each into the fullest row that holds it.
 
     Args:
-        sizes: of the things, each between 1 and ``capacity``.
-        capacity: of a row.
+        sizes: size of each thing, from 1 to ``capacity``.
+        capacity: size of a row.
 
     Returns:
-        The row of each thing, int64, shape as ``sizes``; rows are numbered without gaps.
+        The row of each thing, int64, shape as ``sizes``. Rows are numbered without gaps.
     """
     rows = np.empty(len(sizes), dtype=np.int64)
     with_space: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * (capacity + 1)
@@ -75,7 +75,8 @@ def pack(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
         with_space[space] = numbers
         any_with[space] = len(numbers) > 0
 
-    # Things of one size are put at once, one into each of the fullest rows that they fit into, then again.
+    # Things of one size are placed together, one into each of the fullest rows that hold them: a loop over sizes is
+    # short.
     order = np.argsort(-sizes, kind="stable")
     present, firsts = np.unique(-sizes[order], return_index=True)
     for size, things in zip(-present, np.split(order, firsts[1:]), strict=True) if len(sizes) else ():
@@ -97,14 +98,14 @@ def pack(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 class Blend:
-    """From which part of a blend each sample is taken: of the largest ``weight * max(i, 1) - taken`` at sample ``i``.
+    """Choice of the part of a blend for each sample ``i``: the part with the largest ``weight * max(i, 1) - taken``.
 
-    Ties go to the first part. What has been taken is counted from the beginning, a second for some million samples;
-    no sample is read for it.
+    Ties go to the first part. A resumed run counts from the beginning, a second for some million samples, and reads
+    none.
 
     Args:
-        weights: of the parts; they add up to 1.
-        consumed: samples that were taken before.
+        weights: share of each part; their sum is 1.
+        consumed: number of samples that were taken before.
     """
 
     def __init__(self, weights: Sequence[float], consumed: int) -> None:
@@ -118,7 +119,7 @@ class Blend:
                 self.take(min(2**16, consumed - start))
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """The next samples: the number of the part, and how many were taken from it before."""
+        """Return, for each of the next samples, its part and the number of samples taken from the part before."""
         taken, chosen = self.taken, []
         for step in range(self.step, self.step + count):
             position = max(step, 1)

@@ -1,33 +1,54 @@
-"""From the sources in the settings to a folder with a tokenizer and token files, once."""
+"""Text to token files: find the sources, make the tokenizer, write a data set for each part of the blend, once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
 
 from zeromesh.config.train import TextData
-from zeromesh.train.data.corpus import Document, find_documents
-from zeromesh.train.data.making import make, size_is_set
-from zeromesh.train.data.prepared import PreparedData, load_summary, save_summary
-from zeromesh.train.data.sources import Part
-from zeromesh.train.data.tokenizer import content_key
+from zeromesh.launcher.launch import available_cores
+from zeromesh.observe.progress import ReadingBar
+from zeromesh.train.data.encode import SMALL, Encoded, Encoder, encode_all, grouped
+from zeromesh.train.data.formats import INDEXED, Document, placed, portions, read_portion
+from zeromesh.train.data.records import KINDS, read_record, share_of
+from zeromesh.train.data.sources import Part, find_documents, look, names_of
+from zeromesh.train.data.store import (
+    PreparedData,
+    TokenSet,
+    divide,
+    gzip_size,
+    load_summary,
+    save_summary,
+    scan_documents,
+    write_documents,
+)  # fmt: skip
+from zeromesh.train.data.tokenizer import TextTokenizer, content_key, load_tokenizer, train_tokenizer
+
+_log = logging.getLogger(__name__)
 
 SUMMARY_FILE = "data.json"
+TOKENIZER_FOLDER = "tokenizer"
 
 FREE = {"train", "vocabulary_size", "workers", "packing", "document_attention"}
-"""Settings that the token files do not depend on, and the sources, which are looked at one by one."""
+"""Settings that are not part of the key: token files do not depend on them, or they are compared in another way."""
 
 VERSION = 2
-"""Version of the encoding: token files of another version are made anew."""
+"""Version of the encoding. Token files of another version are made again."""
+
+SAMPLE_BYTES = 64 * 2**20
+"""Size of the text that a tokenizer is trained on, in portions that are spread evenly over the training text."""
 
 
 class Changed(ValueError):
-    """The sources or settings of a text are not what its token files were made from."""
+    """The sources or settings are not those that the token files were made from."""
 
 
 def prepare(
@@ -37,20 +58,20 @@ def prepare(
     length: int | None = None,
     console: Console | None = None,
 ) -> PreparedData:
-    """Bring the text into a folder as token files, unless they are there already.
+    """Write text into a folder as token files, unless they are there already.
 
     Args:
         data: the sources and how to read them.
-        folder: where the tokenizer and the token files are, or will be. Nothing beside it, in the folder of the run,
-            is text. Until all is written, what it holds stays.
-        may_write: make what is not there or out of date, instead of refusing.
+        folder: folder of the tokenizer and the token files. Its parent, the folder of the run, is never a source. What
+            the folder holds is kept until the new files are complete.
+        may_write: write files that are missing or out of date, instead of refusing.
         length: tokens of a sample, which records must fit into; None for any.
-        console: where progress is shown.
+        console: shows the progress.
 
     Raises:
-        ValueError: if a source has no text, a record is wrong, the vocabulary does not suit the text, the folder holds
-            something else, or, as ``Changed``, if the files in the folder were made from something else and may not
-            be written.
+        ValueError: a source has no text, a record is wrong, the vocabulary does not suit the text, or the folder holds
+            other files.
+        Changed: the files were made from other text or settings, and may not be written.
     """
     parts = _find(data, folder.parent)
     key = _key(data, parts, length)
@@ -62,12 +83,16 @@ def prepare(
             f"the text in data.train has changed since its tokens were written to {str(folder)!r}; bring back the "
             "files and settings of that time, or start a new run"
         )
-    _require_ours(folder)
+    if folder.exists() and not (folder / SUMMARY_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"{str(folder)!r} is where the tokens would be written, and is something else, without {SUMMARY_FILE}; "
+            "move it away, or choose another folder, with run.output in zeromesh train"
+        )
     new = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     try:
-        save_summary(make(data, parts, key, new, length, console), new / SUMMARY_FILE)
+        save_summary(_make(data, parts, key, new, length, console), new / SUMMARY_FILE)
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
     finally:
@@ -77,19 +102,19 @@ def prepare(
     return made.sampled(data)
 
 
-def _require_ours(folder: Path) -> None:
-    """Raise ValueError for a folder that was not written here, and must not be replaced."""
-    if folder.exists() and not (folder / SUMMARY_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"{str(folder)!r} is where the tokens would be written, and is something else, without {SUMMARY_FILE}; "
-            "move it away, or choose another folder, with run.output in zeromesh train"
-        )
+def size_is_set(data: TextData) -> bool:
+    """Return whether the settings have a size of the vocabulary."""
+    return "vocabulary_size" in data.model_fields_set
 
 
 def _find(data: TextData, output: Path) -> list[Part]:
-    """The data sets: one for each part of the blend, and one for each source that is held out as a whole."""
+    """Return a data set for each part of the blend, and for each source that is held out."""
+
+    def find(source: str) -> tuple[Document, ...]:
+        return tuple(find_documents([source], data.suffixes, output))
+
     held = [
-        Part(f"validation{number}", f"data.validation = {source!r}", (_documents(data, source, output),), 1.0)
+        Part(f"validation{number}", f"data.validation = {source!r}", (find(source),), 1.0)
         for number, source in enumerate(data.validation or ())
     ]
     seen = {document.path.resolve() for part in held for document in part.documents}
@@ -98,7 +123,7 @@ def _find(data: TextData, output: Path) -> list[Part]:
     for number, (names, _) in enumerate(data.blend):
         sources = []
         for name in names:
-            found = _documents(data, name, output)
+            found = find(name)
             sources.append(tuple(document for document in found if document.path.resolve() not in seen))
             seen |= {document.path.resolve() for document in found}
         if not any(sources):
@@ -110,12 +135,8 @@ def _find(data: TextData, output: Path) -> list[Part]:
     return parts + held
 
 
-def _documents(data: TextData, source: str, output: Path) -> tuple[Document, ...]:
-    return tuple(find_documents([source], data.suffixes, output))
-
-
 def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
-    """A hash over the settings, the tokenizer, and every file's name, size and time of change."""
+    """Return a hash of the settings, the tokenizer, and the name, size and time of change of every file."""
     settings = [VERSION, data.model_dump(mode="json", exclude=FREE), length]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     if data.tokenizer is not None and Path(data.tokenizer).expanduser().exists():
@@ -131,7 +152,124 @@ def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
 
 
 def _has_size(data: TextData, prepared: PreparedData) -> bool:
-    """Return whether text was prepared with a vocabulary of the size in the settings."""
+    """Return whether text was prepared with the size of the vocabulary in the settings."""
     if data.tokenizer is not None or prepared.tokenizer is None or prepared.vocabulary == data.vocabulary_size:
         return True
     return prepared.capped and not size_is_set(data)
+
+
+def _make(
+    data: TextData, parts: Sequence[Part], key: str, folder: Path, length: int | None, console: Console | None
+) -> PreparedData:
+    """Write the tokenizer and all data sets into an empty folder."""
+    skipped: list[Document] = []
+    files = [look(data, part, skipped) for part in parts]
+    if skipped:
+        _log.info("left out, being empty, unreadable or not UTF-8: %s", names_of(skipped))
+    trained_on = [file for part, own in zip(parts, files, strict=True) if part.fraction < 1 for file in own]
+    tokenizer = _tokenizer(data, trained_on)
+    encoder = None
+    if tokenizer is not None:
+        (folder / TOKENIZER_FOLDER).mkdir()
+        tokenizer.save(folder / TOKENIZER_FOLDER)
+        encoder = Encoder(folder / TOKENIZER_FOLDER, data, length, tokenizer)
+    train: list[TokenSet] = []
+    validation: list[TokenSet] = []
+    dropped = 0
+    with ReadingBar(console, "text to tokens", sum(file.size for own in files for file in own)) as bar:
+        for part, own in zip(parts, files, strict=True):
+            kept, held, lost = _write_part(data, part, own, encoder, folder, bar)
+            train += [kept] if part.fraction < 1 else []
+            validation += [held] if held.documents else []
+            dropped += lost
+    if dropped:
+        _log.info("left out %d records with more tokens than a sample has, as data.too_long says", dropped)
+    if not validation and data.validation_fraction > 0:
+        _log.warning("data.train is too short to hold anything out; there will be no validation")
+    return PreparedData(
+        key=key,
+        train=tuple(train),
+        validation=tuple(validation),
+        vocabulary=tokenizer.size if tokenizer else 1 + max(part.highest for part in (*train, *validation)),
+        pad=tokenizer.pad if tokenizer else 0,
+        capped=tokenizer is not None and data.tokenizer is None and tokenizer.size < data.vocabulary_size,
+        skipped=len(skipped),
+        dropped=dropped,
+        gzip_bytes=gzip_size(validation, tokenizer),
+        python=all(file.path.suffix == ".py" for own in files for file in own),
+        tokenizer=folder / TOKENIZER_FOLDER if tokenizer else None,
+    )
+
+
+def _tokenizer(data: TextData, files: Sequence[Document]) -> TextTokenizer | None:
+    """Load the tokenizer of the settings, or train one; None if all files are tokens and the settings name none."""
+    if data.tokenizer is not None:
+        return load_tokenizer(Path(data.tokenizer).expanduser())
+    readable = [file for file in files if file.kind != INDEXED]
+    if not readable:
+        return None
+    for file in readable:
+        if file.kind == "chat":
+            raise ValueError(
+                f"{file.path} has chats, which need a tokenizer with a chat template; set data.tokenizer to the folder "
+                "of a model's tokenizer"
+            )
+    return train_tokenizer(sample_texts(data, readable), data.vocabulary_size, fill=size_is_set(data))
+
+
+def sample_texts(data: TextData, files: Sequence[Document]) -> Iterator[str]:
+    """Yield about ``SAMPLE_BYTES`` of the training text: a portion is taken when too little of the text before was."""
+    held = data.validation_fraction if data.validation is None else 0.0
+    read = [file for file in files if file.share is None or file.share >= held]
+    share = SAMPLE_BYTES / max(SAMPLE_BYTES, sum(file.size for file in read))
+    passed = taken = 0
+    for portion in chain.from_iterable(map(portions, read)):
+        passed += portion.size
+        if share < 1 and taken + portion.size / 2 >= passed * share:
+            continue
+        taken += portion.size
+        kind = portion.document.kind
+        for number, record in read_portion(portion):
+            if kind is None:
+                yield record
+            elif share_of(record) >= held:
+                with placed(portion, number):
+                    yield from KINDS[kind].texts(read_record(data, kind, record))
+
+
+def _write_part(
+    data: TextData, part: Part, files: Sequence[Document], encoder: Encoder | None, folder: Path, bar: ReadingBar
+) -> tuple[TokenSet, TokenSet, int]:
+    """Return the training and the held-out set of a part, and the number of records that were too long."""
+    dropped = 0
+    if files[0].kind == INDEXED:
+        prefix = files[0].path.resolve()
+        documents = scan_documents(prefix)
+        bar.advance(files[0].size)
+    else:
+        assert encoder is not None
+        prefix = folder / part.name
+        packed = files[0].kind is not None and KINDS[files[0].kind].packed
+        workers = 1 if sum(file.size for file in files) < SMALL else data.workers or available_cores()
+
+        def counted(results: Iterator[Encoded]) -> Iterator[Encoded]:
+            nonlocal dropped
+            for encoded in results:
+                bar.advance(encoded.read)
+                dropped += encoded.dropped
+                yield encoded
+
+        tasks = grouped(chain.from_iterable(map(portions, files)))
+        # Closed at once if writing fails: the processes would live as long as the traceback of the error.
+        with closing(encode_all(tasks, encoder, workers)) as results:
+            documents = write_documents(prefix, counted(results), encoder.dtype, packed)
+    learned, unlearned = int(documents.learned.sum()), int((~documents.learned).sum())
+    if not learned:
+        raise ValueError(
+            f"{part.wanted} has no documents to learn from, {dropped} records having been left out as too long and "
+            f"{unlearned} as having no token to learn; add some"
+        )
+    if unlearned:
+        _log.warning("left out %d records of %s that have no token to learn", unlearned, part.wanted)
+    tokenizer = encoder.tokenizer if encoder else None
+    return *divide(part.name, prefix, documents, part.fraction, tokenizer, folder), dropped

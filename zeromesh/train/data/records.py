@@ -1,4 +1,4 @@
-"""Kinds of records, as rows: how each becomes token ids, and which of them are learned."""
+"""Kinds of records: how each becomes token ids, and which of the ids are labels."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from numpy.typing import NDArray
 from zeromesh.config.errors import show
 from zeromesh.config.train import TextData
 from zeromesh.train.data.chat import Ids
-from zeromesh.train.data.portions import OF_AN_ARRAY
+from zeromesh.train.data.formats import OF_AN_ARRAY
 from zeromesh.train.data.tokenizer import TextTokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles in a chat."""
 
 RESPONSES = ("response", "completion")
-"""Keys of a response, where the settings name none."""
-
+"""Keys of a response, if the settings name none."""
 
 TOOLS = "tools"
 """Key of the schemas of functions that the assistant of a chat may call."""
 
 
 class Chat(NamedTuple):
-    """A record of a chat."""
+    """A chat."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -37,11 +36,11 @@ class Chat(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """A record, or a piece of a text, in ids.
+    """Tokens of a record, or of a piece of a text.
 
     Attributes:
-        ids: int64.
-        mask: which of them are labels, bool, of the same shape; None for all.
+        ids: int64, shape ``(tokens,)``.
+        mask: whether each id is a label, bool, shape ``(tokens,)``; None if all are.
         size: bytes of text that the labels stand for.
     """
 
@@ -55,11 +54,11 @@ class RecordKind:
     """A row of ``KINDS``.
 
     Attributes:
-        keys: those that a record needs, by the settings.
-        read: a record to what ``encode`` takes. Raises ValueError with what is wrong with the record.
-        encode: many of them to tokens, one after the other; raises ValueError at the one that is wrong.
-        texts: what of one a tokenizer is trained on.
-        packed: records are learned from as wholes; otherwise they are a stream.
+        keys: keys that a record must have under the settings.
+        read: turns a record into an input of ``encode``; raises ValueError for a wrong record.
+        encode: yields the tokens of each input; raises ValueError at a wrong one.
+        texts: texts of an input that a tokenizer is trained on.
+        packed: records stay whole in samples; otherwise they form a stream.
     """
 
     keys: Callable[[TextData, Mapping[str, Any]], tuple[str, ...]]
@@ -70,10 +69,10 @@ class RecordKind:
 
 
 def kind_of(data: TextData, record: Any) -> str:
-    """The kind of a source whose first record this is: the first row of the table whose keys it has.
+    """Return the first kind in the table whose keys the record has.
 
     Raises:
-        ValueError: if it is of none.
+        ValueError: there is none.
     """
     _require_object(record)
     for name, kind in KINDS.items():
@@ -88,10 +87,10 @@ def kind_of(data: TextData, record: Any) -> str:
 
 
 def read_record(data: TextData, name: str, record: Any) -> Any:
-    """A record as its kind's ``encode`` takes it.
+    """Return a record as the ``encode`` of its kind takes it.
 
     Raises:
-        ValueError: if it is not of that kind.
+        ValueError: the record is wrong, or of another kind.
     """
     _require_object(record)
     kind = KINDS[name]
@@ -105,14 +104,14 @@ def read_record(data: TextData, name: str, record: Any) -> Any:
 
 
 def share_of(record: Any) -> float:
-    """A number in [0, 1) that only depends on what the record holds."""
+    """Return a number in [0, 1) that depends on the content of the record only."""
     text = json.dumps(record, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2.0**53
 
 
 def encode_text(tokenizer: TextTokenizer, texts: Sequence[str]) -> Iterator[Tokens]:
-    """Pieces of text, without an end."""
+    """Yield the tokens of pieces of text, without begin and end tokens."""
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
         yield Tokens(ids, None, len(text.encode()))
 
@@ -164,7 +163,7 @@ def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:
 
 
 def _read_tools(given: Any) -> list[dict[str, Any]] | None:
-    """Schemas of functions: objects, or JSON in a string, as tables have it, whose objects all need the same keys."""
+    """Return the schemas of functions, which tables hold as JSON in strings, since their objects need equal keys."""
     tools = _of_json(given)
     if tools is None or tools == []:
         return None
@@ -191,7 +190,7 @@ def _read_message(name: str, message: Any) -> dict[str, Any]:
             raise ValueError(f"{name} = {show(dict(message))} lacks {key!r}; a message has role and content")
     if message["role"] not in ROLES:
         raise ValueError(f"{name}.role = {show(message['role'])} must be one of {', '.join(ROLES)}")
-    # Tables give every message every key; those that it does not have are None.
+    # Tables give each message the keys of all messages, with None for those that it does not have.
     kept = {key: value for key, value in message.items() if value is not None}
     if "content" in kept or not kept.get("tool_calls"):
         _string({f"{name}.content": message["content"]}, f"{name}.content")
@@ -204,7 +203,7 @@ def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[T
             ids, mask = tokenizer.chat(chat.messages, chat.tools)
         except ValueError:
             raise
-        except Exception as error:  # a template may raise what it likes
+        except Exception as error:  # templates may raise any type
             raise ValueError(f"the tokenizer's chat template refuses it: {error}") from error
         if not mask[1:].any():
             raise ValueError(
@@ -237,4 +236,4 @@ KINDS: dict[str, RecordKind] = {
         packed=False,
     ),
 }
-"""The first row whose keys a record has is its kind."""
+"""A record is of the first kind whose keys it has."""

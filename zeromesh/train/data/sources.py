@@ -1,37 +1,63 @@
-"""Contents of a data set's sources: files, their kind, and the side of the split of each text."""
+"""Sources of a data set: the files that the settings name, what each holds, and which of them are held out."""
 
 from __future__ import annotations
 
+import codecs
+import glob
+import hashlib
+import itertools
 import json
+import os
+import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from zeromesh.config.train import TextData
-from zeromesh.train.data.corpus import Document, is_special
-from zeromesh.train.data.encode import Side
-from zeromesh.train.data.portions import FORMATS, format_of, placed, read_portion
+from zeromesh.train.data.formats import (
+    INDEXED,
+    Document,
+    cut_before,
+    format_of,
+    is_dataset,
+    is_special,
+    placed,
+    portions,
+    read_portion,
+)  # fmt: skip
+from zeromesh.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
 from zeromesh.train.data.records import KINDS, kind_of
-from zeromesh.train.data.texts import is_text, split_documents
+
+STANDARD_LIBRARY = "python-stdlib"
+"""Source that is on every machine: the library of the running Python."""
+
+NOT_LIBRARY = frozenset(
+    {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+)
+"""Folders of the standard library that are left out: installed packages, tests, applications, generated tables."""
+
+RUN_FILES = frozenset({"config.json", "metrics.jsonl"})
+"""Files in the folder of a run. Such a folder inside a source is left out."""
+
+DATASETS_FILE = "dataset_dict.json"
+"""File that marks a folder with one data set of ``datasets`` per split."""
 
 NAMED_FILES = 5
-"""So many of the files that were left out are named."""
+"""Files that a message names at most."""
 
 LOOKED_AT = 2**24
-"""A first record is looked for in so many bytes of a file."""
-
-INDEXED = "indexed"
-"""The kind of a file that is tokens already."""
+"""Bytes of a ``.json`` file in which the end of its first record is looked for."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The files of one data set.
+    """Files of one data set.
 
     Attributes:
-        name: of its token files.
+        name: name of its token files.
         wanted: its sources as in the settings, for messages.
-        sources: the documents of each source.
-        fraction: what is held out: a share, 0 for nothing, 1 for all.
+        sources: documents of each source.
+        fraction: share that is held out: 0 for none, 1 for all.
     """
 
     name: str
@@ -41,32 +67,147 @@ class Part:
 
     @property
     def documents(self) -> list[Document]:
-        """Those of all sources."""
+        """Documents of all sources."""
         return [document for source in self.sources for document in source]
 
 
-@dataclass(frozen=True)
-class Known:
-    """A file of which is known what it holds.
+# Names to files.
 
-    Attributes:
-        document: the file, or the part of it on one side of the split.
-        kind: of its records, ``INDEXED``, or None for plain text.
-        share: as in ``Side``.
+
+def find_documents(sources: Sequence[str], suffixes: Sequence[str], output: Path | None = None) -> list[Document]:
+    """Return the files that the sources name, each once, ordered by name.
+
+    Args:
+        sources: files, folders, glob patterns, or ``python-stdlib``.
+        suffixes: ends of the names of files in folders that are used; empty for all. A file that is a source itself is
+            always used.
+        output: folder that is written to. It is left out where it is inside a source, and so are folders of other runs.
+
+    Raises:
+        ValueError: a source does not exist, has no file, or is ``output``.
     """
+    found: dict[Path, Document] = {}
+    for source in sources:
+        documents = list(_find(source, tuple(suffixes), None if output is None else output.resolve()))
+        if not documents:
+            raise ValueError(_nothing_found(source, suffixes))
+        for document in documents:
+            found.setdefault(document.path.resolve(), document)
+    return sorted(found.values(), key=lambda document: (document.name, str(document.path)))
 
-    document: Document
-    kind: str | None
-    share: float | None
 
-    def sides(self) -> Iterator[Side]:
-        """Its portions."""
-        for portion in FORMATS[format_of(self.document)].cut(self.document):
-            yield Side(portion, self.kind, self.share)
+def _find(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterator[Document]:
+    if source == STANDARD_LIBRARY:
+        yield from _find_in_folder(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY, None)
+        return
+    path = Path(source).expanduser()
+    if is_dataset(path):
+        yield Document(path.name, path)
+    elif (path / DATASETS_FILE).is_file():
+        yield _training_split(path)
+    elif path.is_dir():
+        if path.resolve() == output:
+            raise ValueError(
+                f"run.output is the data folder {source!r} itself, where what the run writes would become text; "
+                "choose another folder with --set run.output=FOLDER"
+            )
+        yield from _find_in_folder(path, suffixes, frozenset(), output)
+    elif (prefix := prefix_of(path)) is not None and (path.name.endswith(ENDINGS) or not path.is_file()):
+        yield Document(prefix.name, prefix)
+    elif path.is_file():
+        yield Document(path.name, path)
+    else:
+        yield from _find_by_pattern(path, output)
 
 
-def look(data: TextData, part: Part, skipped: list[Document]) -> list[Known]:
-    """Yield the contents of a data set's files in order; unreadable files are added to a list."""
+def _training_split(folder: Path) -> Document:
+    splits = sorted(path.name for path in folder.iterdir() if is_dataset(path))
+    if "train" not in splits:
+        raise ValueError(
+            f"data source {str(folder)!r} has no split 'train', but {splits}; name the folder of one of its splits"
+        )
+    return Document("train", folder / "train")
+
+
+def _find_in_folder(
+    folder: Path, suffixes: tuple[str, ...], without: frozenset[str], output: Path | None
+) -> Iterator[Document]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        here = Path(root)
+        if here != folder and (is_dataset(here) or _is_written(here, output)):
+            folders.clear()
+            if is_dataset(here):
+                yield Document(here.relative_to(folder).as_posix(), here)
+            continue
+        for name in files:
+            path = here / name
+            if not name.startswith(".") and name.endswith(suffixes or "") and path.exists():
+                yield _document(path.relative_to(folder).as_posix(), path)
+
+
+def _find_by_pattern(pattern: Path, output: Path | None) -> Iterator[Document]:
+    base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
+    written: dict[Path, bool] = {}
+    for match in map(Path, glob.glob(str(pattern), recursive=True)):
+        name = match.relative_to(base)
+        folders = [base / folder for folder in list(name.parents)[:-1]]
+        for folder in folders:
+            if folder not in written:
+                written[folder] = _is_written(folder, output)
+        if match.is_file() and not any(written[folder] for folder in folders):
+            yield _document(name.as_posix(), match)
+
+
+def _document(name: str, path: Path) -> Document:
+    """Return a file, or the data set in Megatron's format that it belongs to."""
+    for ending in ENDINGS:
+        prefix = path.with_name(path.name.removesuffix(ending))
+        prefix = prefix.with_name(prefix.name.removesuffix(MASK))
+        if prefix != path and all(file_of(prefix, other).is_file() for other in ENDINGS):
+            return Document(name[: len(name) - len(path.name)] + prefix.name, prefix)
+    return Document(name, path)
+
+
+def _is_written(folder: Path, output: Path | None) -> bool:
+    """Return whether this run or another one writes to a folder."""
+    return folder.resolve() == output or all((folder / name).is_file() for name in RUN_FILES)
+
+
+def _nothing_found(source: str, suffixes: Sequence[str]) -> str:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        wanted = f"no file whose name ends in {', '.join(suffixes)}" if suffixes else "no files"
+        return f"data folder {source!r} has {wanted}; put text there, or set data.suffixes to what your files end in"
+    if is_special(path):
+        return f"data source {source!r} is a FIFO, a socket or a device, which is read only once; write it to a file"
+    return (
+        f"data source {source!r} does not exist and matches no file; name a file, a folder, a glob pattern or "
+        f"{STANDARD_LIBRARY!r}"
+    )
+
+
+def names_of(documents: Sequence[Document]) -> str:
+    """Return the names of the first documents, for messages."""
+    names = ", ".join(document.name for document in documents[:NAMED_FILES])
+    more = len(documents) - NAMED_FILES
+    return f"{names} and {more} more" if more > 0 else names
+
+
+# Files to what they hold.
+
+
+def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
+    """Return the files of a data set in order, with their kinds and shares; plain text is split.
+
+    Args:
+        data: the settings.
+        part: the data set.
+        skipped: gets the files that are empty or cannot be read.
+
+    Raises:
+        ValueError: no file has text, or the files do not fit together.
+    """
     texts, found = [], []
     for source in part.sources:
         kind: str | None = None
@@ -75,9 +216,9 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Known]:
             if is_special(document.path):
                 skipped.append(document)
             elif form == INDEXED:
-                found.append(Known(document, INDEXED, None))
-            elif form and (kind := kind or _kind(data, document)) is not None:
-                found.append(Known(document, kind, None))
+                found.append(replace(document, kind=INDEXED))
+            elif form and (kind := kind or _first_kind(data, document)) is not None:
+                found.append(replace(document, kind=kind))
             elif not form and is_text(document):
                 _require_no_records(data, document)
                 texts.append(document)
@@ -95,21 +236,43 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Known]:
         )
     _require_one_kind(part, texts, found)
     if part.fraction in (0.0, 1.0):
-        found += [Known(document, None, 1.0 - part.fraction) for document in texts]
+        found += [replace(document, share=1.0 - part.fraction) for document in texts]
     else:
-        split = split_documents(texts, part.fraction)
-        for share, side in ((1.0, split.train), (0.0, split.validation)):
-            found += [Known(document, None, share) for document in side]
-    return sorted(found, key=lambda file: (file.document.name, str(file.document.path), file.document.start))
+        for share, side in zip((1.0, 0.0), split_documents(texts, part.fraction), strict=True):
+            found += [replace(document, share=share) for document in side]
+    return sorted(found, key=lambda file: (file.name, str(file.path), file.start))
 
 
-def _require_one_kind(part: Part, texts: Sequence[Document], found: Sequence[Known]) -> None:
-    """A stream, packed records, and files of tokens are learned from in different ways."""
+def is_text(document: Document) -> bool:
+    """Return whether a file can be read, is UTF-8, and has a byte that is not zero."""
+    decoder, has_text = codecs.getincrementaldecoder("utf-8")(), False
+    try:
+        with document.path.open("rb") as file:
+            while block := file.read(2**20):
+                decoder.decode(block)
+                has_text = has_text or bool(block.strip(b"\0"))
+        decoder.decode(b"", final=True)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return has_text
+
+
+def _first_kind(data: TextData, document: Document) -> str | None:
+    """Return the kind of the first record of a file; None if it has none."""
+    for portion in portions(document):
+        for number, record in read_portion(portion):
+            with placed(portion, number):
+                return kind_of(data, record)
+    return None
+
+
+def _require_one_kind(part: Part, texts: Sequence[Document], found: Sequence[Document]) -> None:
+    """Refuse a mixture of text, packed records and token files, which become samples in different ways."""
     groups = {"text": [*texts]}
     for file in found:
-        packed = file.kind is not None and file.kind != INDEXED and KINDS[file.kind].packed
+        packed = file.kind in KINDS and KINDS[file.kind].packed
         name = INDEXED if file.kind == INDEXED else "records" if packed else "text"
-        groups.setdefault(name, []).append(file.document)
+        groups.setdefault(name, []).append(file)
     if sum(map(bool, groups.values())) > 1 or len(groups.get(INDEXED, ())) > 1:
         names = "; ".join(f"{name}: {names_of(documents)}" for name, documents in groups.items() if documents)
         raise ValueError(
@@ -118,17 +281,8 @@ def _require_one_kind(part: Part, texts: Sequence[Document], found: Sequence[Kno
         )
 
 
-def _kind(data: TextData, document: Document) -> str | None:
-    """The kind of the first record of a file; None if it has none."""
-    for portion in FORMATS[format_of(document)].cut(document):
-        for number, record in read_portion(portion):
-            with placed(portion, number):
-                return kind_of(data, record)
-    return None
-
-
 def _require_no_records(data: TextData, document: Document) -> None:
-    """Raise ValueError for a file of JSON with records, of which quotes and brackets would be learned as plain text."""
+    """Refuse a JSON file with records, whose quotes and brackets would be learned as plain text."""
     if not document.path.name.lower().endswith(".json"):
         return
     with document.path.open("rb") as file:
@@ -150,8 +304,39 @@ def _require_no_records(data: TextData, document: Document) -> None:
     )
 
 
-def names_of(documents: Sequence[Document]) -> str:
-    """The names of the first few of them, for messages."""
-    names = ", ".join(document.name for document in documents[:NAMED_FILES])
-    more = len(documents) - NAMED_FILES
-    return f"{names} and {more} more" if more > 0 else names
+# Files to sides of the split.
+
+
+def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """Return the documents to train on and those to hold out, about ``fraction`` of them.
+
+    The hash of the name alone decides, so a document stays on its side when others come or go. If this holds out
+    nothing, or leaves less than half of the text that should be trained on, the end of the largest document is held
+    out.
+    """
+    held = {document for document in documents if _share(document.name) < fraction}
+    if fraction > 0 and documents:
+        size = sum(document.size for document in documents)
+        rest = size - sum(document.size for document in held)
+        if not held or rest <= (1 - fraction) * size / 2:
+            return _split_largest(documents, round(fraction * size))
+    return [one for one in documents if one not in held], [one for one in documents if one in held]
+
+
+def _split_largest(documents: Sequence[Document], size: int) -> tuple[list[Document], list[Document]]:
+    """Hold out the last ``size`` bytes of the largest document, or a little more, from the start of a line."""
+    largest = max(documents, key=lambda document: document.size)
+    start, stop = largest.start, largest.start + largest.size
+    if stop - start < 2:
+        return [*documents], []
+    wanted = min(max(stop - size, start + 1), stop - 1)
+    cut = cut_before(largest.path, max(start, wanted - size), wanted)  # at most twice as much, for any length of lines
+    if cut == stop:
+        return [*documents], []
+    kept = replace(largest, stop=cut)
+    return [kept if one == largest else one for one in documents], [replace(largest, start=cut)]
+
+
+def _share(name: str) -> float:
+    """Return a number in [0, 1) that depends on the name only."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2.0**64

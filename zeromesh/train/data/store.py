@@ -1,38 +1,178 @@
-"""Data sets on disk: written from what was encoded, or taken as they are, and divided into training and held-out."""
+"""Data sets on disk: token files, their division into training and held-out documents, and their summary."""
 
 from __future__ import annotations
 
+import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zeromesh.train.data.corpus import MASK
+from zeromesh.config.train import TextData
 from zeromesh.train.data.encode import Encoded
-from zeromesh.train.data.indexed import Indexed, IndexedWriter, file_of, open_indexed
+from zeromesh.train.data.indexed import MASK, Indexed, IndexedWriter, file_of, open_indexed
 from zeromesh.train.data.order import hashed
-from zeromesh.train.data.prepared import TokenSet
 from zeromesh.train.data.tokenizer import TextTokenizer
 
 SCANNED_AT_ONCE = 2**24
+"""Ids that are looked at in one step."""
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """Documents in Megatron's format, for training or held out.
+
+    Attributes:
+        prefix: path of the files without their endings.
+        chosen: file with the numbers of the documents, int64, rising; None for all.
+        documents: number of documents.
+        tokens: number of their tokens.
+        labels: number of tokens that are learned or scored.
+        bytes: bytes of text that the labels stand for; 0 if unknown.
+        packed: whether documents stay whole in samples, with a file of masks; otherwise they form a stream.
+        highest: largest id in the files.
+    """
+
+    prefix: Path
+    chosen: Path | None
+    documents: int
+    tokens: int
+    labels: int
+    bytes: int
+    packed: bool
+    highest: int
+
+    @cached_property
+    def indexed(self) -> Indexed:
+        """The open files."""
+        return open_indexed(self.prefix)
+
+    @cached_property
+    def mask(self) -> NDArray[np.uint8] | None:
+        """1 for each token of the files that may be a label, u8; None if all may."""
+        return open_indexed(file_of(self.prefix, MASK)).tokens if self.packed else None
+
+    @cached_property
+    def numbers(self) -> NDArray[np.int64]:
+        """Numbers of the documents in the files, int64, shape ``(documents,)``; mapped into memory if in a file."""
+        if self.chosen is None:
+            return np.arange(self.indexed.documents)
+        numbers: NDArray[np.int64] = np.load(self.chosen, mmap_mode="r" if self.documents else None)
+        return numbers
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Text as token files.
+
+    Attributes:
+        key: hash of the sources, the tokenizer and the settings, without the size of the vocabulary.
+        train: training data, one set per part of the blend.
+        validation: held-out data; no set is empty.
+        vocabulary: number of entries of the tokenizer; without one, the largest id plus one.
+        pad: id that fills samples up.
+        capped: whether the text gives fewer entries than the default size of the vocabulary.
+        skipped: number of documents that are empty, cannot be read, or are not UTF-8.
+        dropped: number of records that were longer than a sample.
+        gzip_bytes: size of the held-out text after ``gzip -9``, the documents one after the other.
+        python: whether the names of all documents end in ``.py``.
+        tokenizer: folder of the tokenizer; None for sources of tokens without a tokenizer in the settings.
+        weights: share of each part of the blend; their sum is 1.
+        packing: "pack" or "pad".
+        document_attention: whether tokens see their own document only.
+    """
+
+    key: str
+    train: tuple[TokenSet, ...]
+    validation: tuple[TokenSet, ...]
+    vocabulary: int
+    pad: int
+    capped: bool
+    skipped: int
+    dropped: int
+    gzip_bytes: int
+    python: bool
+    tokenizer: Path | None
+    weights: tuple[float, ...] = (1.0,)
+    packing: str = "pack"
+    document_attention: bool = False
+
+    @property
+    def held_out_bytes(self) -> int:
+        """Bytes of text that the held-out labels stand for; 0 if unknown for some of them."""
+        sizes = [held.bytes for held in self.validation]
+        return sum(sizes) if all(sizes) else 0
+
+    @property
+    def held_out_labels(self) -> int:
+        """Labels of all held-out documents."""
+        return sum(held.labels for held in self.validation)
+
+    @property
+    def gzip_bits_per_byte(self) -> float | None:
+        """Bits per byte that ``gzip -9`` reaches on the held-out text; None if its bytes are unknown or zero."""
+        return 8 * self.gzip_bytes / self.held_out_bytes if self.held_out_bytes else None
+
+    def sampled(self, data: TextData) -> PreparedData:
+        """Return the same data with the settings of samples, on which the files do not depend."""
+        packs = any(part.packed for part in self.train) and data.packing == "pack"
+        return replace(
+            self,
+            weights=tuple(weight for _, weight in data.blend),
+            packing=data.packing,
+            document_attention=packs if data.document_attention is None else data.document_attention,
+        )
+
+
+def save_summary(prepared: PreparedData, path: Path) -> None:
+    """Write the summary. Paths inside its folder are relative to it."""
+    part = path.with_name(path.name + ".part")
+
+    def plain(value: Any) -> str:
+        return os.path.relpath(value, path.parent) if value.is_relative_to(path.parent) else str(value.resolve())
+
+    part.write_text(json.dumps(asdict(prepared), indent=2, default=plain))
+    part.replace(path)
+
+
+def load_summary(path: Path) -> PreparedData | None:
+    """Return the prepared data; None if there is none, or it is incomplete or of another version."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(PreparedData)}:
+        return None
+
+    def here(name: str | None) -> Path | None:
+        return None if name is None else path.parent / name
+
+    for side in ("train", "validation"):
+        values[side] = tuple(
+            TokenSet(**{**part, "prefix": path.parent / part["prefix"], "chosen": here(part["chosen"])})
+            for part in values[side]
+        )
+    return PreparedData(**{**values, "tokenizer": here(values["tokenizer"]), "weights": tuple(values["weights"])})
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Facts of a data set's documents; arrays have one entry for each.
+    """Facts about the documents of a data set. Arrays have the shape ``(documents,)``.
 
     Attributes:
-        shares: in [0, 1): those below the fraction that is held out, are.
-        tokens: int64.
-        labels: tokens that are learned from, int64.
-        sizes: bytes of text that these stand for, int64; 0 if that is not known.
-        packed: whether they are learned from as wholes.
-        highest: the largest id of all.
+        shares: numbers in [0, 1), float64; documents below the held-out fraction are held out.
+        tokens: number of tokens, int64.
+        labels: number of tokens that are learned, int64.
+        sizes: bytes of text that the labels stand for, int64; 0 if unknown.
+        packed: whether documents stay whole in samples.
+        highest: largest id of all documents.
     """
 
     shares: NDArray[np.float64]
@@ -44,12 +184,12 @@ class Documents:
 
     @property
     def learned(self) -> NDArray[np.bool_]:
-        """Used documents, bool: records of which nothing is learned would be rows without a loss."""
+        """Whether each document is used, bool: a record without a label would be a row without a loss."""
         return self.labels > 0 if self.packed else np.ones(len(self.tokens), dtype=bool)
 
 
 def write_documents(prefix: Path, encoded: Iterable[Encoded], dtype: np.dtype[Any], packed: bool) -> Documents:
-    """Write what was encoded as a data set, with a second one of the masks where documents are packed."""
+    """Write encoded tasks as a data set, and their masks as a second one if documents are packed."""
     columns: list[tuple[NDArray[Any], ...]] = []
     highest = -1
     with ExitStack() as stack:
@@ -77,10 +217,10 @@ def write_documents(prefix: Path, encoded: Iterable[Encoded], dtype: np.dtype[An
 
 
 def scan_documents(prefix: Path) -> Documents:
-    """Look at every id of a data set that somebody else wrote.
+    """Check every id of a data set that another program wrote.
 
     Raises:
-        ValueError: if its files are damaged, or have numbers that are no ids.
+        ValueError: the files are damaged, or have numbers that are no ids.
     """
     data = open_indexed(prefix)
     if data.tokens.dtype.kind not in "ui":
@@ -112,16 +252,16 @@ def scan_documents(prefix: Path) -> Documents:
 def divide(
     name: str, prefix: Path, documents: Documents, fraction: float, tokenizer: TextTokenizer | None, folder: Path
 ) -> tuple[TokenSet, TokenSet]:
-    """Training and held-out documents.
+    """Return the training and the held-out documents of a data set.
 
     Args:
-        name: of the part of the blend; the data sets of two parts may have one name.
-        prefix: of the data set.
-        documents: what is known of it.
-        fraction: of the documents to hold out; 0 for none and 1 for all. At least one is, where some are to be and
-            there are two.
-        tokenizer: counts the bytes of what is held out where they are not known.
-        folder: where the numbers of the documents are written.
+        name: name of the part of the blend; prefixes of two parts may have the same name.
+        prefix: prefix of the data set.
+        documents: facts about it.
+        fraction: share of the documents to hold out: 0 for none, 1 for all. Between the two, at least one of two
+            documents is held out.
+        tokenizer: counts the bytes of held-out text if they are unknown.
+        folder: gets the files with the numbers of the documents.
     """
     learned = documents.learned
     held = learned & (documents.shares < fraction)
@@ -152,7 +292,7 @@ def divide(
 
 
 def gzip_size(sets: Iterable[TokenSet], tokenizer: TextTokenizer | None) -> int:
-    """Bytes that ``gzip -9`` makes of the text of all labels."""
+    """Return the size of the text of all labels after ``gzip -9``."""
     compressor = zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS)
     written = 0
     for held in sets:
@@ -162,7 +302,7 @@ def gzip_size(sets: Iterable[TokenSet], tokenizer: TextTokenizer | None) -> int:
 
 
 def label_texts(held: TokenSet, tokenizer: TextTokenizer) -> Iterator[bytes]:
-    """The text that the labels of a set stand for, sequence by sequence, as the tokenizer writes it."""
+    """Yield the decoded text of the labels of each sequence."""
     data, mask = held.indexed, held.mask
     for number in held.numbers:
         start = data.bounds[number]
@@ -175,16 +315,16 @@ def label_texts(held: TokenSet, tokenizer: TextTokenizer) -> Iterator[bytes]:
 
 
 def first_beyond(data: Indexed, vocabulary: int) -> tuple[int, int]:
-    """The place of the first id that a vocabulary does not have, and the id."""
+    """Return the place of the first id that is not in the vocabulary, and the id."""
     for start in range(0, len(data.tokens), SCANNED_AT_ONCE):
         found = np.flatnonzero(data.tokens[start : start + SCANNED_AT_ONCE] >= vocabulary)
         if len(found):
             return start + int(found[0]), int(data.tokens[start + found[0]])
-    raise AssertionError("the largest id was said to be beyond")
+    raise AssertionError("the largest id is in the vocabulary")
 
 
 def _labels(mask: NDArray[np.uint8], lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """Labels of each document; its first token is none."""
+    """Return the number of labels of each sequence, whose first token is none."""
     before = np.concatenate([[0], np.cumsum(mask != 0, dtype=np.int64)])
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = ends - lengths

@@ -1,6 +1,6 @@
-"""Tokenizers behind one small interface: those of the ``tokenizers`` library, and folders of ``transformers``.
+"""Tokenizers behind one interface: files of the ``tokenizers`` library, and folders of ``transformers``.
 
-The tokenizer that is trained here is byte-level byte-pair encoding: Sennrich et al., "Neural Machine Translation of
+Tokenizers are trained by byte-level byte-pair encoding: Sennrich et al., "Neural Machine Translation of
 Rare Words with Subword Units", 2016; on bytes, as in GPT-2.
 """
 
@@ -23,13 +23,13 @@ from zeromesh.train.data.chat import Ids, Message, Tools, render, render_prompt
 END_OF_TEXT = "<|endoftext|>"
 
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
-"""Names of the token between two documents in known tokenizers."""
+"""Names that known tokenizers give the token between two documents."""
 
 WEIGHTS = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
-"""Ends of the names of files that are no part of a tokenizer, though they lie beside it."""
+"""Ends of the names of files that are not part of a tokenizer in the same folder."""
 
 LONGEST_WORD = 1000
-"""Characters of a word that a vocabulary is learned from; longer ones are cut."""
+"""Characters of the longest word that a vocabulary is learned from; longer words are cut."""
 
 _WORDS = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
 _BLANKS = re.compile(rf"\s{{{LONGEST_WORD + 1}}}")
@@ -38,24 +38,23 @@ _log = logging.getLogger(__name__)
 SMALLEST_VOCABULARY = 257
 TOKENIZER_FILE = "tokenizer.json"
 UNKNOWN = "�"
-"""Character that decoding writes for bytes that are no character, or not yet."""
+"""Character that decoding writes for bytes that are not a whole character."""
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Between text and ids. The names of special tokens in a text are text.
+    """Conversion between text and ids. Names of special tokens inside a text are plain text.
 
     Attributes:
-        size: ids are below it.
-        begin: the id that begins a document, if the tokenizer puts one before a text by itself; chats have what their
-            template says.
-        end: the id that ends a document.
-        pad: the id that fills what is left of a sample; it is never a label.
-        encode: texts to ids, int64, without special tokens added.
+        size: upper bound of the ids.
+        begin: id that begins a document; None if the tokenizer puts none before a text. Chats follow their template.
+        end: id that ends a document.
+        pad: id that fills samples up; it is never a label.
+        encode: texts to ids, int64, without special tokens.
         decode: ids to text, without special tokens.
-        chat: messages and tools to ids and to which of them the assistant has said, bool, of the same shape.
-        prompt: messages to the ids after which the assistant speaks next.
-        save: writes all that ``load_tokenizer`` needs into a folder.
+        chat: messages and tools to ids, and to a mask of the assistant's ids, bool, of the same shape.
+        prompt: messages to the ids after which the assistant speaks.
+        save: writes all files that ``load_tokenizer`` needs into a folder.
     """
 
     size: int
@@ -69,16 +68,16 @@ class TextTokenizer:
     save: Callable[[Path], None]
 
     def bounded(self, ids: Ids, first: bool = True, last: bool = True) -> Ids:
-        """A document, or its first or last part, with what begins and ends it."""
+        """Return a document, or its first or last piece, with its begin and end tokens."""
         before = [self.begin] if first and self.begin is not None else []
         return np.concatenate([np.array(before, dtype=np.int64), ids, np.array([self.end] if last else [], np.int64)])
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """Read a tokenizer from a file of ``tokenizers``, or from a folder of one of the two kinds. Nothing is downloaded.
+    """Read a tokenizer from a file of ``tokenizers``, or from a folder of either kind. Nothing is downloaded.
 
     Raises:
-        ValueError: if there is none, it cannot be read, or has no token for the end of a text.
+        ValueError: there is none, it cannot be read, or it has no token for the end of a text.
     """
     if path.is_file():
         return _of_file(path)
@@ -92,7 +91,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
 
 
 def content_key(path: Path) -> str:
-    """A hash of the tokenizer's files; of a folder, all that are not weights count."""
+    """Return a hash of the files of a tokenizer; in a folder, those that are not weights."""
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     digest = hashlib.sha256()
     for file in files:
@@ -105,12 +104,12 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
     """Learn a byte-level byte-pair vocabulary.
 
     Args:
-        texts: what to learn from.
-        size: entries of the vocabulary.
-        fill: refuse texts that do not have enough pairs to fill it, instead of making a smaller one.
+        texts: training text.
+        size: number of entries of the vocabulary.
+        fill: refuse texts with too few pairs for this size, instead of making a smaller vocabulary.
 
     Raises:
-        ValueError: if ``size`` has no room for the bytes, or the texts do not fill it.
+        ValueError: ``size`` is below ``SMALLEST_VOCABULARY``, or too large for the texts.
     """
     if size < SMALLEST_VOCABULARY:
         raise ValueError(
@@ -126,9 +125,7 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    cuts = _Cuts(texts)
-    tokenizer.train_from_iterator(cuts, trainer)
-    cuts.warn()
+    tokenizer.train_from_iterator(_cut_words(texts), trainer)
     reached = tokenizer.get_vocab_size()
     if fill and reached < size:
         raise ValueError(
@@ -138,55 +135,42 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
     return _wrapped(tokenizer, "the tokenizer")
 
 
-class _Cuts:
-    """Texts, of which words without end are cut: what learning takes grows with the square of their length.
+def _cut_words(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts, cut inside very long words: learning takes time that grows with the square of their length.
 
-    A word is a run of letters, of digits, of blanks, or of others, as the tokenizer divides texts. Only pairs across a
-    cut are not counted; texts are encoded as they are.
+    A word is a run of letters, of digits, of blanks, or of others, as the tokenizer divides texts. The only effect is
+    that pairs across a cut are not counted.
     """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self._count = self._longest = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._texts:
-            if max(map(len, text.split()), default=0) > LONGEST_WORD or _BLANKS.search(text):
-                yield from self._parts(text)
-            else:
-                yield text
-
-    def _parts(self, text: str) -> Iterator[str]:
+    count = longest = 0
+    for text in texts:
         start = 0
-        for word in _WORDS.finditer(text):
-            length = word.end() - word.start()
-            if length > LONGEST_WORD:
-                self._count, self._longest = self._count + 1, max(self._longest, length)
-                for cut in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
-                    yield text[start:cut]
-                    start = cut
+        if max(map(len, text.split()), default=0) > LONGEST_WORD or _BLANKS.search(text):
+            for word in _WORDS.finditer(text):
+                length = word.end() - word.start()
+                if length > LONGEST_WORD:
+                    count, longest = count + 1, max(longest, length)
+                    for cut in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
+                        yield text[start:cut]
+                        start = cut
         yield text[start:]
-
-    def warn(self) -> None:
-        """Say what was cut."""
-        if self._count:
-            _log.warning(
-                "the training text has %d words of more than %s characters without a blank, the longest of %s: the "
-                "vocabulary is learned from pieces of them; is it text, or are these data in a text file?",
-                self._count, f"{LONGEST_WORD:,}", f"{self._longest:,}",
-            )  # fmt: skip
+    if count:
+        _log.warning(
+            "the training text has %d words of more than %s characters without a blank, the longest of %s: the "
+            "vocabulary is learned from pieces of them; is it text, or are these data in a text file?",
+            count, f"{LONGEST_WORD:,}", f"{longest:,}",
+        )  # fmt: skip
 
 
 def stream_text(tokenizer: TextTokenizer, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
-    """Text as its ids come, each piece as soon as no later id can change it.
+    """Yield the text of ids as they come, each piece as soon as later ids cannot change it.
 
-    A character may take several ids, and some tokenizers write a word differently at the beginning of a text, so each
-    piece is what decoding gains by the new ids beside those of the piece before.
+    A character may take several ids, and some tokenizers write a word differently at the start of a text. So a piece is
+    the difference between two decoded texts: the ids of the piece before, with and without the new ids.
 
     Args:
-        tokenizer: that the ids belong to.
-        ids: the new ones.
-        before: ids that the text goes on from.
+        tokenizer: tokenizer of the ids.
+        ids: new ids.
+        before: ids of the text that is continued.
     """
     context, new = list(before), list[int]()
     for token in ids:
@@ -245,7 +229,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
         ) from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the many kinds of tokenizers raise
+    except Exception as error:  # kinds of tokenizers differ in what they raise
         raise ValueError(
             f"{str(folder)!r} holds no tokenizer that transformers can read without running code of its own: {error}"
         ) from error
