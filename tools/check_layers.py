@@ -90,7 +90,6 @@ REACHED = (
     "observe.machine",
     "observe.metrics",
     "observe.operations",
-    "observe.pictures",
     "observe.progress",
     "observe.units",
     "pretrained",

@@ -16,7 +16,7 @@ from zeromesh.model.placement import Placement
 from zeromesh.model.split import Held
 from zeromesh.optim import factory, schedules
 from zeromesh.optim.groups import hidden_matrices
-from zeromesh.pipeline.cut import examine
+from zeromesh.pipeline.runtime.cut import examine
 from zeromesh.pipelined import Pipelined
 from zeromesh.shard.find import find_units
 from zeromesh.tensor.derive import derive
