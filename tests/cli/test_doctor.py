@@ -94,6 +94,7 @@ def test_an_unreachable_master_is_a_problem_of_the_report(
     assert f"rank 1 on {socket.gethostname()}: the master at 127.0.0.1:{port} cannot be reached" in said.err
 
 
+@pytest.mark.full
 def test_the_ranks_of_a_launcher_write_one_document_with_their_links(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     finished = run_command([*torchrun, *COMMAND, "--json", "--folder", tmp_path], timeout=120)
@@ -154,6 +155,7 @@ def test_links_are_measured_along_the_axes_and_between_pairs() -> None:
     assert {pair for pair, text in where.items() if text == "within nodes"} == {(0, 1), (2, 3)}
 
 
+@pytest.mark.full
 def test_the_slowest_pair_is_named_and_uneven_nodes_are_one_axis() -> None:
     result = run_ranks(measured, 3, [0, 0, 1], 2, 0.4)[0]
     assert [(row["axis"], row["ranks"], row["where"]) for row in result["axes"]] == [("data", 3, "across nodes")]

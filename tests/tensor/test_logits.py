@@ -216,7 +216,7 @@ def split(rows: int, whole_bias: bool) -> dict[str, Any]:
 
 
 # With 4 ranks of 4 rows the last one has padding only.
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
 @pytest.mark.parametrize(
     ("ranks", "rows", "whole_bias"),

@@ -342,6 +342,7 @@ def test_models_that_look_ahead_are_refused(name: str, refused: bool, tmp_path: 
 SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
