@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("settings", [settings for _, settings in CASES], ids=[name for name, _ in CASES])
 def test_a_resumed_run_continues_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     mesh = settings["mesh"]

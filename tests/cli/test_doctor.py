@@ -144,6 +144,7 @@ def measured(nodes: list[int], slow: int | None, seconds: float) -> dict[str, An
         dist.send = original
 
 
+@pytest.mark.full
 def test_links_are_measured_along_the_axes_and_between_pairs() -> None:
     results = run_ranks(measured, 4, [0, 0, 1, 1], None, 0.4)
     assert all(result == results[0] for result in results)

@@ -247,6 +247,7 @@ def tied(output: Path) -> dict[str, torch.Tensor]:
     return logits
 
 
+@pytest.mark.full
 def test_a_tied_embedding_that_adapters_take_apart_is_written_apart(tmp_path: Path) -> None:
     import peft
     import transformers

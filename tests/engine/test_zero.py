@@ -738,7 +738,6 @@ def test_whole_tensors_are_what_plain_torch_has_and_changes_are_taken(row: int, 
 
 
 @pytest.mark.full
-@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 1, 3])
 def test_whole_tensors_on_a_hybrid_mesh(row: int) -> None:
     check_access(row, 4, 2, {"replicate": 2, "data": 2})
