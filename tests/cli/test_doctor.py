@@ -108,6 +108,7 @@ def test_the_ranks_of_a_launcher_write_one_document_with_their_links(tmp_path: P
     assert report["links"]["slowest_pair"]["ranks"] == [0, 1]
 
 
+@pytest.mark.full
 def test_a_single_process_starts_ranks_to_measure_and_shows_tables(tmp_path: Path) -> None:
     finished = run_command([sys.executable, *COMMAND, "--ranks", "2", "--folder", tmp_path], timeout=120)
     output = finished.stdout

@@ -133,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "row", "deferring"),
     [("attention", 3, True), ("attention", 0, False), ("all", 1, True), ("all", 2, False), ("dora", 3, False)]

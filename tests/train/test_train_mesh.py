@@ -69,7 +69,7 @@ def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_on_a_mesh_is_the_run_of_one_process(name: str, corpus: Path, alone: Path, tmp_path: Path) -> None:
     ranks, changes = CASES[name]

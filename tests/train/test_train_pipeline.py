@@ -145,6 +145,7 @@ def test_the_memory_that_is_logged_is_that_of_the_rank_that_has_used_most(corpus
 ADAPTERS = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # which is the embedding, too
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lora", "schedule"),
     [
