@@ -412,6 +412,7 @@ def test_inputs_that_differ_between_ranks_are_refused() -> None:
     assert [outcome.kind for outcome in failure.value.outcomes] == ["raised", "raised"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "layout", "keys"),
     [
@@ -472,6 +473,7 @@ def compiled(offload: bool) -> Any:
     return losses, engine.memory_report()["activation"]
 
 
+@pytest.mark.full
 def test_units_that_the_engine_compiles_keep_their_inputs_on_the_host() -> None:
     expected, nothing = run_ranks(compiled, 1, False, timeout=LIMIT)[0]
     losses, held = run_ranks(compiled, 1, True, timeout=LIMIT)[0]

@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("settings", [settings for _, settings in CASES], ids=[name for name, _ in CASES])
 def test_a_resumed_run_continues_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     mesh = settings["mesh"]
@@ -79,7 +79,7 @@ def train_part(folder: str, first: int, settings: dict[str, Any]) -> Any:
     return [loss.item() for loss in losses], engine.gathered_state_dict()
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "lamb", "muon", "adagrad"])
 def test_a_checkpoint_of_one_layout_continues_on_every_other(optimizer: str, tmp_path: Path) -> None:
     model = build_net(torch.float64)

@@ -125,7 +125,7 @@ def look(folder: str) -> None:
     assert sorted(path.name for path in Path(folder).iterdir()) == ["global_step1", "global_step2", "latest"]
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["shard", "commit"])
 def test_after_a_kill_while_it_saves_a_run_goes_on_from_the_checkpoint_before(where: str, tmp_path: Path) -> None:
     outcomes = spawn_ranks(die, 2, str(tmp_path), where)

@@ -87,6 +87,7 @@ def resume_whole(folder: str, kind: str, save: bool) -> dict[str, torch.Tensor]:
     return {name: value for name, value in loaded.items() if name not in ("torch", "others")}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_states_of_optimizers_that_see_whole_parameters_are_kept_as_they_are(kind: str, tmp_path: Path) -> None:
     first, _ = run_ranks(resume_whole, 2, str(tmp_path), kind, True)
@@ -239,6 +240,7 @@ def resume_schedule(folder: str, kind: str, tensor: bool) -> None:
         assert [move(again), move(again)] == later
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_schedule_goes_on_without_the_optimizers_states(kind: str, tensor: bool, tmp_path: Path) -> None:

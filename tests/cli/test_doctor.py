@@ -94,6 +94,7 @@ def test_an_unreachable_master_is_a_problem_of_the_report(
     assert f"rank 1 on {socket.gethostname()}: the master at 127.0.0.1:{port} cannot be reached" in said.err
 
 
+@pytest.mark.full
 def test_the_ranks_of_a_launcher_write_one_document_with_their_links(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     finished = run_command([*torchrun, *COMMAND, "--json", "--folder", tmp_path], timeout=120)
@@ -107,6 +108,7 @@ def test_the_ranks_of_a_launcher_write_one_document_with_their_links(tmp_path: P
     assert report["links"]["slowest_pair"]["ranks"] == [0, 1]
 
 
+@pytest.mark.full
 def test_a_single_process_starts_ranks_to_measure_and_shows_tables(tmp_path: Path) -> None:
     finished = run_command([sys.executable, *COMMAND, "--ranks", "2", "--folder", tmp_path], timeout=120)
     output = finished.stdout
@@ -143,6 +145,7 @@ def measured(nodes: list[int], slow: int | None, seconds: float) -> dict[str, An
         dist.send = original
 
 
+@pytest.mark.full
 def test_links_are_measured_along_the_axes_and_between_pairs() -> None:
     results = run_ranks(measured, 4, [0, 0, 1, 1], None, 0.4)
     assert all(result == results[0] for result in results)
@@ -154,6 +157,7 @@ def test_links_are_measured_along_the_axes_and_between_pairs() -> None:
     assert {pair for pair, text in where.items() if text == "within nodes"} == {(0, 1), (2, 3)}
 
 
+@pytest.mark.full
 def test_the_slowest_pair_is_named_and_uneven_nodes_are_one_axis() -> None:
     result = run_ranks(measured, 3, [0, 0, 1], 2, 0.4)[0]
     assert [(row["axis"], row["ranks"], row["where"]) for row in result["axes"]] == [("data", 3, "across nodes")]

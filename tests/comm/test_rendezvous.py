@@ -68,6 +68,7 @@ class Touch:
         return os.system, (f"touch {self.path}",)
 
 
+@pytest.mark.full
 def test_what_a_stranger_writes_to_the_rendezvous_of_several_nodes_is_not_unpickled(tmp_path: Path) -> None:
     port, mark, script = free_port(), tmp_path / "mark", tmp_path / "script.py"
     script.write_text("print('ran')")

@@ -108,6 +108,7 @@ def test_ranks_in_different_collectives_end_and_say_which() -> None:
     assert "raise slots.parameter" in said
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_named_and_ends_the_run() -> None:
     other, _ = spawn_ranks(one_rank_is_stopped, 2, 1, timeout=10)
     assert other.kind == "died"

@@ -63,6 +63,7 @@ def test_the_published_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) 
     assert main([str(DOCS), "--check"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

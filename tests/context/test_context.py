@@ -101,6 +101,7 @@ def compare_all(cases: list[tuple[Shape, torch.dtype]], by_rank: list[dict[str, 
             compare([found[strategy][number] for found in by_rank], want, TOLERANCE[dtype])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_both_strategies_compute_what_one_process_does(ranks: int) -> None:
     compare_all(CASES, run_ranks(spread_all, ranks, CASES))

@@ -105,7 +105,7 @@ CASES = [
     Case(3, parameter_slots=8, accumulation=3),
 ]
 HYBRID = [Case(1, replicas=2), Case(3, bf16=True, replicas=2)]
-USUAL = {Case(0), Case(1, bf16=True), Case(2, bf16=True, accumulation=3), Case(3), Case(3, bf16=True), HYBRID[1]}
+USUAL = {Case(0), Case(1, bf16=True), Case(2, bf16=True, accumulation=3), Case(3), Case(3, bf16=True)}
 
 
 def others_in_full(cases: Sequence[Case]) -> list[Any]:

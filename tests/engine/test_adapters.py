@@ -133,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "row", "deferring"),
     [("attention", 3, True), ("attention", 0, False), ("all", 1, True), ("all", 2, False), ("dora", 3, False)]
@@ -247,6 +247,7 @@ def tied(output: Path) -> dict[str, torch.Tensor]:
     return logits
 
 
+@pytest.mark.full
 def test_a_tied_embedding_that_adapters_take_apart_is_written_apart(tmp_path: Path) -> None:
     import peft
     import transformers

@@ -117,6 +117,7 @@ def other_groups(backend: str | None, mesh: dict[str, int]) -> list[torch.Tensor
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backend", [None, "cpu:gloo"])
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"replicate": 2, "data": 2}], ids=["one axis", "two axes"])
 def test_a_group_that_was_started_with_another_name_trains_as_with_gloo(
@@ -241,11 +242,13 @@ def trained_after_mistakes(row: int, users: bool, mesh: dict[str, int]) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("row", "users"), [(0, False), (1, True), (3, False), (3, True)])
 def test_after_any_mistake_the_same_model_can_be_initialized(row: int, users: bool) -> None:
     run_ranks(trained_after_mistakes, 2, row, users, {}, timeout=60)
 
 
+@pytest.mark.full
 def test_after_any_mistake_the_same_model_can_be_initialized_on_two_axes() -> None:
     run_ranks(trained_after_mistakes, 4, 3, False, {"replicate": 2, "data": 2}, timeout=60)
 

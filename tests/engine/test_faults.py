@@ -47,6 +47,7 @@ def launched(folder: Path, fault: str) -> str:
     return result.stdout
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_in_a_step_is_named_with_step_and_signal(tmp_path: Path) -> None:
     said = launched(tmp_path, "killed")
     assert "rank 1 failed first: killed by SIGKILL in step 4" in " ".join(said.split())

@@ -162,7 +162,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 1, 3])
 def test_optimizers_and_schedules_of_the_user_do_as_in_torch(row: int) -> None:
     for kind, (history, state) in zip(KINDS, run_ranks(train_as_the_user_says, RANKS, KINDS, row)[0], strict=True):
@@ -639,6 +639,7 @@ def graphs_that_were_compiled() -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_compile_takes_a_backend_and_options_as_deepspeed_and_as_torch() -> None:
     for plain, in_a_dict, by_name, none in run_ranks(graphs_that_were_compiled, 1):
         assert plain == none > 0

@@ -737,7 +737,7 @@ def test_whole_tensors_are_what_plain_torch_has_and_changes_are_taken(row: int, 
         check_access(row, ranks, accumulation, {})
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("row", [0, 1, 3])
 def test_whole_tensors_on_a_hybrid_mesh(row: int) -> None:
     check_access(row, 4, 2, {"replicate": 2, "data": 2})

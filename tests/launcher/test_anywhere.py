@@ -50,7 +50,7 @@ def check(result: tuple[int, list[float]], alone: list[float]) -> None:
     assert result[1] == pytest.approx(alone, rel=1e-12)
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_launchers_give_the_losses_of_one_process(way: str, alone: list[float], tmp_path: Path) -> None:
     check(started(WAYS[way], tmp_path / "losses"), alone)

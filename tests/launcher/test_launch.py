@@ -123,6 +123,7 @@ def test_one_rank_is_this_process() -> None:
     assert found == [5]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("body", "text"),
     [

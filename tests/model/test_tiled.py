@@ -117,7 +117,7 @@ def train(zero: dict[str, Any], tiles: bool, units: list[str]) -> tuple[list[flo
 HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("units", [[], ["Block"]])
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, **HOST}], ids=str)
 def test_it_trains_to_the_same_numbers_in_the_memory_of_few_tiles(zero: dict[str, Any], units: list[str]) -> None:

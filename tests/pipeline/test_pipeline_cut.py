@@ -105,7 +105,7 @@ OTHERWISE = {
 """Blocks of models of which units are other parts."""
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", HUGGINGFACE)
 def test_stages_of_one_block_compute_what_the_model_does(name: str) -> None:
     case = HUGGINGFACE[name]

@@ -160,7 +160,7 @@ print("went on")
 """
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "stage"),
     [
@@ -182,7 +182,7 @@ def test_all_ranks_end_soon_when_a_stage_fails(fault: str, stage: int, tmp_path:
         assert f"this was in forward of stage {stage}, micro-batch 1" in finished.stdout
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

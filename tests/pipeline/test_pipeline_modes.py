@@ -250,6 +250,7 @@ def evaluate() -> list[int]:
     return [*found, order.current.number, len(order.forward)]
 
 
+@pytest.mark.full
 def test_an_evaluation_fetches_the_same_whether_or_not_its_shapes_are_new() -> None:
     """Ranks of one stage may have seen different ones, and must fetch the same."""
     for before, waiting, after, left in run_ranks(evaluate, 2):

@@ -82,6 +82,7 @@ def check(recorded: Recorded, name: str) -> None:
     assert [round(held) for held in most_held_by_rank(schedule)] == list(recorded.held), name
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("breadth-first", 2), ("zb-h1", None), ("zb-v", 2)])
 def test_an_update_is_recorded_and_drawn(tmp_path: Path, schedule: str, chunks: int | None) -> None:
     first, second = run_ranks(record, 2, tmp_path, schedule, chunks)
@@ -112,6 +113,7 @@ def test_it_can_be_asked_for_in_python() -> None:
         check(recorded, "1f1b")
 
 
+@pytest.mark.full
 def test_of_several_pipelines_the_first_is_written(tmp_path: Path) -> None:
     results = run_ranks(record, 4, tmp_path, "1f1b", data=2)
     assert [len(lines) for _, lines, _, _ in results] == [1, 0, 0, 0]
@@ -129,6 +131,7 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_run(tmp_path: Path) -> No
         assert len(lines) == (rank == 0)
 
 
+@pytest.mark.full
 def test_older_files_stay(tmp_path: Path) -> None:
     recorded = an_example()
     first = recorded.write(tmp_path, "update_1")

@@ -136,6 +136,7 @@ def load_and_save(kind: str, folder: str, tag: str, to: str, settings: dict[str,
     return engine.global_steps, engine.get_lr(), engine.gathered_state_dict()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["decoder", "gpt2"])
 def test_a_checkpoint_goes_from_any_number_of_stages_to_any_other(kind: str, tmp_path: Path) -> None:
     run_ranks(begin, 1, kind, str(tmp_path))
@@ -394,6 +395,7 @@ def save_whole(kind: str, folder: str, settings: dict[str, int]) -> dict[str, to
     return engine.gathered_state_dict()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("settings", [{"pipeline": 2, "row": 3}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_transformers_opens_what_all_stages_wrote(kind: str, settings: dict[str, int], tmp_path: Path) -> None:
@@ -448,6 +450,7 @@ def look(row: int, tensor: int) -> None:
     assert any(key.endswith("/pipeline") for key in engine.traffic_report())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("row", [0, 3])
 def test_the_state_and_the_count_are_of_all_stages(row: int) -> None:
     run_ranks(look, 4, row, 1)

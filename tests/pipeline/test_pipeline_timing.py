@@ -178,6 +178,7 @@ class Recurrent(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.full
 def test_blocks_of_all_kinds_can_be_measured() -> None:
     """Parameters that are tied, handed over or frozen; routing by values; running statistics."""
     cases: list[tuple[nn.Module, ModelInput | None]] = [

@@ -45,7 +45,7 @@ def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list
     return found
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("further", [{}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}], ids=str)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_gradients_of_the_weights_of_all_linear_layers_come_later(tensor: int, further: dict[str, Any]) -> None:
@@ -58,6 +58,7 @@ def test_gradients_of_the_weights_of_all_linear_layers_come_later(tensor: int, f
         assert len({name for name in found[-1][1] if "proj" in name}) >= 4 * 7, rank
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "further"), [("llama", "float64"), pytest.param("gpt2", "checkpointing", marks=pytest.mark.full)]
 )

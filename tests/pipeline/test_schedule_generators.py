@@ -152,15 +152,14 @@ def check_random(seed: int, largest: int) -> None:
     assert simulate(schedule, costs).makespan > 0
 
 
-def test_every_row_makes_valid_schedules_of_any_shape_and_costs() -> None:
-    for seed in range(300):
-        check_random(seed, largest=4)
-
-
-@pytest.mark.full
-def test_every_row_makes_valid_schedules_of_many_more_shapes_and_costs() -> None:
-    for seed in range(300, 4000):
-        check_random(seed, largest=9)
+@pytest.mark.parametrize(
+    ("seeds", "largest"),
+    [(range(300), 4), pytest.param(range(300, 4000), 9, marks=pytest.mark.full)],
+    ids=["few", "many"],
+)
+def test_every_row_makes_valid_schedules_of_any_shape_and_costs(seeds: range, largest: int) -> None:
+    for seed in seeds:
+        check_random(seed, largest)
 
 
 def check_search(seed: int, largest: int) -> None:
@@ -185,15 +184,12 @@ def check_search(seed: int, largest: int) -> None:
             assert time <= simulate(named, costs).makespan, (seed, name)
 
 
-def test_the_search_is_never_worse_than_a_named_schedule_that_fits() -> None:
-    for seed in range(10):
-        check_search(seed, largest=3)
-
-
-@pytest.mark.full
-def test_the_search_is_never_worse_than_a_named_schedule_that_fits_many_times() -> None:
-    for seed in range(10, 400):
-        check_search(seed, largest=6)
+@pytest.mark.parametrize(
+    ("seeds", "largest"), [(range(10), 3), pytest.param(range(10, 400), 6, marks=pytest.mark.full)], ids=["few", "many"]
+)
+def test_the_search_is_never_worse_than_a_named_schedule_that_fits(seeds: range, largest: int) -> None:
+    for seed in seeds:
+        check_search(seed, largest)
 
 
 def test_the_search_says_how_much_memory_it_takes() -> None:

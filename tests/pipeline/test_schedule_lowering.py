@@ -17,6 +17,14 @@ from zeromesh.pipeline.schedule.validate import validate
 SENDS, RECEIVES = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT), (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
+RANDOM = pytest.mark.parametrize(
+    ("seeds", "largest"),
+    [(range(100), 3), pytest.param(range(100, 1500), 6, marks=pytest.mark.full)],
+    ids=["few", "many"],
+)
+"""Random schedules of few ranks, and in the full matrices more of them of more ranks."""
+
+
 def words(schedule: Schedule, rank: int = 0) -> str:
     return " ".join(map(str, schedule.ranks[rank]))
 
@@ -68,15 +76,10 @@ def check_messages(seed: int, largest: int) -> None:
     assert parse(str(full)) == full
 
 
-def test_messages_are_complete_in_one_order_and_delay_nothing() -> None:
-    for seed in range(500):
-        check_messages(seed, largest=3)
-
-
-@pytest.mark.full
-def test_messages_are_complete_in_one_order_and_delay_nothing_many_times() -> None:
-    for seed in range(500, 2500):
-        check_messages(seed, largest=6)
+@RANDOM
+def test_messages_are_complete_in_one_order_and_delay_nothing(seeds: range, largest: int) -> None:
+    for seed in seeds:
+        check_messages(seed, largest)
 
 
 def check_passes(seed: int, largest: int) -> None:
@@ -98,15 +101,10 @@ def check_passes(seed: int, largest: int) -> None:
     simulate(before, costs)
 
 
-def test_passes_in_any_order_keep_schedules_valid() -> None:
-    for seed in range(500):
-        check_passes(seed, largest=3)
-
-
-@pytest.mark.full
-def test_passes_in_any_order_keep_schedules_valid_many_times() -> None:
-    for seed in range(500, 2500):
-        check_passes(seed, largest=6)
+@RANDOM
+def test_passes_in_any_order_keep_schedules_valid(seeds: range, largest: int) -> None:
+    for seed in seeds:
+        check_passes(seed, largest)
 
 
 def test_receives_come_before_computations_that_they_can_arrive_in() -> None:

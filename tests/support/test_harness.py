@@ -174,11 +174,13 @@ def test_a_hang_is_killed_and_shows_every_ranks_stack_and_output() -> None:
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(RankFailure, match=r"rank 1 died ----\nkilled by SIGKILL"):
         run_ranks(kill_on, 2, 1)
 
 
+@pytest.mark.full
 def test_fresh_ranks_give_an_outcome_each() -> None:
     before = session_pool().pids
     outcomes = spawn_ranks(kill_on, 2, 0)

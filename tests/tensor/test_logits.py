@@ -216,7 +216,7 @@ def split(rows: int, whole_bias: bool) -> dict[str, Any]:
 
 
 # With 4 ranks of 4 rows the last one has padding only.
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
 @pytest.mark.parametrize(
     ("ranks", "rows", "whole_bias"),
@@ -549,7 +549,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("flat", [True, False])
 def test_the_memory_of_a_loss_is_that_of_a_chunk(flat: bool) -> None:
     hidden, weight = (torch.randn(*shape).requires_grad_() for shape in ((2, 2048, 8), (32000, 8)))

@@ -71,7 +71,7 @@ def accumulated(mesh: dict[str, int], row: int, look: bool, **options: Any) -> A
     return norms, seen, whole(engine)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("mesh", "row"),
     [({"tensor": 4}, 0), ({"tensor": 4}, 2), ({"replicate": 2, "tensor": 2}, 1), ({"data": 2, "tensor": 2}, 3)],

@@ -73,7 +73,7 @@ def check_part(case: Case, name: str, whole: tuple[int, ...], part: tuple[int, .
     assert new in (-(-old // ranks), max(8, -(-old // ranks)) if copies else -1), f"{case}: {name} has {new} of {old}"
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(10)
 @pytest.mark.parametrize("case", [make(values) for values in two_of_each(FACTORS)], ids=str)
 def test_a_split_model_trains_as_one_process_does(case: Case) -> None:
     runs = run_ranks(train_cases, case.ranks, [case], timeout=LIMIT)

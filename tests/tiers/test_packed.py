@@ -113,6 +113,7 @@ def resumed(folder: str, form: str, device: str) -> None:
         engine.destroy()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "device"), [("split", "nvme"), pytest.param("split", "cpu", marks=pytest.mark.full)])
 def test_a_resumed_run_goes_on_as_the_one_that_was_saved(form: str, device: str, tmp_path: Path) -> None:
     run_ranks(resumed, 2, str(tmp_path), form, device)
@@ -146,6 +147,7 @@ def losses(folder: str, form: str, updates: int) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_a_model_learns_with_each_form(tmp_path: Path) -> None:
     for form in FORMS:
         found = run_ranks(losses, 1, str(tmp_path), form, 24)[0]

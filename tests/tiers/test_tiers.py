@@ -206,6 +206,7 @@ def assert_same(one: Any, other: Any) -> None:
     assert all(torch.equal(value, other[2][name]) for name, value in one[2].items())
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_with_its_states_elsewhere(tmp_path: Path) -> None:
     """Each continues from the one before; a run without offload continues from itself."""
     device, before, places = {"stage": 2}, None, ["optimizer of row 2", "all", "none", "optimizer of row 1"]

@@ -78,6 +78,7 @@ def test_the_page_counts_the_last_outcome_and_names_what_failed() -> None:
     assert "| shard/test_a | 1 | 0 | 0 | 2 |" in page
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("failed", "status", "said"),
     [

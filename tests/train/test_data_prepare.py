@@ -76,6 +76,7 @@ def test_the_result_is_the_same_bytes_for_any_number_of_processes(tmp_path: Path
     assert (again.packing, again.document_attention) == ("pad", True)
 
 
+@pytest.mark.full
 def test_a_wrong_record_is_named_by_the_process_that_finds_it(tmp_path: Path, small_tasks: None) -> None:
     source = corpus(tmp_path / "corpus")
     with (source / "records.jsonl").open("a") as file:
@@ -105,6 +106,7 @@ def test_a_process_that_is_ended_is_reported(tmp_path: Path) -> None:
         list(encode_all([Deadly()], encoder, 2))
 
 
+@pytest.mark.full
 def test_a_full_disk_ends_the_processes(tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

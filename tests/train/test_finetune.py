@@ -248,6 +248,7 @@ def test_built_in_decoders_are_models_of_transformers(architecture: Any, tied: b
         torch.testing.assert_close(model(tokens).logits, decoder(tokens), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_run_of_a_built_in_decoder_is_exported(tmp_path: Path) -> None:
     import transformers
 
@@ -343,6 +344,7 @@ def test_models_that_look_ahead_are_refused(name: str, refused: bool, tmp_path: 
 SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -164,6 +164,7 @@ def test_ranks_of_a_launcher_join_and_resume_exactly(corpus: Path, tmp_path: Pat
     assert weights[0] == weights[1]
 
 
+@pytest.mark.full
 def test_two_ranks_see_what_one_sees(corpus: Path, tmp_path: Path) -> None:
     """Without dropout, whose masks belong to the ranks."""
     model = {"dropout": 0.0}

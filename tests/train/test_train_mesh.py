@@ -69,7 +69,7 @@ def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_on_a_mesh_is_the_run_of_one_process(name: str, corpus: Path, alone: Path, tmp_path: Path) -> None:
     ranks, changes = CASES[name]
@@ -86,6 +86,7 @@ def test_a_run_on_a_mesh_is_the_run_of_one_process(name: str, corpus: Path, alon
         assert reports[0][key] == reports[1][key], key
 
 
+@pytest.mark.full
 def test_a_run_goes_on_under_another_mesh(corpus: Path, alone: Path, tmp_path: Path) -> None:
     run_ranks(train, 2, config(corpus, tmp_path, mesh={"context": 2}), ["run.steps=2"], resume=False, timeout=120)
     run_ranks(train, 2, config(corpus, tmp_path, mesh={"tensor": 2}), [], resume=True, timeout=120)

@@ -134,6 +134,7 @@ def train_as_if_the_second_rank_had_more_memory(path: Path) -> None:
         train(path, [], resume=False)
 
 
+@pytest.mark.full
 def test_the_memory_that_is_logged_is_that_of_the_rank_that_has_used_most(corpus: Path, tmp_path: Path) -> None:
     path = config(corpus, tmp_path, **TWO_STAGES, run={"steps": 1, "evaluate_every": 0})
     run_ranks(train_as_if_the_second_rank_had_more_memory, 2, path, timeout=LIMIT)
@@ -144,6 +145,7 @@ def test_the_memory_that_is_logged_is_that_of_the_rank_that_has_used_most(corpus
 ADAPTERS = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # which is the embedding, too
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lora", "schedule"),
     [

@@ -502,6 +502,7 @@ def run_script(folder: Path, body: str, ranks: int = 2) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.full
 def test_an_exception_on_one_rank_ends_all_and_is_what_is_shown(tmp_path: Path) -> None:
     status, said = run_script(
         tmp_path,
