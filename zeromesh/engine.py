@@ -15,7 +15,7 @@ import torch
 from zeromesh import batches
 from zeromesh.activation.checkpoint import compile_forward
 from zeromesh.comm.rank import record_step
-from zeromesh.engine_answers import Batching, Answers
+from zeromesh.engine_answers import Answers, Batching
 from zeromesh.engine_saving import Saving
 from zeromesh.engine_state import Parts
 from zeromesh.observe.monitors import learning_values
