@@ -97,7 +97,15 @@ def initialize(
     refuse("initialize", "mesh_param", mesh_param, sizes)
     if loss_fn is None and isinstance(model, PipelineModule):
         loss_fn = model.loss_fn
-    given = _configuration(config, config_params, args)
+    from_args: Config | None = getattr(args, "deepspeed_config", None)
+    given = config if config is not None else config_params
+    if given is not None and from_args is not None:
+        raise ValueError(
+            f"initialize was given two configurations: config= and args.deepspeed_config = {from_args!r}; pass one"
+        )
+    given = given if given is not None else from_args
+    if given is None:
+        raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
     chosen = Arguments(model, given, optimizer, model_parameters, lr_scheduler, training_data, collate_fn, loss_fn)
     show_log()
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -105,17 +113,3 @@ def initialize(
     plan = steps.plan_layout(chosen, settings, mesh or make_mesh(settings, environment))
     prepared = steps.prepare_run(plan)
     return steps.make_engine(plan, prepared, steps.place_model(plan, prepared))
-
-
-def _configuration(config: Config | Settings | None, older: Config | None, args: Any) -> Config | Settings:
-    """Return the configuration, given by name, by DeepSpeed's older name, or in the parsed command line."""
-    from_args: Config | None = getattr(args, "deepspeed_config", None)
-    given = config if config is not None else older
-    if given is not None and from_args is not None:
-        raise ValueError(
-            f"initialize was given two configurations: config= and args.deepspeed_config = {from_args!r}; pass one"
-        )
-    chosen = given if given is not None else from_args
-    if chosen is None:
-        raise ValueError("initialize needs a configuration: pass config= with a path or a dict")
-    return chosen

@@ -15,7 +15,7 @@ import torch
 from zeromesh import batches
 from zeromesh.activation.checkpoint import compile_forward
 from zeromesh.comm.rank import record_step
-from zeromesh.engine_answers import BatchAnswers, RunAnswers
+from zeromesh.engine_answers import Answers, Batching
 from zeromesh.engine_saving import Saving
 from zeromesh.engine_state import Parts
 from zeromesh.observe.monitors import learning_values
@@ -34,7 +34,7 @@ BY_BATCH = (
 )
 
 
-class Engine(BatchAnswers, RunAnswers, Saving):
+class Engine(Batching, Answers, Saving):
     """Trains one model over the ranks of a mesh; see ``EngineState`` for its attributes."""
 
     def __init__(self, parts: Parts) -> None:

@@ -1,7 +1,7 @@
-"""Questions that users of DeepSpeed and torch ask an engine. A new name of DeepSpeed's engine goes here.
+"""Names of DeepSpeed's and torch's engines beside forward, backward and step; a new name goes here.
 
-``BatchAnswers`` has the sizes and the boundaries of batches, ``RunAnswers`` what the run has measured so far. Names
-that only repeat the configuration get a class of their own beside them.
+``Batching`` has the sizes and the boundaries of batches, ``Answers`` what the run has measured so far. Names that only
+repeat the configuration get a class of their own beside them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeromesh.engine_state import EngineState
 from zeromesh.observe.monitors import Monitor
 
 
-class BatchAnswers(EngineState):
+class Batching(EngineState):
     """Batches of an engine: their sizes, shares and boundaries."""
 
     @property
@@ -73,7 +73,7 @@ class BatchAnswers(EngineState):
             yield
 
 
-class RunAnswers(EngineState):
+class Answers(EngineState):
     """Values of a run so far."""
 
     @property

@@ -22,7 +22,19 @@ def check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None
     Raises:
         ValueError: with the rule and the remedy.
     """
-    _check_free(model)
+    # Two engines would move the same memory.
+    taken = [name for name, module in model.named_modules() if _is_driven(module)]
+    for name, parameter in model.named_parameters():
+        owner = zero.engine_of(parameter)
+        is_left_sharded = type(parameter).__module__ == guard.__name__  # by an engine that was destroyed
+        if is_left_sharded or (owner is not None and _is_driven(owner.module)):
+            taken.append(name)
+    if taken:
+        raise ValueError(
+            f"{taken[0] or 'the model'} already belongs to an engine; train with that one, or pass another model, "
+            "which may load the weights that the engine's gathered_state_dict() gives; where parameters are not "
+            "sharded, the model is free again after engine.destroy()"
+        )
     check_parameters(model)
     find_units(model, settings.units)
     if settings.activation_checkpointing.enabled:
@@ -31,24 +43,6 @@ def check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> None
         check_compiled(model, settings.units)
     if lr_scheduler is not None and not makes_scheduler(lr_scheduler):
         check_scheduler(lr_scheduler)
-
-
-def _check_free(model: nn.Module) -> None:
-    """Raise ValueError if a part of the model belongs to an engine: two engines would move the same memory."""
-    held = [name for name, module in model.named_modules() if _is_driven(module)]
-    held += [name for name, parameter in model.named_parameters() if _is_held(parameter)]
-    if held:
-        raise ValueError(
-            f"{held[0] or 'the model'} already belongs to an engine; train with that one, or pass another model, which "
-            "may load the weights that the engine's gathered_state_dict() gives; where parameters are not sharded, the "
-            "model is free again after engine.destroy()"
-        )
-
-
-def _is_held(parameter: nn.Parameter) -> bool:
-    """Return whether a living engine owns a parameter, or a destroyed one has left it sharded."""
-    owner = zero.engine_of(parameter)
-    return type(parameter).__module__ == guard.__name__ or (owner is not None and _is_driven(owner.module))
 
 
 def _is_driven(module: nn.Module) -> bool:

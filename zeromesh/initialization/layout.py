@@ -45,11 +45,6 @@ def make_mesh(settings: Settings, environment: Environment | None = None) -> Mes
     """Return the mesh that the configuration describes, over the running ranks. Collective."""
     environment = environment or init_distributed()
     sizes = settings.resolve_mesh(environment.world_size)
-    return Mesh(sizes, device_of_group(environment), _links(settings, environment))
-
-
-def _links(settings: Settings, environment: Environment) -> Links:
-    """Return this rank's node, and the use of the links between nodes."""
     gather, reduce = (None if name is None else FORMATS[name] for name in settings.across_nodes)
     node = None if environment.one_node else environment.node_rank
     count = settings.communication.ranks_per_node
@@ -60,7 +55,8 @@ def _links(settings: Settings, environment: Environment) -> Links:
                 "set it to a divisor, or leave it out"
             )
         node = environment.rank // count
-    return Links(node, settings.communication.hierarchical, gather, reduce)
+    links = Links(node, settings.communication.hierarchical, gather, reduce)
+    return Mesh(sizes, device_of_group(environment), links)
 
 
 def split_plan(model: nn.Module, settings: Resolved, mesh: Mesh) -> Split | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from zeromesh.comm.environment import Environment
 
@@ -54,13 +53,6 @@ def warn_of_sparse(model: nn.Module) -> None:
             "rows that no batch used, which in torch they refuse to do; leave sparse=True out if that is what you want",
             ", ".join(names),
         )
-
-
-def used_arguments(optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return the arguments of the optimizer's first group, by their keys in the configuration."""
-    group = {} if optimizer is None else {**optimizer.param_groups[0]}
-    group["lr"] = group.get("initial_lr", group.get("lr"))  # a schedule has moved it already
-    return {f"optimizer.params.{key}": value for key, value in group.items() if key != "params"}
 
 
 @contextmanager

@@ -64,23 +64,20 @@ def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | N
     """
     from zeromesh.optim import factory
 
-    given = plan.arguments.optimizer
-    if given is None:
+    user = plan.arguments.optimizer
+    if user is None:
         return None
-    user = given if isinstance(given, Optimizer) else _made(given, owned)
+    if not isinstance(user, Optimizer):
+        if not callable(user) or isinstance(user, nn.Module):
+            kind = type(user).__name__
+            raise ValueError(f"optimizer is a {kind}; pass a torch optimizer, or a function that makes one")
+        user = user([dict(group) for group in owned] if len(owned) > 1 else list(owned[0]["params"]))
+        if not isinstance(user, Optimizer):
+            kind = type(user).__name__
+            raise ValueError(f"the function passed as optimizer returned a {kind}, not a torch optimizer")
     trained = {parameter for parameter in plan.model.parameters() if parameter.requires_grad}
     factory.check_users(user, trained, plan.cuts_parameters, plan.settings.zero_allow_untested_optimizer)
     return user
-
-
-def _made(given: Any, owned: Sequence[dict[str, Any]]) -> Optimizer:
-    """Return the optimizer that the user's function makes."""
-    if not callable(given) or isinstance(given, nn.Module):
-        raise ValueError(f"optimizer is a {type(given).__name__}; pass a torch optimizer, or a function that makes one")
-    made = given([dict(group) for group in owned] if len(owned) > 1 else list(owned[0]["params"]))
-    if not isinstance(made, Optimizer):
-        raise ValueError(f"the function passed as optimizer returned a {type(made).__name__}, not a torch optimizer")
-    return made
 
 
 def build_optimizer(

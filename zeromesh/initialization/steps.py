@@ -169,7 +169,9 @@ def make_engine(plan: Plan, prepared: Prepared, placed: Placed) -> tuple[Engine,
     place.checkpoint_activations(plan.model, settings, store)
     first = mesh.rank == 0
     if first:
-        tell_unset(chosen.config, settings, messages.used_arguments(placed.optimizer))
+        used = {} if placed.optimizer is None else {**placed.optimizer.param_groups[0]}
+        used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
+        tell_unset(chosen.config, settings, {f"optimizer.params.{k}": v for k, v in used.items() if k != "params"})
     sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu if plan.says_batch and first else None)
     observer = prepare.make_observer(plan, prepared.monitor)
 
