@@ -119,7 +119,7 @@ def test_the_next_blocks_inputs_are_under_way_while_a_block_is_computed_again(mo
     monkeypatch.setattr(_Kept, "start", lambda kept: (events.append(("start", name(kept))), start(kept))[1])
 
     def fetched(kept: _Kept) -> Tensor:
-        events.append(("ahead" if kept.ahead is not None else "fetch", name(kept)))
+        events.append(("ahead" if kept.prefetched is not None else "fetch", name(kept)))
         return fetch(kept)
 
     monkeypatch.setattr(_Kept, "fetch", fetched)
@@ -131,7 +131,7 @@ def test_the_next_blocks_inputs_are_under_way_while_a_block_is_computed_again(mo
     assert [kind for kind, _ in events] == ["fetch", "fetch", "start", "start"] + (
         ["ahead", "ahead", "start", "start"] * 3 + ["ahead", "ahead"]
     )
-    assert all(kept is None for kept in (early() for early in store._ahead))
+    assert all(kept is None for kept in (one() for one in store._prefetched))
 
 
 def test_several_forwards_and_backwards_of_one_graph() -> None:
@@ -192,7 +192,7 @@ def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
     del loss
     gc.collect()
     assert in_use(store) == 0
-    assert all(early() is None for early in store._ahead)
+    assert all(one() is None for one in store._prefetched)
 
 
 class Changing(nn.Module):

@@ -1,4 +1,4 @@
-"""Where gradients are between autograd and their home: copied into a slot, or left where autograd put them."""
+"""Where gradients are between autograd and their shard: copied into a slot, or left where autograd put them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import numerics
 import zeromesh
 from harness import run_ranks
 from zeromesh.comm import sums
-from zeromesh.shard.gradient import Gradient
+from zeromesh.shard.gradient import FullState, Gradient, ShardState
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.place import make_units
+from zeromesh.shard.slots import Slot
 
 SIZE = 64
 
@@ -35,6 +36,27 @@ def test_a_gradient_that_is_all_of_its_buffer_stays_where_it_is() -> None:
     assert found.full.data_ptr() == address
     assert torch.equal(found.full, torch.arange(float(SIZE)) / 2)
     assert found.arrived == found.used == [True]
+
+
+def test_states_follow_the_way_of_a_gradient() -> None:
+    found, value = gradient((8, 8)), torch.ones(8, 8)
+    assert (found.full_state, found.shard_state) == (FullState.EMPTY, ShardState.EMPTY)
+    with pytest.raises(AssertionError):
+        found.fill(0, value, 1.0)
+    found.open(torch.empty(SIZE), Slot(4 * SIZE, torch.device("cpu"), lent=False))
+    found.fill(0, value, 1.0)
+    assert found.full_state is FullState.FILLING
+    full, slot = found.begin_sum()
+    assert (found.full_state, found.shard_state) == (FullState.EMPTY, ShardState.REDUCING)
+    assert found.adopt(torch.ones(8, 8), 1.0)  # the next one fills while the sum is under way
+    with pytest.raises(AssertionError, match="overwrite"):
+        found.begin_sum()
+    assert found.keep(full, slot) is None
+    assert found.shard_state is ShardState.READY
+    assert found.keep(*found.begin_sum()) is None
+    assert found.shard is not None
+    assert torch.equal(found.shard, torch.full((SIZE,), 2.0))
+    assert found.forget() == [slot]
 
 
 def held(kind: str) -> tuple[Gradient, torch.Tensor, Any]:

@@ -85,7 +85,7 @@ class ActivationStore:
         self._known: WeakValueDictionary[Any, _Kept] = WeakValueDictionary()
         self._seen: set[int] = set()
         self._last: ref[_Inputs] | None = None
-        self._ahead: list[ref[_Kept]] = []
+        self._prefetched: list[ref[_Kept]] = []
         self._task = -1
         self._differs: list[Tensor] = []
 
@@ -146,15 +146,15 @@ class ActivationStore:
             self._task, self._differs = task, []
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def fetch_ahead(self, inputs: _Inputs | None) -> None:
+    def prefetch(self, inputs: _Inputs | None) -> None:
         """Start to bring a block's inputs back; those of another that nobody took are dropped."""
         wanted = [] if inputs is None else inputs.kept
-        for kept in filter(None, (early() for early in self._ahead)):
+        for kept in filter(None, (one() for one in self._prefetched)):
             if not any(kept is other for other in wanted):
                 kept.drop()
         for kept in wanted:
             kept.start()
-        self._ahead = [ref(kept) for kept in wanted]
+        self._prefetched = [ref(kept) for kept in wanted]
 
     def compare(self, whole: Tensor, checksum: Tensor) -> None:
         """Note whether what was gathered is what this rank was given."""
@@ -167,7 +167,7 @@ class ActivationStore:
             RuntimeError: what was partitioned was not the same on all ranks.
         """
         self._task = -1
-        self.fetch_ahead(None)
+        self.prefetch(None)
         differs, self._differs = self._differs, []
         if self.group is None or not differs:
             return
@@ -189,11 +189,11 @@ class _Kept:
     """A tensor that waits elsewhere.
 
     Attributes:
-        ahead: its copy on the device, if that has been started, and the event after which it is there.
+        prefetched: its copy on the device, if that has been started, and the event after which it is there.
     """
 
     def __init__(self, store: ActivationStore, tensor: Tensor, storage: StorageWeakRef) -> None:
-        self.ahead: tuple[Tensor, torch.Event | None] | None = None
+        self.prefetched: tuple[Tensor, torch.Event | None] | None = None
         self._store = store
         self._source = storage  # as long as it is referred to, no other storage has its address
         self._size, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
@@ -225,12 +225,12 @@ class _Kept:
 
     def start(self) -> None:
         """Start to copy this rank's part to the device, unless it is there, or on its way."""
-        if self._store.pool is not None and self.ahead is None:
-            self.ahead = self._to_device()
+        if self._store.pool is not None and self.prefetched is None:
+            self.prefetched = self._to_device()
 
     def drop(self) -> None:
         """Drop the copy on the device, which nobody took."""
-        self.ahead = None
+        self.prefetched = None
 
     def _to_device(self) -> tuple[Tensor, torch.Event | None]:
         there = torch.empty_like(self._part, device=self._store.device, pin_memory=False)
@@ -251,7 +251,7 @@ class _Kept:
         if store.pool is None:
             part = self._part
         else:
-            (part, arrived), self.ahead = self.ahead or self._to_device(), None
+            (part, arrived), self.prefetched = self.prefetched or self._to_device(), None
             if arrived is not None:
                 torch.accelerator.current_stream(store.device).wait_event(arrived)
         if store.group is not None:
@@ -280,7 +280,7 @@ class _Inputs:
         movable: list[bool],
     ) -> None:
         self._store, self._forward = store, forward
-        self._given: tuple[Any, Any] | None = (args, kwargs)
+        self._called_with: tuple[Any, Any] | None = (args, kwargs)
         self._before = store._last
         places: list[Tensor] = []
         kept: list[_Kept | None] = []
@@ -301,9 +301,9 @@ class _Inputs:
         return [kept for kept in self._kept if kept is not None]
 
     def __call__(self, _: Tensor, *staying: Tensor) -> Any:
-        given, self._given = self._given, None
-        args, kwargs = self._restored(staying) if given is None else given
-        del given
+        called_with, self._called_with = self._called_with, None
+        args, kwargs = self._restored(staying) if called_with is None else called_with
+        del called_with
         token = _inside.set(True)
         try:
             return self._forward(*args, **kwargs)
@@ -316,7 +316,7 @@ class _Inputs:
             self._store.begin_backward()
             # In the order of the arguments, which is the same on all ranks.
             values = [next(rest) if kept is None else kept.fetch() for kept in self._kept]
-            self._store.fetch_ahead(self._before() if self._before is not None else None)
+            self._store.prefetch(self._before() if self._before is not None else None)
         for value, kept, grad in zip(values, self._kept, self._grads, strict=True):
             if kept is not None:
                 value.requires_grad_(grad)
