@@ -392,7 +392,10 @@ def test_numbers_are_written_in_short() -> None:
 
 def test_the_interface_is_the_one_that_has_the_address_towards_the_master() -> None:
     names = {name for _, name in socket.if_nameindex()}
-    own = interface._own_address(interface.ANYWHERE, 1)
+    try:
+        own = interface.own_address(interface.ANYWHERE, 1)
+    except OSError:  # a machine without a network
+        own = None
     found = interface.interface_to("127.0.0.1", 29500)
     if own is None or sys.platform != "linux":
         assert found is None

@@ -138,5 +138,5 @@ def test_what_is_wrong_with_a_function_is_said(body: str, text: str, tmp_path: P
     guard = 'if __name__ == "__main__":\n'
     inside = "    zeromesh.launch(work, 2)\n"
     script.write_text("import os, sys, zeromesh\n" + (guard + indented if body == "pass" else top + guard) + inside)
-    finished = run_command([sys.executable, script])
+    finished = run_command([sys.executable, script], timeout=180)
     assert re.search(text, finished.stdout), finished.stdout
