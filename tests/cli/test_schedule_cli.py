@@ -29,7 +29,7 @@ def test_grid_bubble_and_what_is_held_are_printed() -> None:
         "\n"
         "time    13\n"
         "bubble  8.33%; (p-1)/(3 m) = 8.33% with equal costs and no messages\n"
-        "micro-batches held at most\n"
+        "largest number of micro-batches held\n"
         "  rank 0: 2  (stage 0: 2)\n"
         "  rank 1: 2  (stage 1: 2)\n"
     )
@@ -82,7 +82,7 @@ def test_a_file_is_checked(tmp_path: Path) -> None:
     shown = call("--check", file)
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith(
-        "valid: 3 stages on 3 ranks, 4 micro-batches\nmicro-batches held at most\n  rank 0: 3 "
+        "valid: 3 stages on 3 ranks, 4 micro-batches\nlargest number of micro-batches held\n  rank 0: 3 "
     )
     file.write_text(str(add_messages(generate("1f1b", 3, 4))).replace("F1.2", "F1.3"))
     shown = call("--check", file)
@@ -113,7 +113,7 @@ def test_a_file_that_needs_buffered_sends_is_said_to(tmp_path: Path) -> None:
     )
     shown = call("--check", file)
     assert shown.exit_code == 0, shown.output
-    assert "only where sends are buffered; where they wait for their receives:\ndeadlock on rank 0" in shown.stdout
+    assert "it needs sends that do not wait for their receives; if they wait:\ndeadlock on rank 0" in shown.stdout
 
 
 @pytest.mark.parametrize(

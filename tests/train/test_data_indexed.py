@@ -63,20 +63,16 @@ def test_files_of_every_dtype_are_read(tmp_path: Path, code: int, kind: str, dty
     data = open_indexed(tmp_path / "a.b")
     assert data.tokens.dtype == np.dtype(dtype)
     assert [data.document(n).tolist() for n in range(data.documents)] == [[1, 2, 3], [100]]
-    assert data.modes is None
 
 
-def test_documents_sequences_and_modes_are_read(tmp_path: Path) -> None:
-    modes = [0, 1, 0, 1, 0, 0, 1]
-    published(tmp_path / "set", DOCUMENTS, modes=modes)
+def test_documents_and_sequences_are_read_also_with_modes(tmp_path: Path) -> None:
+    published(tmp_path / "set", DOCUMENTS, modes=[0, 1, 0, 1, 0, 0, 1])
     data = open_indexed(tmp_path / "set")
     assert [data.document(n).tolist() for n in range(data.documents)] == [
         [token for sequence in document for token in sequence] for document in DOCUMENTS
     ]
     assert data.lengths.tolist() == [3, 1, 0, 2, 1, 2, 3]
     assert data.boundaries.tolist() == [0, 2, 3, 4, 4, 7]
-    assert data.modes is not None
-    assert data.modes.tolist() == modes
     assert scan_documents(tmp_path / "set").tokens.tolist() == [4, 0, 2, 0, 6]
     assert scan_documents(tmp_path / "set").highest == 65535
 

@@ -1,4 +1,4 @@
-"""``zeromesh inspect``: what checkpoints hold, and whether they are whole."""
+"""``zeromesh inspect``: contents of checkpoints, and whether they are complete."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from zeromesh.observe.units import bytes_text
 from zeromesh.train.screen import make_console, write
 
 CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints in the folder of a run."""
+"""Folder of the checkpoints in the folder of a run."""
 
 PIPED_WIDTH = 1000
-"""Characters of a line where the screen is a file or another program: nothing is cut off."""
+"""Characters of a line in a file or a pipe, where nothing should be cut off."""
 
 MOST_FILES = 3
-"""So many files of a tensor are named on the screen."""
+"""Files of a tensor that a line names at most."""
 
 
 def inspect(path: Path, as_json: bool, verify: bool) -> bool:
-    """Show what a checkpoint, the checkpoints of a folder, or those of a run hold.
+    """Print a summary of checkpoints, and the tensors of the latest one that can be used.
 
     Args:
-        path: of any of the three.
-        as_json: write JSON, with every tensor, instead of tables.
+        path: a checkpoint, a folder of checkpoints, or the folder of a run.
+        as_json: print JSON, with every tensor, instead of tables.
         verify: compare all files with their hashes.
 
     Returns:
-        Whether nothing is wrong with any of them; what a save left that is under way, or was cut off, does not count.
+        True if all checkpoints are complete. Drafts of saves that were interrupted, or are under way, do not count.
 
     Raises:
         ValueError: there is no checkpoint.
@@ -56,7 +56,7 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that a path stands for, incomplete ones too, by time."""
+    """Return the checkpoints of a path by time, with incomplete ones."""
     for folder in (path, path / CHECKPOINTS):
         found = [folder] if _is_checkpoint(folder) else [*filter(_is_checkpoint, _folders_in(folder))]
         if found:
@@ -106,7 +106,7 @@ def _summary(folder: Path, verify: bool) -> dict[str, Any]:
 
 
 def _row(placement: dict[str, str] | None) -> int | None:
-    """The ZeRO row of placements, if it is known."""
+    """Return the ZeRO stage of placements; None if there is none."""
     known = {(row.parameter.value, row.gradient.value, row.optimizer.value): number for number, row in ROWS.items()}
     return known.get((placement["parameter"], placement["gradient"], placement["optimizer"])) if placement else None
 
@@ -137,13 +137,13 @@ def _details(reader: Reader) -> dict[str, Any]:
     }
 
 
-# On the screen.
+# Tables.
 
 
 def _show(console: Console, listed: list[dict[str, Any]], details: dict[str, Any] | None, verify: bool) -> None:
     if not console.is_terminal:
         console.width = PIPED_WIDTH
-    table = _table("checkpoint", "step", "ranks", "row", "written", "format", "size", "")
+    table = _table("checkpoint", "step", "ranks", "ZeRO", "written", "format", "size", "")
     for row in listed:
         state = "left over" if row["left"] else "damaged" if row["problem"] else "latest" if row["latest"] else ""
         keys = ("step", "world_size", "row", "written", "format")
@@ -155,7 +155,7 @@ def _show(console: Console, listed: list[dict[str, Any]], details: dict[str, Any
             console.print(f"{row['tag']}: {row['problem']}")
     if verify:
         sound = sum(row["problem"] is None for row in listed)
-        console.print(f"{sound} of {len(listed)} checkpoints hold what was written (SHA-256)")
+        console.print(f"{sound} of {len(listed)} checkpoints hold what was written: all hashes (SHA-256) agree")
     if details is not None:
         _show_details(console, details)
 
@@ -178,7 +178,7 @@ def _show_details(console: Console, details: dict[str, Any]) -> None:
         kind, name = tensor["name"].split("/", 1)
         if kind in ("parameter", "buffer"):
             own = states[name] if kind == "parameter" else []
-            shape = " x ".join(map(str, tensor["shape"])) or "a number"
+            shape = " x ".join(map(str, tensor["shape"])) or "scalar"
             table.add_row(tensor["name"], shape, tensor["dtype"], ", ".join(own), _files(tensor["files"]))
     console.print(table)
 

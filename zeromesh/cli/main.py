@@ -1,4 +1,4 @@
-"""The command ``zeromesh``. What a command needs is imported when it runs, so that help comes at once."""
+"""Command line ``zeromesh``. Each command imports what it needs when it runs, so that help comes at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ app = typer.Typer(
 )
 
 WRONG_INPUT, FAILED, STOPPED = 2, 1, 130
-"""Exit codes: something the user can put right before the start, a run that failed, and Ctrl-C."""
+"""Exit codes: wrong input, which is found before the start; a run that failed; Ctrl-C."""
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0.0, help="Randomness; 0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Texts to write.")] = 1,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says; write the answer.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message; write the answer.")] = False,
 ) -> None:
     """Continue a text with the model of a run."""
     with _errors():
@@ -84,7 +84,7 @@ def export(
     tag: Annotated[
         str | None, typer.Option(help="The checkpoint, such as global_step100; the latest if left out.")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Write adapters added to their model.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Write the model with its adapters merged in.")] = False,
 ) -> None:
     """Write the model of a run as a folder that from_pretrained of transformers, or of PEFT, opens."""
     with _errors():
@@ -99,7 +99,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare all files with their hashes.")] = False,
 ) -> None:
-    """Show what checkpoints hold, and whether they are whole."""
+    """Show what checkpoints hold, and whether they are complete."""
     with _errors():
         from zeromesh.cli.inspect import inspect as show
 
@@ -161,7 +161,7 @@ def doctor(
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
 ) -> None:
-    """Show what this machine, or those of all ranks, have, how fast it is, and what is wrong."""
+    """Show the hardware of this machine, or of all ranks, its speed, and problems."""
     with _errors():
         from zeromesh.cli.doctor import doctor as examine
 
@@ -172,15 +172,15 @@ def doctor(
 
 @app.command()
 def schedule(
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages in all.")] = 4,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of all ranks.")] = 4,
     microbatches: Annotated[int, typer.Option(min=1, help="Micro-batches of an update.")] = 8,
-    name: Annotated[str, typer.Option(help="Which schedule; --list shows them.")] = "1f1b",
+    name: Annotated[str, typer.Option(help="Name of the schedule; --list shows them.")] = "1f1b",
     chunks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Stages on each rank; the fewest it has if left out.")
+        int | None, typer.Option(min=1, metavar="N", help="Stages on each rank; the fewest possible if left out.")
     ] = None,
     group: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Of interleaved-1f1b, micro-batches of a stage before the next one."),
+        typer.Option(min=1, metavar="N", help="For interleaved-1f1b: micro-batches of a stage before the next stage."),
     ] = None,
     costs: Annotated[
         str | None,
@@ -191,14 +191,14 @@ def schedule(
     memory: Annotated[
         float | None, typer.Option(metavar="N", help="Activations that a rank can hold, in micro-batches of one stage.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw it into this file, through matplotlib.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the schedule into this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the schedule into this file with matplotlib.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto into this file.")] = None,
     text: Annotated[Path | None, typer.Option(help="Write the schedule, with its messages, into this file.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Show the names and exit.")] = False,
-    check: Annotated[Path | None, typer.Option(help="Check the schedule in this file, and make none.")] = None,
+    check: Annotated[Path | None, typer.Option(help="Check the schedule in this file instead of making one.")] = None,
 ) -> None:
-    """Show what the ranks of a pipeline do when, how long they are idle, and what they hold."""
+    """Show when the ranks of a pipeline compute, how long they are idle, and how much they hold."""
     with _errors():
         from zeromesh.cli import schedule as schedules
 
@@ -213,7 +213,7 @@ def schedule(
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Show the log, and what went wrong in words instead of a traceback; choose the exit code."""
+    """Show the log, and errors as messages instead of tracebacks, with the exit code."""
     from zeromesh.comm.failure import RankFailure, StartError
     from zeromesh.train.screen import shown_log
 
@@ -229,7 +229,7 @@ def _errors() -> Iterator[None]:
 
 
 def _end(message: str, error: BaseException, code: int) -> typer.Exit:
-    """Show a message and what the error has on how to go on."""
+    """Print a message and the notes of its error, and return the exit."""
     typer.secho(message, err=True, fg="red")
     for note in getattr(error, "__notes__", ()):
         typer.echo(note, err=True)

@@ -1,4 +1,4 @@
-"""``zeromesh schedule``: what ranks of a pipeline do when, drawn, counted and checked, before anything is run."""
+"""``zeromesh schedule``: draw, measure and check a pipeline schedule before anything runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeromesh.train.screen import write
 
 @dataclass(frozen=True)
 class ScheduleFiles:
-    """Files to write besides; None is not written."""
+    """Files to write; None is not written."""
 
     svg: Path | None = None
     png: Path | None = None
@@ -34,7 +34,7 @@ def show_names() -> None:
 
 
 def costs_of(text: str | None) -> Costs:
-    """Three numbers, or four with that of a message."""
+    """Return the costs in a text of three numbers, or four with the time of a message."""
     if text is None:
         return Costs()
     try:
@@ -56,7 +56,7 @@ def show(
     memory: float | None,
     files: ScheduleFiles,
 ) -> None:
-    """Make a schedule, check it, and print its grid, its bubble and what is held."""
+    """Make a schedule, check it, and print its grid, its bubble and the micro-batches that ranks hold."""
     chunks = ROWS[name].chunks[0] if chunks is None and name in ROWS else chunks or 1
     ranks, rest = divmod(stages, chunks)
     if rest:
@@ -72,7 +72,7 @@ def show(
 
 
 def check(file: Path) -> None:
-    """Say whether the schedule in a file can be run, for training or, if it has only forwards, for evaluation."""
+    """Check the schedule in a file, for training, or for evaluation if it has forwards only."""
     schedule = parse(file.read_text(encoding="utf-8"))
     training = any(kind in LAST for kind, _, _ in schedule.present)
     validate(schedule, training=training)
@@ -80,7 +80,7 @@ def check(file: Path) -> None:
     try:
         execute(schedule, rendezvous=True)
     except ScheduleError as error:
-        write(f"only where sends are buffered; where they wait for their receives:\n{error}\n")
+        write(f"it needs sends that do not wait for their receives; if they wait:\n{error}\n")
     if training:
         write(_held(schedule))
 
@@ -96,7 +96,7 @@ def _formula(name: str, shape: Shape) -> str:
 
 def _held(schedule: Schedule) -> str:
     stages, ranks = most_held_by_stage(schedule), most_held_by_rank(schedule)
-    lines = ["micro-batches held at most"]
+    lines = ["largest number of micro-batches held"]
     for rank, most in enumerate(ranks):
         own = ", ".join(f"stage {stage}: {stages[stage]}" for stage in schedule.of_rank(rank))
         lines.append(f"  rank {rank}: {most:g}  ({own})")

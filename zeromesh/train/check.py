@@ -118,7 +118,7 @@ def check(settings: Settings) -> Job:
             raise ValueError(f"{job.language.section}.sequence_length: {error}") from None
     resolved = _resolved(job)
     if job.run.resume and job.folder.config.is_file():
-        job.folder.require_base()
+        job.folder.require_base()  # before the model is built from that folder
     try_out(_build_model(job), resolved, sizes)
     job.folder.check(bool(job.run.resume))
     if job.run.resume:

@@ -18,7 +18,6 @@ from zeromesh.checkpoint.folder import locate
 from zeromesh.export import State, adapter_names, is_adapted, plain_state, write_model, written_names
 from zeromesh.pretrained import first_names, require_transformers
 from zeromesh.train.architectures import published
-from zeromesh.train.data.prepare import TOKENIZER_FOLDER
 from zeromesh.train.data.tokenizer import load_tokenizer
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.model import BuiltIn, Transformer, language_model
@@ -101,7 +100,8 @@ def _reader(folder: RunFolder, tag: str | None) -> Reader:
 
 def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, output: Path, dtype: torch.dtype) -> None:
     transformers = require_transformers()
-    name, arguments = published.configuration(language.shape, _end_of_text(folder))
+    end = load_tokenizer(folder.tokenizer).end if folder.tokenizer.is_dir() else 0
+    name, arguments = published.configuration(language.shape, end)
     make = getattr(transformers, name)
     with torch.device("meta"):
         model = make(make.config_class(**arguments)).to(dtype)
@@ -111,11 +111,6 @@ def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, outpu
 
     states = ({tensor.name: tensor.make(read)} for tensor in published.tensors(language.shape))
     write_model(model, states, output, FILE)
-
-
-def _end_of_text(folder: RunFolder) -> int:
-    tokenizer = folder.text / TOKENIZER_FOLDER
-    return load_tokenizer(tokenizer).end if tokenizer.is_dir() else 0
 
 
 def _export_transformer(language: Transformer, reader: Reader, output: Path, dtype: torch.dtype, merge: bool) -> None:

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from zeromesh.checkpoint.folder import latest
@@ -17,41 +16,31 @@ from zeromesh.tiers.lock import FolderInUse, locked
 from zeromesh.train.data.prepare import TOKENIZER_FOLDER
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Folder of a run; everything that a run writes is in ``path``."""
+    """Folder of a run.
 
-    path: Path
+    Attributes:
+        path: the folder.
+        config: file with the resolved settings.
+        text: folder of the token files.
+        tokenizer: folder of the tokenizer.
+        metrics: file with one JSON record per line.
+        picture: picture of the loss over the steps.
+        checkpoints: folder of the checkpoints.
+        model: folder of the weights, or the adapters, at the end of the run.
+        report: report for programs; the same name with ``.md`` is for people.
+    """
 
-    @property
-    def config(self) -> Path:
-        """Resolved settings."""
-        return self.path / "config.json"
-
-    @property
-    def text(self) -> Path:
-        """Folder of the tokenizer and the token files."""
-        return self.path / "text"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics, one JSON record per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def picture(self) -> Path:
-        """Picture of the loss over the steps."""
-        return self.path / "loss.png"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """Folder of the weights, or the adapters, at the end of the run."""
-        return self.path / "model"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.text = path / "text"
+        self.tokenizer = self.text / TOKENIZER_FOLDER
+        self.metrics = path / "metrics.jsonl"
+        self.picture = path / "loss.png"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.report = path / "report.json"
 
     @property
     def has_finished(self) -> bool:
@@ -60,14 +49,8 @@ class RunFolder:
 
     def copy_tokenizer(self, target: Path) -> None:
         """Copy the tokenizer to a model; a run on tokens may have none."""
-        source = self.text / TOKENIZER_FOLDER
-        if source.is_dir():
-            shutil.copytree(source, target, dirs_exist_ok=True)
-
-    @property
-    def report(self) -> Path:
-        """Report for programs; the same name with ``.md`` is for people."""
-        return self.path / "report.json"
+        if self.tokenizer.is_dir():
+            shutil.copytree(self.tokenizer, target, dirs_exist_ok=True)
 
     @property
     def last_checkpoint(self) -> str | None:

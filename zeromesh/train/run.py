@@ -151,6 +151,7 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
             require_document_attention(engine, job.language, vocabulary)
         start = _resume(engine, job) if job.run.resume else Progress()
         if engine.mesh.rank == 0:
+            # A configuration that is used again must not resume.
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
             job.folder.config.write_text(again.to_json())
         rows = engine.train_micro_batch_size_per_gpu()

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from zeromesh.model.lengths import positions
 from zeromesh.train.architectures.decoder import Decoder
-from zeromesh.train.data.prepare import TOKENIZER_FOLDER
 from zeromesh.train.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
 from zeromesh.train.folder import RunFolder
 from zeromesh.train.model import BuiltIn, Transformer, language_model, quiet
@@ -60,6 +59,7 @@ class TextWriter:
         generator = torch.Generator().manual_seed(seed)
         following = self.begin()
         for _ in range(tokens):
+            # Models may have more entries than the tokenizer, which have no text.
             token = _choose(following(context)[: self.tokenizer.size].float(), temperature, generator)
             if token in self.ends:
                 break
@@ -90,12 +90,12 @@ def load_writer(folder: RunFolder) -> TextWriter:
             f"the run in {str(folder.path)!r} has no weights in {folder.model.name}: it has not finished; "
             "continue it with zeromesh train CONFIG --resume"
         )
-    if not (folder.text / TOKENIZER_FOLDER).is_dir():
+    if not folder.tokenizer.is_dir():
         raise ValueError(
             f"the run in {str(folder.path)!r} has no tokenizer, since it was trained on tokens; train with the one "
             "that they were made with in data.tokenizer"
         )
-    tokenizer = load_tokenizer(folder.text / TOKENIZER_FOLDER)
+    tokenizer = load_tokenizer(folder.tokenizer)
     language = language_model(folder.settings())
     if isinstance(language, Transformer):
         if language.lora is not None:

@@ -11,8 +11,8 @@ from typing import TextIO
 
 from rich.console import Console
 
-from zeromesh import Environment
-from zeromesh.comm.detect import is_launched
+# Not from zeromesh, which would import torch: commands without a model start at once.
+from zeromesh.comm.detect import Environment, is_launched
 
 LONGEST_LINE = 200
 """Longest line of the log, in characters."""

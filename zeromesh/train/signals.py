@@ -54,6 +54,7 @@ def forward_signals(engine: Engine) -> Iterator[None]:
         if number == signal.SIGTERM:
             first.append(time.monotonic())
             if first[-1] - first[0] > REPEAT_SECONDS:
+                # The default action ends the process with the exit status of the signal.
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
         engine.ask(SIGNALS[signal.Signals(number)])

@@ -37,6 +37,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> 
                 f"has {key}, which the tokenizer's chat template does not write, so they would be missing from what is "
                 "learned; take them out, or name a tokenizer whose template writes them"
             )
+    # transformers warns and returns an empty mask for a template without marks, so the template is searched for them.
     if "generation" in STATEMENTS.findall(template):
         _require_text(tokenizer, messages, tools)
         found = tokenizer.apply_chat_template(

@@ -177,6 +177,7 @@ def cut_before(path: Path, low: int, high: int) -> int:
     for pattern in CUTS:
         if found := re.match(rb"[\s\S]*" + pattern, window):
             return begin + found.end()
+    # Only the middle of a character is left: go on to its end.
     following = _bytes(path, high, high + 4) + b"\0"
     return high + next(count for count, byte in enumerate(following) if byte & 0xC0 != 0x80)
 
@@ -190,6 +191,7 @@ def _bytes(path: Path, start: int, stop: int) -> bytes:
 def _cut_text(document: Document) -> Iterator[Portion]:
     start, end = document.start, document.start + document.size
     while start < end:
+        # The places of cuts depend on the text only, so that any number of processes makes the same tokens.
         stop = cut_before(document.path, start, start + PIECE_BYTES) if end - start > PIECE_BYTES else end
         yield Portion(document, start, stop, stop - start, last=stop == end)
         start = stop
@@ -204,7 +206,7 @@ def _cut_lines(document: Document) -> Iterator[Portion]:
     with document.path.open("rb") as file:
         while start < end:
             file.seek(min(start + PORTION_BYTES, end))
-            file.readline()
+            file.readline()  # up to the end of the line, so that no record is cut
             stop = min(file.tell(), end)
             yield Portion(document, start, stop, stop - start)
             start = stop
@@ -230,7 +232,7 @@ def _read_lines(portion: Portion) -> Iterator[tuple[int, Any]]:
         if line.strip():
             with placed(portion, number):
                 record = _parse(line)
-            yield number, record
+            yield number, record  # outside, or errors of the caller would get the place twice
 
 
 def _lines_before(path: Path, start: int) -> int:

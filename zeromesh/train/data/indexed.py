@@ -60,14 +60,12 @@ class Indexed:
         tokens: all ids, shape ``(tokens,)``, in the dtype of the file.
         lengths: tokens of each sequence, int32, shape ``(sequences,)``.
         boundaries: sequences before each document, and after the last, int64, shape ``(documents + 1,)``.
-        modes: int8, shape ``(sequences,)``; None if the file has none.
     """
 
     prefix: Path
     tokens: NDArray[Any]
     lengths: NDArray[np.int32]
     boundaries: NDArray[np.int64]
-    modes: NDArray[np.int8] | None
 
     @property
     def documents(self) -> int:
@@ -107,14 +105,15 @@ def open_indexed(prefix: Path) -> Indexed:
             f"{str(index)!r} {problem}: {sequences} sequences and {boundary_count} document boundaries take {needed} "
             f"bytes, or {needed + sequences} with modes, and it has {size}; copy it again, or make it anew"
         )
+    # Modes, which only multimodal data sets have, are not read.
     arrays, start = [], HEADER.size
-    for kind, count in [*parts, *([("i1", sequences)] if size > needed else [])]:
+    for kind, count in parts:
         arrays.append(_mapped(index, kind, count, start))
         start += np.dtype(kind).itemsize * count
-    lengths, offsets, boundaries = arrays[:3]
+    lengths, offsets, boundaries = arrays
     _check_parts(index, data, dtype, lengths, offsets, boundaries)
     tokens = _mapped(data, dtype, data.stat().st_size // dtype.itemsize, 0)
-    return Indexed(prefix, tokens, lengths, boundaries, arrays[3] if len(arrays) > 3 else None)
+    return Indexed(prefix, tokens, lengths, boundaries)
 
 
 def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:

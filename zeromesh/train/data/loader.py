@@ -129,6 +129,7 @@ class Stream:
     def _open(self, epoch: int | None) -> Line:
         if self._line is None or self._line[0] != epoch:
             numbers = self.part.numbers
+            # Evaluation, which has no epoch, reads in the stored order: this needs no random access to the file.
             if epoch is not None:
                 order = Permutation(len(numbers), seed_of(self.seed, epoch, 0))[np.arange(len(numbers))]
                 numbers = numbers[order]
@@ -274,6 +275,7 @@ def training_batches(prepared: PreparedData, length: int, share: Share, seed: in
     parts = training_samples(prepared, length, seed)
     blend = Blend(prepared.weights, consumed)
     while True:
+        # Chosen for all ranks, so that the order does not depend on their number.
         chosen = blend.take(share.global_batch)
         for number in range(share.micro_batches):
             own = [chosen[place] for place in share.micro_batch(number)]
@@ -296,6 +298,7 @@ def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int
     places = [(np.arange(part.rows) + 0.5) / max(part.rows, 1) for part in parts]
     owners = np.repeat(np.arange(len(parts)), [part.rows for part in parts])
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.rows) for part in parts)])
+    # Each row has a place in [0, 1) of its set; sorting by these places mixes the sets in proportion.
     order = np.argsort(np.concatenate([np.empty(0), *places]), kind="stable")
     nothing = np.zeros(length, dtype=np.int64)
     empty = Sample(nothing + prepared.pad, nothing + NO_LABEL, np.arange(length), nothing)

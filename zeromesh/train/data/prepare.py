@@ -88,6 +88,7 @@ def prepare(
             f"{str(folder)!r} is where the tokens would be written, and is something else, without {SUMMARY_FILE}; "
             "move it away, or choose another folder, with run.output in zeromesh train"
         )
+    # Written beside the folder and renamed: a run that fails keeps the tokens that it has.
     new = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -97,6 +98,7 @@ def prepare(
         new.rename(folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+    # Read back, because the paths in memory are those of the folder before it was renamed.
     made = load_summary(folder / SUMMARY_FILE)
     assert made is not None
     return made.sampled(data)
@@ -145,6 +147,7 @@ def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
         digest.update(f"\0{part.name}".encode())
         for document in part.documents:
             for file in document.files:
+                # The content is not read: for a large corpus this would take as long as making the tokens.
                 state = file.stat()
                 text = f"\0{document.name}\0{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
                 digest.update(text.encode("utf-8", "surrogateescape"))

@@ -266,6 +266,7 @@ def divide(
     learned = documents.learned
     held = learned & (documents.shares < fraction)
     if 0 < fraction < 1 and held.sum() in (0, learned.sum()):
+        # One side would be empty: hold out the document with the smallest share.
         shares = np.where(learned, documents.shares, 2.0)
         held = (np.arange(len(held)) == shares.argmin()) & (learned.sum() > 1 and float(shares.min()) < 1)
     sides = []
@@ -325,6 +326,7 @@ def first_beyond(data: Indexed, vocabulary: int) -> tuple[int, int]:
 
 def _labels(mask: NDArray[np.uint8], lengths: NDArray[Any]) -> NDArray[np.int64]:
     """Return the number of labels of each sequence, whose first token is none."""
+    # Differences of sums, because a loop over the sequences would be slow.
     before = np.concatenate([[0], np.cumsum(mask != 0, dtype=np.int64)])
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = ends - lengths
