@@ -1,4 +1,4 @@
-"""``zeromesh schedule``: what ranks of a pipeline do when, drawn, counted and checked, before anything is run."""
+"""``zeromesh schedule``: draw, time and check a pipeline's schedule without running it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeromesh.train.screen import write
 
 @dataclass(frozen=True)
 class ScheduleFiles:
-    """Files to write besides; None is not written."""
+    """Files to write; None: it is not written."""
 
     svg: Path | None = None
     png: Path | None = None
@@ -34,7 +34,7 @@ def show_names() -> None:
 
 
 def costs_of(text: str | None) -> Costs:
-    """Three numbers, or four with that of a message."""
+    """Return the costs in ``F,I,W`` or ``F,I,W,MESSAGE``."""
     if text is None:
         return Costs()
     try:

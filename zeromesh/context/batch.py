@@ -18,13 +18,13 @@ IGNORE_LABEL = -100
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 LABELS = ("labels", "shift_labels")
 POSITIONS = ("position_ids", "positions")
-"""Names of what has the sequence as its second dim."""
+"""Names of arguments whose second dim is the sequence."""
 
 
 def split(
     batch: Mapping[str, Any], group: Group, positions: str = "position_ids", shift: bool = True
 ) -> dict[str, Any]:
-    """This rank's part of a batch that all ranks of the context axis have.
+    """Return this rank's part of a batch that all ranks of the context axis have.
 
     Labels become those of the next tokens before anything is cut, as the next token of a rank's last one is elsewhere.
     Positions are added. A mask of ones, or of padding that comes last and has no labels, is left out: with causal
@@ -108,7 +108,7 @@ def _require_consecutive(positions: Tensor) -> None:
 
 
 def mean_loss(loss: Tensor, labels: Tensor, group: Group, tag: int) -> Tensor:
-    """The mean over the tokens of the whole sequences, equal on all ranks.
+    """Return the mean loss over the tokens of the whole sequences, equal on all ranks.
 
     Each rank has the gradient of its own tokens' part of it times the number of ranks, so that the mean of gradients
     over the ranks is the mean's gradient, however many labels count on each.

@@ -33,7 +33,7 @@ _EXTRAS = {
 
 
 def install(model: Any, applied: SpreadSequences) -> None:
-    """Have a model of transformers run with its sequences spread over ranks.
+    """Change a model of transformers so that its sequences are spread over ranks.
 
     Raises:
         Unsupported: it cannot.

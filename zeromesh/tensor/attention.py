@@ -94,7 +94,7 @@ class SplitAttention:
     def _project(
         self, module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads: shape ``(samples, length, part of the width)``."""
+        """Return queries, keys and values of this rank's heads, shape ``(samples, length, part of the width)``."""
         biases: Sequence[Tensor | None] = [None] * 3
         if module.in_proj_bias is not None:
             biases = module.in_proj_bias.chunk(3)
@@ -164,7 +164,7 @@ class SplitAttention:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to scores, of one in which True hides a key."""
+    """Return a mask as an addend of scores; True in a mask of bools hides a key."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)

@@ -46,7 +46,7 @@ Plan = Mapping[str, PlanRule]
 
 
 def parse(given: Mapping[str, Any]) -> dict[str, PlanRule]:
-    """A plan from what is written in JSON.
+    """Return the plan that a JSON object describes.
 
     Raises:
         ValueError: an unknown style, or values that are none.
@@ -74,7 +74,7 @@ def _is_count(value: Any) -> bool:
 
 
 def as_json(plan: Plan) -> str:
-    """A plan as it can be edited and given in the configuration."""
+    """Return a plan as JSON, to be edited and set in the configuration."""
     return json.dumps({pattern: rule.plain() for pattern, rule in plan.items()}, indent=2)
 
 
@@ -90,7 +90,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def pattern_of(name: str) -> str:
-    """The name with ``*`` for numbers: the same for all blocks."""
+    """Return a name with ``*`` for numbers: the same for all blocks."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
@@ -142,7 +142,7 @@ class SplitPlan:
 
 
 def describe_plan(resolved: SplitPlan) -> str:
-    """A line for each member."""
+    """Return a line for each member."""
     return "\n".join(f"{member.name}: {member.rule}" for member in resolved.members)
 
 
@@ -152,7 +152,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """linear, embedding, bag, attention or module; one whose weight is computed (a parametrization) is a module."""
+    """Return linear, embedding, bag, attention or module; a layer with a parametrized weight is a module."""
     if isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag) and "weight" not in module._parameters:
         return "module"
     if isinstance(module, nn.Linear) or is_transposed(module):
@@ -202,7 +202,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
     config = getattr(model, "config", None)
     order = {name: number for number, name in enumerate((*modules, *named))}
     for name in sorted(rules, key=order.__getitem__):
-        for member in _members(name, rules[name][1], modules, named):
+        for member in _members(name, rules[name][1], modules):
             if member.kind not in member.style.kinds:
                 problems.append(
                     f"{name} is a {type(member.module).__name__}, which the style {member.rule.style} does not fit; it "
@@ -245,7 +245,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
 
 
 def _counted_often(resolved: SplitPlan, given: Sequence[str]) -> Iterator[str]:
-    """Value that a user gives for a sum of gradients that all ranks have whole."""
+    """Yield an error for each rule of a user that sums gradients which all ranks have whole."""
     inside = {m.container for m in resolved.members if m.style.cut and m.style.after in (None, "leave")}
     for member in resolved.members:
         if member.name not in given or member.rule.style != "replicated_with_grad_allreduce":
@@ -269,9 +269,7 @@ _ADAPTED = {"base_layer": None, "lora_A": "inputs", "lora_B": "outputs"}
 """The layers inside of an adapted one (PEFT's LoRA), and which dim of it is cut where they are split; None: any."""
 
 
-def _members(
-    name: str, rule: PlanRule, modules: Mapping[str, nn.Module], named: Mapping[str, nn.Parameter]
-) -> Iterable[Member]:
+def _members(name: str, rule: PlanRule, modules: Mapping[str, nn.Module]) -> Iterable[Member]:
     container = name.rpartition(".")[0]
     if name not in modules:
         yield Member(name, modules[container], name.rpartition(".")[2], rule, "parameter", container)
@@ -373,7 +371,7 @@ def _require_parts(sections: Sequence[int], block: int, ranks: int) -> None:
 
 
 def _block(sections: Sequence[int], heads: Heads, name: str) -> int:
-    """Entries of a head; of a fused weight whose heads lie one after the other, those of a group of them."""
+    """Return the entries of a head; of a fused weight with interleaved heads, those of a group of heads."""
     queries, keys = heads.queries * heads.width, heads.keys * heads.width
     if list(sections) == [queries + 2 * keys] and not _OF_QUERIES.match(name.rpartition(".")[2]):
         return sections[0] // heads.keys
@@ -400,7 +398,7 @@ def _way(held: Held) -> str:
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:
-    """Names that end alike."""
+    """Return the end of an error: names that end alike, or the first ones."""
     last = pattern.rpartition(".")[2]
     alike = sorted({pattern_of(name) for name in names if name.rpartition(".")[2] == last})
     if alike:

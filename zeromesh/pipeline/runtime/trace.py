@@ -50,7 +50,7 @@ class ModelTrace:
 
 
 def trace(model: nn.Module, blocks: Sequence[str], given: ModelInput | None = None) -> ModelTrace | None:
-    """Trace a model's forward; it is not changed. None where that cannot be done, with the reason in the log.
+    """Trace a model's forward, without changing the model; None if it cannot be traced. The log has the reason.
 
     Without a sample that it can be traced with, inputs are guessed. Texts are then as long as the model takes, though
     not longer than ``samples.LONGEST``, unless that takes more operators than a short text does: some models go through
@@ -76,7 +76,7 @@ def trace(model: nn.Module, blocks: Sequence[str], given: ModelInput | None = No
 
 
 MORE = 4
-"""Times as many operators as a text of ``samples.LENGTH`` tokens takes are done at most for a longer one."""
+"""Most operators of the trace of a long text, in multiples of those of ``samples.LENGTH`` tokens."""
 
 
 def _attempt(
@@ -135,7 +135,7 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
 
 
 class _Tracing(TorchDispatchMode):
-    """Notes what each operator reads and makes. To the gates of blocks it is the run that they are of."""
+    """Record of what each operator reads and makes. Gates of blocks call it as they call a ``_Run``."""
 
     def __init__(self, names: Mapping[int, str], blocks: int, guess: bool, limit: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,10 +160,10 @@ class _Tracing(TorchDispatchMode):
 
     def called(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model calls a block."""
-        if self._inside:  # by another one, whose affair it is
+        if self._inside:  # an outer block calls it, of which it is a part
             return block(*args, **kwargs)
         given = tensors_of((args, kwargs))
-        for tensor in given:  # what blocks are given is handed on: it is needed where the first one gets it
+        for tensor in given:  # an argument is handed on from stage to stage: only the first block uses it
             if id(tensor) in self._names and id(tensor) not in self._handed:
                 self._use(tensor)
                 self._handed.add(id(tensor))
@@ -215,7 +215,7 @@ class _Tracing(TorchDispatchMode):
         return result
 
     def _read(self, tensor: Tensor) -> bool:
-        """Note that a tensor is read; whether it depends on parameters."""
+        """Note that a tensor is read; return whether it depends on parameters."""
         if id(tensor) in self._names:
             if id(tensor) not in self._given:
                 self._use(tensor)
@@ -259,11 +259,11 @@ _OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
     torch.ops.aten.nonzero: lambda tensor, guess: tensor.new_empty((1, tensor.ndim), dtype=torch.long),
     torch.ops.aten.equal: lambda tensor, guess: guess,
 }
-"""Operators that want values, which are not there; and something in their place."""
+"""Operators that need values, which tensors without memory lack -> a stand-in for their result."""
 
 
 def copy_of(model: nn.Module, values: bool = False) -> tuple[nn.Module, dict[int, Any]]:
-    """A copy whose tensors have no memory, and by the id of each of the model's, that of the copy.
+    """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own.
 
     Hooks are left out, as they may do anything outside of the model, but for those of torch that make weights of
     parameters.

@@ -53,7 +53,7 @@ def received_by(send: Action) -> Action:
 
 
 def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int]]:
-    """Follow a schedule: a rank does its next action as soon as all that it needs has been done.
+    """Follow a schedule: a rank does its next action as soon as the actions that it depends on have been done.
 
     Args:
         schedule: any.
@@ -63,7 +63,7 @@ def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int
         Rank and position of all actions, in an order in which they can happen.
 
     Raises:
-        ScheduleError: ranks wait for ever.
+        ScheduleError: ranks wait for each other for ever.
     """
     order: list[tuple[int, int]] = []
     done: set[Action] = set()
