@@ -170,8 +170,8 @@ class _Parts:
         if attention_mask is not None or not causal or dropout > 0 or query.shape[2] != key.shape[2]:
             require_plain(self._name(module), query, key, attention_mask, dropout, causal)
         for extra, meaning in _EXTRAS.items():
-            if (given := extras.get(extra)) is not None:
-                raise refuse(self._name(module), meaning.format(value=given))
+            if (setting := extras.get(extra)) is not None:
+                raise refuse(self._name(module), meaning.format(value=setting))
         return self._applied.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
     def _name(self, module: nn.Module) -> str:

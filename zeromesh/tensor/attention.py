@@ -85,7 +85,7 @@ class SplitAttention:
         result = _as_given(result.transpose(1, 2).flatten(2), module, query)
         partial = multiply(result, Columns(module.out_proj.weight, None))
         output = leave(partial, module.out_proj.bias, self._group, self._tag, dim)
-        return output, None if weights is None else self._told(weights, average_attn_weights, query.ndim == 2)
+        return output, None if weights is None else self._whole_weights(weights, average_attn_weights, query.ndim == 2)
 
     def _dim(self, query: Tensor) -> int | None:
         """Return the input that is spread over the ranks outside."""
@@ -139,10 +139,10 @@ class SplitAttention:
             hidden = self._common(_added(padding, q.dtype).view(samples, 1, 1, -1))
             found = hidden if found is None else found + hidden
         # Keys that the module has added are seen by all.
-        given = keys - (module.bias_k is not None)
-        more = keys - given + module.add_zero_attn
-        if found is not None and found.shape[-1] != given:
-            raise ValueError(f"a mask of nn.MultiheadAttention is for {found.shape[-1]} keys, and there are {given}")
+        present = keys - (module.bias_k is not None)
+        more = keys - present + module.add_zero_attn
+        if found is not None and found.shape[-1] != present:
+            raise ValueError(f"a mask of nn.MultiheadAttention is for {found.shape[-1]} keys, and there are {present}")
         return torch.nn.functional.pad(found, (0, more)) if found is not None and more else found
 
     def _common(self, mask: Tensor) -> Tensor:
@@ -154,13 +154,13 @@ class SplitAttention:
             return move(mask, "split", self._group, self._tag + 8, 1)
         return mask.chunk(self._group.size, 1)[self._group.rank]
 
-    def _told(self, weights: Tensor, average: bool, single: bool) -> Tensor:
+    def _whole_weights(self, weights: Tensor, average: bool, single: bool) -> Tensor:
         if average:
             heads = weights.shape[1] * self._group.size
-            told = move(weights.sum(1) / heads, "sum", self._group, self._tag + 9)
+            whole = move(weights.sum(1) / heads, "sum", self._group, self._tag + 9)
         else:
-            told = move(weights, "join", self._group, self._tag + 9, 1)
-        return told.squeeze(0) if single else told
+            whole = move(weights, "join", self._group, self._tag + 9, 1)
+        return whole.squeeze(0) if single else whole
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -141,10 +141,10 @@ def published(model: nn.Module) -> dict[str, PlanRule]:
 
     Some plans say of the fused weights of experts that they are cut as one, which their forward then misreads.
     """
-    given = parse(getattr(model, "_tp_plan", None) or {})
+    rules = parse(getattr(model, "_tp_plan", None) or {})
     found: dict[str, PlanRule] = {}
     for name, _ in (*model.named_modules(), *model.named_parameters()):
-        rule = given.get(pattern_of(name)) or given.get(name)
+        rule = rules.get(pattern_of(name)) or rules.get(name)
         if rule is None:
             continue
         if name.endswith("gate_up_proj") and rule == PlanRule("colwise"):

@@ -160,7 +160,7 @@ def _nodes(x: Tensor) -> Iterator[Any]:
             continue
         seen.add(node)
         yield node
-        if node.name() not in ENDS:
+        if node.name() not in ENDS:  # the split part begins at these
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
 

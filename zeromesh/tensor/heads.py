@@ -86,8 +86,8 @@ def take_part(module: nn.Module, heads: Heads, ranks: int) -> None:
             if vars(module).get(name) == whole:
                 setattr(module, name, part)
     if hasattr(module, "config"):
-        told = {name: part for names, whole, part in changes[:2] for name in names}
-        module.config = _Config(module.config, told)  # type: ignore[assignment]
+        counts = {name: part for names, whole, part in changes[:2] for name in names}
+        module.config = _Config(module.config, counts)  # type: ignore[assignment]
 
 
 def take_part_of_experts(module: nn.Module, ranks: int) -> None:
@@ -100,12 +100,12 @@ def take_part_of_experts(module: nn.Module, ranks: int) -> None:
 class _Config:
     """The configuration of a model as one of its attentions is to see it: with the heads of one rank."""
 
-    def __init__(self, config: Any, told: dict[str, int]) -> None:
-        self._config, self._told = config, told
+    def __init__(self, config: Any, counts: dict[str, int]) -> None:
+        self._config, self._counts = config, counts
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
         if "_config" not in own:  # it is being copied
             raise AttributeError(name)
         value = getattr(own["_config"], name)
-        return own["_told"].get(name, value)
+        return own["_counts"].get(name, value)

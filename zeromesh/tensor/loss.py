@@ -241,12 +241,13 @@ def _over_ranks(numbers: list[Tensor], group: Group | None) -> tuple[Tensor, Ten
     top, below, target, *rest = numbers
     if group is None or group.size == 1:
         return top, below, target, rest[0] if rest else None
-    told = group.exchange(torch.cat(numbers)).to(top.device).view(group.size, len(numbers), -1)
-    tops = told[:, 0]
+    gathered = group.exchange(torch.cat(numbers)).to(top.device).view(group.size, len(numbers), -1)
+    tops = gathered[:, 0]
     top = tops.amax(0)
-    lower = (tops - top).where(told[:, 1] > 0, 0.0)  # a part may be empty
-    below, target = (told[:, 1] * lower.exp()).sum(0), told[:, 2].sum(0)
-    return top, below, target, (told[:, 3] + told[:, 4] * lower).sum(0) if rest else None
+    # Exponentials relative to each part's maximum become relative to that of all; a part may be empty.
+    lower = (tops - top).where(gathered[:, 1] > 0, 0.0)
+    below, target = (gathered[:, 1] * lower.exp()).sum(0), gathered[:, 2].sum(0)
+    return top, below, target, (gathered[:, 3] + gathered[:, 4] * lower).sum(0) if rest else None
 
 
 class _Sums:

@@ -67,6 +67,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # The conjugate of the conjugate is the operator itself, which gives derivatives of any order.
         moved: Tensor = _Move.apply(gradient, *ctx.settings)  # type: ignore[no-untyped-call]
         return moved, None, None, None, None, None
 

@@ -45,14 +45,14 @@ Plan = Mapping[str, PlanRule]
 """Glob pattern of names of modules, or of parameters -> rule; see ``matches``."""
 
 
-def parse(given: Mapping[str, Any]) -> dict[str, PlanRule]:
+def parse(rules: Mapping[str, Any]) -> dict[str, PlanRule]:
     """Return the plan that a JSON object describes.
 
     Raises:
         ValueError: an unknown style, or values that are none.
     """
     plan = {}
-    for pattern, value in given.items():
+    for pattern, value in rules.items():
         fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"style": value}
         named = str(fields.pop("style", None))
         name, sections, block = OTHER_NAMES.get(named, named), fields.pop("sections", ()), fields.pop("block", 0)
@@ -164,12 +164,12 @@ def kind_of(module: nn.Module) -> str:
     return "embedding" if isinstance(module, nn.Embedding) else "module"
 
 
-def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -> SplitPlan:
+def resolve(model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int) -> SplitPlan:
     """Find what each rule is for, and cut every parameter once.
 
     Args:
         model: not changed.
-        given: rules of the user.
+        own: rules of the user.
         found: rules for what those are not for.
         rank: of this process along the tensor axis.
         ranks: along it.
@@ -182,7 +182,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
     rules: dict[str, tuple[str, PlanRule]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     named = dict(model.named_parameters(remove_duplicate=False))
-    for pattern, rule in given.items():
+    for pattern, rule in own.items():
         names = [name for name in (*modules, *named) if matches(name, pattern)]
         if not names:
             problems.append(f"{pattern!r} matches no module or parameter{_near(pattern, modules)}")
@@ -232,7 +232,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
                         f"{first} and {path} are one parameter, but would be cut in two ways: {_way(before)}, and "
                         f"{_way(one)}; give both modules rules that cut the same dim, or untie them"
                     )
-    problems += _counted_often(resolved, [name for name, (pattern, _) in rules.items() if pattern in given])
+    problems += _counted_often(resolved, [name for name, (pattern, _) in rules.items() if pattern in own])
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     resolved.of_parameter = {key: one for key, (_, one) in cut.items()}
     resolved.held = {names_of[key]: one for key, one in resolved.of_parameter.items()}
@@ -244,11 +244,11 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
     return resolved
 
 
-def _counted_often(resolved: SplitPlan, given: Sequence[str]) -> Iterator[str]:
+def _counted_often(resolved: SplitPlan, names: Sequence[str]) -> Iterator[str]:
     """Yield an error for each rule of a user that sums gradients which all ranks have whole."""
     inside = {m.container for m in resolved.members if m.style.cut and m.style.after in (None, "leave")}
     for member in resolved.members:
-        if member.name not in given or member.rule.style != "replicated_with_grad_allreduce":
+        if member.name not in names or member.rule.style != "replicated_with_grad_allreduce":
             continue
         path = member.name
         while path and path not in inside:

@@ -92,8 +92,8 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
     kept = {path: m for path, m in children.items() if not _has_members(path, resolved)}
     odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and not _is_norm(m)]
     apart = any(m.kind == "module" or m.style.after not in (None, "leave") or m.style.before == "split" for m in direct)
-    loose = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
-    if apart or loose:
+    mixes = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
+    if apart or mixes:
         yield name
         return
     yield from odd

@@ -22,7 +22,7 @@ from zeromesh.pipeline.schedule.execution import most_held_by_rank, received_by
 from zeromesh.pipeline.schedule.picture import Panel, png, svg, trace
 from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
-MEETINGS = 5
+RENDEZVOUS = 5
 """Rendezvous of the ranks, by which the clocks of several nodes are compared."""
 
 
@@ -90,12 +90,12 @@ class Recorded:
             for step in steps:
                 found[step.action.kind, step.action.stage].append(step.end - step.start)
         stages = range(self.measured.schedule.stages)
-        forward, given, weight, both = (
+        forward, inputs, weight, both = (
             [median(found.get((kind, stage), [0.0])) for stage in stages]
             for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD)
         )
         if any(kind is Kind.INPUT for kind, _ in found):
-            return Costs(forward, given, weight, latency=self._message())
+            return Costs(forward, inputs, weight, latency=self._message())
         half = [each / 2 for each in both]
         return Costs(forward, half, half, both, latency=self._message())
 
@@ -167,23 +167,23 @@ def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Sch
         schedule: that was run.
     """
     moments = []
-    for _ in range(MEETINGS):
+    for _ in range(RENDEZVOUS):
         group.exchange(torch.zeros(1, dtype=torch.float64))
         moments.append(time.perf_counter())
     times = recorder.times()
     longest = max(map(len, schedule.ranks))
-    own = torch.zeros(MEETINGS + 1 + 3 * longest, dtype=torch.float64)
+    own = torch.zeros(RENDEZVOUS + 1 + 3 * longest, dtype=torch.float64)
     flat = [value for row in times for value in row]
-    own[: MEETINGS + 1 + len(flat)] = torch.tensor([*moments, recorder.held, *flat], dtype=torch.float64)
+    own[: RENDEZVOUS + 1 + len(flat)] = torch.tensor([*moments, recorder.held, *flat], dtype=torch.float64)
     rows = group.exchange(own).tolist()
     first: dict[int, list[float]] = {}
     found = []
     for rank, row in enumerate(rows):
-        met = first.setdefault(nodes[rank], row[:MEETINGS])  # by the first rank of the node
-        behind = median(one - other for one, other in zip(met, rows[0][:MEETINGS], strict=True))
-        values = [value - behind for value in row[MEETINGS + 1 :]]
+        met = first.setdefault(nodes[rank], row[:RENDEZVOUS])  # by the first rank of the node
+        behind = median(one - other for one, other in zip(met, rows[0][:RENDEZVOUS], strict=True))
+        values = [value - behind for value in row[RENDEZVOUS + 1 :]]
         found.append([values[at : at + 3] for at in range(0, 3 * len(schedule.ranks[rank]), 3)])
-    return _recorded(schedule, found, [int(row[MEETINGS]) for row in rows])
+    return _recorded(schedule, found, [int(row[RENDEZVOUS]) for row in rows])
 
 
 def _recorded(schedule: Schedule, times: Sequence[Sequence[Sequence[float]]], held: Sequence[int]) -> Recorded:

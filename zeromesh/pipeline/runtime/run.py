@@ -67,6 +67,7 @@ class Messages:
     def __init__(self, group: Group, placement: Sequence[int], device: torch.device) -> None:
         self._group, self._placement, self.device = group, tuple(placement), device
         self._sending: deque[list[Pending]] = deque()
+        # Tensors under way stay in memory, so their number must not grow with that of the micro-batches.
         self._most = 2 * len(placement) + 2
 
     def is_here(self, stage: int) -> bool:
@@ -279,7 +280,8 @@ class _Running:
 
     def _receive_activation(self, stage: int, microbatch: int) -> None:
         key = self._key(stage, microbatch)
-        if key not in self._all._headers:  # this waits, with inputs of these shapes for the first time
+        # Shapes follow from the inputs' shapes, so only the first micro-batch of a signature has to wait for a header.
+        if key not in self._all._headers:
             self._all._headers[key] = self._all._messages.receive_header(stage - 1)
         self._arriving[Kind.RECEIVE_ACTIVATION, stage, microbatch] = self._all._messages.receive(
             self._all._headers[key].forms, stage - 1, ACTIVATION_TAG, "activations"
@@ -308,8 +310,9 @@ class _Running:
             # It takes no time: the rank that sends these gradients has received the activations.
             _wait(flight.sent)
         self._all._work.stage_backward(stage, roots, gradients, last, flight.kept)
+        # The send of the gradient ends the flight, the weight gradient the operands' use; either may come first.
         if flight.kept is not None:
-            self._kept[stage, microbatch], flight.kept = flight.kept, None  # the flight may outlast it
+            self._kept[stage, microbatch], flight.kept = flight.kept, None
         flight.outputs = ()
         if stage == 0:
             del self._flights[stage, microbatch]

@@ -286,9 +286,9 @@ class _Run:
         if index < self.first:
             return _imitate(self._returned[name], args, kwargs)
         args, kwargs = self._as_received(args, kwargs) if self.is_live else self._enter(args, kwargs)
-        given = [(tensor, version(tensor)) for tensor in tensors_of((args, kwargs))]
+        arguments = [(tensor, version(tensor)) for tensor in tensors_of((args, kwargs))]
         output = block(*args, **kwargs)
-        self._made += [one for one in tensors_of(output) if not _is_passed_on(one, given)]
+        self._made += [one for one in tensors_of(output) if not _is_passed_on(one, arguments)]
         self._returned[name] = _outline(output)
         return output
 
@@ -379,10 +379,10 @@ class _Run:
         return self.sends_all and tensor.is_floating_point()
 
 
-def _is_passed_on(tensor: Tensor, given: Sequence[tuple[Tensor, int]]) -> bool:
+def _is_passed_on(tensor: Tensor, arguments: Sequence[tuple[Tensor, int]]) -> bool:
     """Return whether a block returned a given tensor unchanged, in a way that ``_imitate`` can repeat."""
     form = tensor.shape, tensor.dtype
-    alike = {id(other): before for other, before in given if (other.shape, other.dtype) == form}
+    alike = {id(other): before for other, before in arguments if (other.shape, other.dtype) == form}
     return alike == {id(tensor): version(tensor)}
 
 
@@ -426,7 +426,7 @@ def _object(kind: str, fields: dict[str, Any]) -> Any:
 
 def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a value of that outline with meaningless tensors: the arguments, or zeros without memory."""
-    given = tensors_of((args, kwargs))
+    arguments = tensors_of((args, kwargs))
 
     def make(outline: Any) -> Any:
         if not isinstance(outline, dict):
@@ -439,8 +439,8 @@ def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if kind != "tensor":
             return [make(item) for item in inside] if kind == "list" else tuple(make(item) for item in inside)
         *shape, dtype = inside
-        same = (one for one in given if one.shape == torch.Size(shape) and one.dtype == getattr(torch, dtype))
-        device = given[0].device if given else None
+        same = (one for one in arguments if one.shape == torch.Size(shape) and one.dtype == getattr(torch, dtype))
+        device = arguments[0].device if arguments else None
         found = next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
         return found.view_as(found)  # another object than what was given: by that it is known what was received for it
 

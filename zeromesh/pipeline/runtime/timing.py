@@ -154,7 +154,7 @@ class _Parameters:
     @contextmanager
     def of(self, needed: list[str]) -> Iterator[list[TensorForm]]:
         """Give some parameters memory in this context, and yield their forms."""
-        given: dict[Hashable, list[Tensor]] = defaultdict(list)
+        taken: dict[Hashable, list[Tensor]] = defaultdict(list)
         forms = []
         for full in needed:
             parameter, dtype = self._own[full]
@@ -163,7 +163,7 @@ class _Parameters:
             # The values of the block before serve again, as filling memory for each of many blocks takes time.
             spare = self._spare.get(key)
             value = spare.pop() if spare else _value(key[0], forms[-1].empty(self._device))
-            given[key].append(value)
+            taken[key].append(value)
             _swap(parameter, value)
             for module, name, _ in self._places[full]:
                 del vars(module)[name]
@@ -177,7 +177,7 @@ class _Parameters:
                 parameter.grad = None
                 _swap(parameter, parameter.detach().to("meta"))
                 self._take(full)
-            self._spare = given
+            self._spare = taken
 
 
 def _swap(parameter: nn.Parameter, value: Tensor) -> None:

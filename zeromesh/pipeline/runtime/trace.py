@@ -49,7 +49,7 @@ class ModelTrace:
     sample: ModelInput
 
 
-def trace(model: nn.Module, blocks: Sequence[str], given: ModelInput | None = None) -> ModelTrace | None:
+def trace(model: nn.Module, blocks: Sequence[str], own: ModelInput | None = None) -> ModelTrace | None:
     """Trace a model's forward, without changing the model; None if it cannot be traced. The log has the reason.
 
     Without a sample that it can be traced with, inputs are guessed. Texts are then as long as the model takes, though
@@ -59,10 +59,10 @@ def trace(model: nn.Module, blocks: Sequence[str], given: ModelInput | None = No
     Args:
         model: its parameters may be on any device, meta included.
         blocks: names of those whose calls are noted.
-        given: what it will be given.
+        own: the input of the run, which is tried first; None: it is unknown.
     """
     reasons: list[str] = []
-    if given is not None and (found := _attempt(model, blocks, given, reasons)):
+    if own is not None and (found := _attempt(model, blocks, own, reasons)):
         return found
     for place, sample in enumerate(samples_of(model)):
         if found := _attempt(model, blocks, sample, reasons):
@@ -148,7 +148,7 @@ class _Tracing(TorchDispatchMode):
         self.crossings: set[tuple[int, int]] = set()
         self.guessed = False
         self._inside = False
-        self._given: frozenset[int] = frozenset()
+        self._arguments: frozenset[int] = frozenset()
         self._handed: set[int] = set()
         # The sections in which tensors were made that depend on parameters; tensors are kept, as are their ids then.
         self._made: dict[int, int] = {}
@@ -162,20 +162,20 @@ class _Tracing(TorchDispatchMode):
         """The model calls a block."""
         if self._inside:  # an outer block calls it, of which it is a part
             return block(*args, **kwargs)
-        given = tensors_of((args, kwargs))
-        for tensor in given:  # an argument is handed on from stage to stage: only the first block uses it
+        arguments = tensors_of((args, kwargs))
+        for tensor in arguments:  # an argument is handed on from stage to stage: only the first block uses it
             if id(tensor) in self._names and id(tensor) not in self._handed:
                 self._use(tensor)
                 self._handed.add(id(tensor))
         self.calls.append(index)
         self.operations.append(0.0)
-        self._inside, self._given = True, frozenset(map(id, given))
+        self._inside, self._arguments = True, frozenset(map(id, arguments))
         try:
             output = block(*args, **kwargs)
             # What a block returns is another value than what it was given, even where it is the same tensor.
-            return map_tensors(output, lambda x: x.view_as(x) if id(x) in self._given else x)
+            return map_tensors(output, lambda x: x.view_as(x) if id(x) in self._arguments else x)
         finally:
-            self._inside, self._given = False, frozenset()
+            self._inside, self._arguments = False, frozenset()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -217,11 +217,11 @@ class _Tracing(TorchDispatchMode):
     def _read(self, tensor: Tensor) -> bool:
         """Note that a tensor is read; return whether it depends on parameters."""
         if id(tensor) in self._names:
-            if id(tensor) not in self._given:
+            if id(tensor) not in self._arguments:
                 self._use(tensor)
             return True
         made = self._made.get(id(tensor))
-        if made is not None and made < self._section and id(tensor) not in self._given:
+        if made is not None and made < self._section and id(tensor) not in self._arguments:
             self.crossings.add((made, self._section))
         return made is not None or id(tensor) in self.states
 

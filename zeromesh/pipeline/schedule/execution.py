@@ -82,6 +82,7 @@ def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int
                 reached.add(action)
                 awake.extend(waiting.pop((True, action), ()))
             missing = next(((False, need) for need in dependencies(schedule, action) if need not in done), None)
+            # Without buffers, a send is done only once the other rank has come to its receive.
             if missing is None and rendezvous and action.kind in MESSAGES and received_by(action) not in reached:
                 missing = True, received_by(action)
             if missing:

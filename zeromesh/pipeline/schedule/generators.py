@@ -96,10 +96,12 @@ def _forwards_first(shape: Shape, rank: int) -> Order:
 
 
 def _one_forward_one_backward(shape: Shape, rank: int) -> Order:
+    # A rank warms up until the first micro-batch is at the last rank ("PipeDream-Flush", 2021a).
     return _in_groups(shape, shape.ranks - rank - 1, shape.microbatches)
 
 
 def _interleaved_warm_up(shape: Shape, rank: int) -> int:
+    # All chunks but the last take a group each, and the way to the last rank and back takes two turns a rank (2021b).
     return 2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * shape.group
 
 
