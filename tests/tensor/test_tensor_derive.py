@@ -120,7 +120,7 @@ def test_of_what_attention_is_given_only_masks_and_biases_are_cut_by_heads_and_n
         def forward(self, x: Any, attention_mask: Any, *more: Any, **others: Any) -> None: ...
 
     def cut(*given: torch.Tensor, **named: torch.Tensor) -> Any:
-        return apply._cut_arguments(module, given, named, apply._arguments(module), HEADS, group)
+        return apply._cut_arguments(module, given, named, ["x", "attention_mask"], HEADS, group)
 
     module, group = Attention(), SimpleNamespace(rank=1, size=2)
     mask, images = torch.randn(2, HEADS, 3, 3), torch.randn(2, HEADS, 5, 5)

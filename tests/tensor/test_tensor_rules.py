@@ -113,7 +113,7 @@ def unknown_id() -> str:
 
 def test_an_id_that_is_in_no_part_of_the_vocabulary_is_refused() -> None:
     for message in run_ranks(unknown_id, 2, timeout=LIMIT):
-        assert message == "the id 96 is not in the vocabulary of 96 entries, 0 to 95"
+        assert message == "the id 96 is not in the vocabulary of 96 entries: ids are 0 to 95"
 
 
 # 10, 13: groups, and optimizers that look at whole parameters.

@@ -1,4 +1,4 @@
-"""``zeromesh schedule``: draw, measure and check a pipeline schedule before anything runs."""
+"""``zeromesh schedule``: draw, time and check a pipeline's schedule without running it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeromesh.train.screen import write
 
 @dataclass(frozen=True)
 class ScheduleFiles:
-    """Files to write; None is not written."""
+    """Files to write; None: it is not written."""
 
     svg: Path | None = None
     png: Path | None = None
@@ -34,7 +34,7 @@ def show_names() -> None:
 
 
 def costs_of(text: str | None) -> Costs:
-    """Return the costs in a text of three numbers, or four with the time of a message."""
+    """Return the costs in ``F,I,W`` or ``F,I,W,MESSAGE``."""
     if text is None:
         return Costs()
     try:

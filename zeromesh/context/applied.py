@@ -22,7 +22,7 @@ class Unsupported(ValueError):
 
 
 def refuse(what: str, reason: str, remedy: str = ONE_CONTEXT_RANK) -> Unsupported:
-    """The error for a model, or a part of it: to be raised."""
+    """Return the error for a model, or a part of it."""
     return Unsupported(f"{what} cannot run under context parallelism: {reason}; {remedy}")
 
 
@@ -53,12 +53,12 @@ class SpreadSequences:
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequences:
-        """A copy of a model is spread over the same ranks."""
+        """Return the same object: a copy of a model is spread over the same ranks."""
         return self
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it, the model computes as without context parallelism: each rank all that it is given."""
+        """Compute without context parallelism in this context: each rank all that it is given."""
         before, self.active = self.active, False
         try:
             yield
@@ -66,7 +66,7 @@ class SpreadSequences:
             self.active = before
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Causal attention of this rank's part of the sequence."""
+        """Compute causal attention of this rank's part of the sequence."""
         out: Tensor = self._uncompiled(q, k, v, scale)
         return out
 
@@ -86,9 +86,9 @@ class SpreadSequences:
 
 
 def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Have ``run(forward, *args, **kwargs)`` called in place of the module's forward, also where that is called itself.
+    """Replace the module's forward by ``run(forward, *args, **kwargs)``.
 
-    Some wrappers of models do so, and hooks would not run.
+    Unlike hooks, it also runs where a wrapper of the model calls ``forward`` itself.
     """
     forward = module.forward
     module.forward = functools.wraps(forward)(functools.partial(run, forward))
@@ -100,7 +100,7 @@ def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
 
 
 def named_arguments(kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the forward of a class of modules, all by name."""
+    """Return the arguments of the forward of a class of modules, all by name."""
     if not args:
         return dict(kwargs)
     bound = inspect.signature(kind.forward).bind_partial(None, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Have a model run with its sequences spread over the ranks of the context axis."""
+"""Change of a model so that its sequences are spread over the ranks of the context axis."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zeromesh.context.applied import SpreadSequences
 from zeromesh.context.attention import STRATEGIES
 
 TAG = 8
-"""It, and the next two, are used by nothing else."""
+"""First of three tags on the context axis that nothing else uses."""
 
 
 def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> SpreadSequences:
-    """Change a model in place: called as before, with whole sequences, each rank computes its part of them.
+    """Change a model in place: it is called as before, with whole sequences, and each rank computes its part.
 
     Given labels, its loss is the mean over the whole sequences, equal on all ranks; the mean of gradients over the
     ranks is the loss's gradient. All else that it returns is of this rank's tokens, in the order of ``order.py``.

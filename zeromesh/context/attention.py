@@ -37,12 +37,12 @@ STRATEGIES = ("ring", "ulysses")
 def attend(
     strategy: str, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None
 ) -> Tensor:
-    """``ring`` or ``ulysses``, by name."""
+    """Compute attention by the strategy of a name, ``ring`` or ``ulysses``."""
     return {"ring": ring, "ulysses": ulysses}[strategy](q, k, v, group, tag, scale)
 
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None) -> Tensor:
-    """Causal attention with the heads spread over the ranks.
+    """Compute causal attention with the heads spread over the ranks (Jacobs et al., 2023).
 
     Args:
         q: this rank's part of the queries, (batch, heads, sequence, width).
@@ -83,7 +83,7 @@ def require_heads(heads: int, ranks: int) -> None:
 
 
 def _to_heads(parts: list[Tensor], group: Group, tag: int) -> list[Tensor]:
-    """From all heads of this rank's part of the sequence to some heads of the whole sequence, in one all-to-all."""
+    """Exchange all heads of this rank's part of the sequence for some heads of the whole, in one all-to-all."""
     ranks = group.size
     rows = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in parts]
     swapped = _swap(torch.cat([x.flatten(1) for x in rows], 1), group, tag)
@@ -96,7 +96,7 @@ def _to_heads(parts: list[Tensor], group: Group, tag: int) -> list[Tensor]:
 
 
 def _to_sequence(x: Tensor, group: Group, tag: int) -> Tensor:
-    """The way back."""
+    """Exchange some heads of the whole sequence for all heads of this rank's part."""
     ranks = group.size
     chunks = x.unflatten(2, (2 * ranks, -1))
     order = torch.tensor(gathered_order(ranks), device=x.device)
@@ -108,7 +108,7 @@ def _to_sequence(x: Tensor, group: Group, tag: int) -> Tensor:
 
 
 def _places(ranks: int, device: torch.device) -> Tensor:
-    """For each chunk of the sequence, where it lies among those of all ranks, rank by rank."""
+    """Return, for each chunk of the sequence, its place among the gathered chunks."""
     return torch.tensor(gathered_order(ranks), device=device).argsort()
 
 
@@ -137,7 +137,7 @@ class _Swap(torch.autograd.Function):
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None) -> Tensor:
-    """Causal attention with keys and values going around the ranks.
+    """Compute causal attention with keys and values going around the ranks (Liu et al., 2023).
 
     Args:
         q: this rank's part of the queries, (batch, heads, sequence, width).
@@ -227,7 +227,7 @@ def needed(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
 
 
 def _around(own: Tensor, group: Group, tag: int) -> Iterator[tuple[int, Tensor]]:
-    """The buffer of each rank, with whose it is, this rank's first; the next one travels while one is used."""
+    """Yield each rank and its buffer, this rank's first; the next one travels while one is used."""
     ahead, behind = _neighbours(group)
     present = own
     for step in range(group.size - 1):
@@ -244,7 +244,7 @@ def _neighbours(group: Group) -> tuple[int, int]:
 
 
 def _combine(out: Tensor, lse: Tensor, part: Tensor, its: Tensor) -> None:
-    """Add to a result that of other keys, in place; both have their log-sum-exp."""
+    """Add the result of other keys to a result, in place, by the log-sum-exp of each."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(its - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, its))
 

@@ -19,13 +19,13 @@ IGNORE_LABEL = -100
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 LABELS = ("labels", "shift_labels")
 POSITIONS = ("position_ids", "positions")
-"""Names of what has the sequence as its second dim."""
+"""Names of arguments whose second dim is the sequence."""
 
 
 def split(
     batch: Mapping[str, Any], group: Group, positions: str = "position_ids", shift: bool = True
 ) -> dict[str, Any]:
-    """This rank's part of a batch that all ranks of the context axis have.
+    """Return this rank's part of a batch that all ranks of the context axis have.
 
     Labels become those of the next tokens before anything is cut, as the next token of a rank's last one is elsewhere.
     Positions are added. A mask of ones, or of padding that comes last and has no labels, is left out: with causal
@@ -40,22 +40,22 @@ def split(
     Raises:
         ValueError: a sequence that cannot be cut, or something in the batch that is not known to be cut.
     """
-    given = {name: value for name, value in batch.items() if value is not None}
-    first = next((given[name] for name in TOKENS if name in given), None)
+    parts = {name: value for name, value in batch.items() if value is not None}
+    first = next((parts[name] for name in TOKENS if name in parts), None)
     if first is None:
-        raise ValueError(f"the batch has {', '.join(given) or 'nothing'}, but none of {', '.join(TOKENS)} to be cut")
+        raise ValueError(f"the batch has {', '.join(parts) or 'nothing'}, but none of {', '.join(TOKENS)} to be cut")
     size, length = first.shape[:2]
-    labels = _next_labels(given.pop("labels", None), given.pop("shift_labels", None), shift)
-    _require_causal_mask(given.pop("attention_mask", None), labels, (size, length))
-    _require_one_document(given.pop("documents", None))
-    where = next((given.pop(name) for name in POSITIONS if name in given), None)
+    labels = _next_labels(parts.pop("labels", None), parts.pop("shift_labels", None), shift)
+    _require_causal_mask(parts.pop("attention_mask", None), labels, (size, length))
+    _require_one_document(parts.pop("documents", None))
+    where = next((parts.pop(name) for name in POSITIONS if name in parts), None)
     if where is not None:
         _require_consecutive(where)
-    given[positions] = torch.arange(length, device=first.device).expand(size, length) if where is None else where
+    parts[positions] = torch.arange(length, device=first.device).expand(size, length) if where is None else where
     if labels is not None:
-        given["labels"] = labels
+        parts["labels"] = labels
     known = {*TOKENS, *LABELS, positions}
-    for name, value in given.items():
+    for name, value in parts.items():
         if isinstance(value, Tensor) and value.ndim and name not in known:
             raise ValueError(
                 f"the batch has a tensor {name} of shape {tuple(value.shape)}, and it is not known how a sequence in "
@@ -64,7 +64,7 @@ def split(
             )
         if name in known and value.shape[1] != length:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but its sequences should have {length} tokens")
-    return {name: keep(value, group.rank, group.size, 1) if name in known else value for name, value in given.items()}
+    return {name: keep(value, group.rank, group.size, 1) if name in known else value for name, value in parts.items()}
 
 
 def _next_labels(labels: Tensor | None, shifted: Tensor | None, shift: bool) -> Tensor | None:
@@ -109,7 +109,7 @@ def _require_consecutive(positions: Tensor) -> None:
 
 
 def mean_loss(loss: Tensor, labels: Tensor, group: Group, tag: int) -> Tensor:
-    """The mean over the tokens of the whole sequences, equal on all ranks.
+    """Return the mean loss over the tokens of the whole sequences, equal on all ranks.
 
     Each rank has the gradient of its own tokens' part of it times the number of ranks, so that the mean of gradients
     over the ranks is the mean's gradient, however many labels count on each.

@@ -34,7 +34,7 @@ _EXTRAS = {
 
 
 def install(model: Any, applied: SpreadSequences) -> None:
-    """Have a model of transformers run with its sequences spread over ranks.
+    """Change a model of transformers so that its sequences are spread over ranks.
 
     Raises:
         Unsupported: it cannot.
@@ -171,8 +171,8 @@ class _Parts:
         if attention_mask is not None or not causal or dropout > 0 or query.shape[2] != key.shape[2]:
             require_plain(self._name(module), query, key, attention_mask, dropout, causal)
         for extra, meaning in _EXTRAS.items():
-            if (given := extras.get(extra)) is not None:
-                raise refuse(self._name(module), meaning.format(value=given))
+            if (setting := extras.get(extra)) is not None:
+                raise refuse(self._name(module), meaning.format(value=setting))
         return self._applied.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
     def _name(self, module: nn.Module) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """The two chunks of a rank, in their order."""
+    """Return the two chunks of a rank, in their order."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -30,7 +30,7 @@ def require_length(length: int, ranks: int) -> None:
 
 
 def keep(x: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
-    """A rank's part of a dim that is the sequence."""
+    """Return a rank's part of a dim that is the sequence."""
     if ranks == 1:
         return x
     require_length(x.shape[dim], ranks)
@@ -39,5 +39,5 @@ def keep(x: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
 
 
 def gathered_order(ranks: int) -> list[int]:
-    """The chunks of all ranks, rank by rank: entry p is the place in the sequence of the chunk that lies at p."""
+    """Return the chunks of all ranks, rank by rank: entry p is the number in the sequence of the chunk at p."""
     return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]

@@ -26,7 +26,7 @@ _MIXING: dict[type[nn.Module], str] = {
 
 
 def install(model: nn.Module, applied: SpreadSequences) -> None:
-    """Have the model run with its sequences spread over ranks.
+    """Change a model so that its sequences are spread over ranks.
 
     Raises:
         Unsupported: it cannot.
@@ -59,7 +59,7 @@ def require_no_mixing(model: nn.Module) -> None:
 
 
 class _Root:
-    """Cuts what the model is called with, and takes the mean of its losses."""
+    """Forward of the model that cuts its arguments, and takes the mean of its losses."""
 
     def __init__(self, kind: type[nn.Module], positions: str, applied: SpreadSequences) -> None:
         self._kind, self._positions, self._applied = kind, positions, applied
@@ -88,7 +88,7 @@ _inside = threading.local()
 
 
 class _Interception(TorchFunctionMode):
-    """Replaces the attention that one module calls."""
+    """Replacement of the attention that one module calls."""
 
     def __init__(self, name: str, applied: SpreadSequences) -> None:
         super().__init__()

@@ -20,3 +20,8 @@ def written(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if kwargs.get("out") is not None:
         return kwargs["out"]
     return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def version(tensor: Any) -> int:
+    """Return how often a tensor was written to; -1 where torch does not count, which is under ``inference_mode``."""
+    return -1 if tensor.is_inference() else int(tensor._version)

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
+from zeromesh.model.in_place import version
 from zeromesh.model.linear import Columns, multiply
 from zeromesh.model.split import Held
 from zeromesh.tensor.attention import SplitAttention
 from zeromesh.tensor.guard import REMEDY, Apart, SplitGuard, summed
-from zeromesh.tensor.heads import take_part, take_part_of_experts
+from zeromesh.tensor.heads import first_number, take_part, take_part_of_experts
 from zeromesh.tensor.linear import Layer, enter, leave
 from zeromesh.tensor.logits import Logits, Using
-from zeromesh.tensor.loss import Vocabulary
+from zeromesh.tensor.loss import Vocabulary, require_known
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.plan import Member, SplitPlan, is_transposed
 from zeromesh.tensor.sequence import Stack
@@ -44,19 +45,12 @@ BIASES = ("alibi", "position_bias")
 """Names of arguments of attention that are added to its scores, and differ per head."""
 
 OF_SCORES = re.compile("mask|bias|alibi|relative_pos")
-"""In what arguments of attention are called that may have something for each head."""
+"""Parts of names of attention's arguments that may differ per head."""
 
 
 @dataclass(frozen=True)
 class SplitPlace:
-    """Place of split modules.
-
-    Attributes:
-        group: the ranks along the tensor axis.
-        streams: of random numbers.
-        stacks: lists of blocks in which the sequence is spread over the ranks.
-        using: gives a context in which parameters are in memory, also after the forward.
-    """
+    """Arguments of ``apply`` that hooks need, and the random numbers of this rank."""
 
     group: Group
     streams: RandomStreams
@@ -108,14 +102,16 @@ def apply(
         if parts:
             module.register_state_dict_pre_hook(partial(_require_whole, parts))
     for number, stack in enumerate(stacks):
-        spread(modules, stack, group, place.streams, tag + 4 * (number + 1), _Eager)
+        spread(modules, stack, group, place.streams, tag + 4 * (number + 1), _eager)
     for name, heads in resolved.heads.items():
         take_part(modules[name], heads, group.size)
         if place.spreads(name):
             entrance = entrances[f"{name}/None"]
             entrance.opens = False
-            modules[name].register_forward_pre_hook(_Eager(_open, entrance), with_kwargs=True)
-        hook = _Eager(_cut_arguments, names=_arguments(modules[name]), queries=heads.queries, group=group)
+            modules[name].register_forward_pre_hook(_eager(_open, entrance), with_kwargs=True)
+        parameters = list(inspect.signature(type(modules[name]).forward).parameters.values())[1:]
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        hook = _eager(_cut_arguments, names=names, queries=heads.queries, group=group)
         modules[name].register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -157,13 +153,13 @@ class Entrance:
         self._waiting: set[int] = set()
 
     def admit(self, x: Tensor, index: int, training: bool) -> tuple[Tensor, Layer | None]:
-        """The activation as layer ``index`` is to read it, and the layer for this pass, if gradients are computed."""
+        """Return the activation that layer ``index`` reads, and the layer for this pass if gradients are computed."""
         if self._separates and training:
             self._place.streams.separate()
-        known = self._key is not None and self._key[0]() is x and self._key[1] == _version(x)
+        known = self._key is not None and self._key[0]() is x and self._key[1] == version(x)
         if not known or index not in self._waiting:
             self._enter(x, self.spread and self.opens)
-            self._key = ref(x), _version(x)
+            self._key = ref(x), version(x)
         assert self._entered is not None
         entered, layer = self._entered, self._ready[index] if self._ready else None
         self._waiting.discard(index)
@@ -172,10 +168,10 @@ class Entrance:
         return entered, layer
 
     def open(self, x: Tensor) -> Tensor:
-        """The whole activation of which this rank has a part: what the layers inside are given."""
+        """Gather the activation of which this rank has a part, for the layers inside."""
         self._enter(x, True)
         assert self._entered is not None
-        self._key = ref(self._entered), _version(self._entered)
+        self._key = ref(self._entered), version(self._entered)
         return self._entered
 
     def _enter(self, x: Tensor, spread: bool) -> None:
@@ -187,19 +183,8 @@ class Entrance:
         self._waiting = set(range(len(self.layers)))
 
     def forget(self) -> None:
-        """Nothing else is to read what entered last."""
+        """Forget the activation that entered last: no other layer is to read it."""
         self._key, self._entered, self._ready, self._waiting = None, None, [], set()
-
-
-def _version(x: Tensor) -> int:
-    """Return the version of a tensor; torch does not count those of ``torch.inference_mode``."""
-    return -1 if x.is_inference() else x._version
-
-
-def _arguments(module: nn.Module) -> list[str]:
-    """Names of what an attention is called with, in order, as far as they are told apart."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _cut_arguments(
@@ -228,18 +213,12 @@ def _cut_arguments(
     return tuple(cut(*pair) for pair in named), {name: cut(name, value) for name, value in kwargs.items()}
 
 
-class _Eager:
+def _eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Return ``partial`` of a function, which torch's compiler leaves alone: it cannot see through messages.
 
-    In a copy of a model, it has the copies of the modules among its arguments.
+    ``partial`` is copied with its arguments, so that hooks in a copy of a model have that copy's modules.
     """
-
-    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._function: Callable[..., Any] = torch.compiler.disable(function)
-        self._args, self._kwargs = args, kwargs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*self._args, *args, **self._kwargs, **kwargs)
+    return partial(torch.compiler.disable(function), *args, **kwargs)
 
 
 def _columns(module: Any) -> Columns:
@@ -258,44 +237,44 @@ def _linear(
             spread = place.spreads(member.name)
             separates = style.after is None and not spread and drops(around)
             entrances[key] = Entrance(place, tag, separates, spread, member.container)
-            around.register_forward_hook(_Eager(_left, place, entrances[key]), always_call=True)
+            around.register_forward_hook(_eager(_left, place, entrances[key]), always_call=True)
         entrance = entrances[key]
         index = len(entrance.layers)
         entrance.layers.append(partial(_columns, module))
         split = resolved.held_of(module, "weight").split
         size = None if style.after is None or split is None else split.size
-        forward: Any = _Eager(
+        forward: Any = _eager(
             _by_columns, module, name=member.name, entrance=entrance, index=index, place=place, tag=tag + 2, size=size
         )
     elif style.after == "logits":
         split = resolved.held_of(module, "weight").split
         assert split is not None
         vocabulary = Vocabulary(split.intervals[place.group.rank][0][0], split.size, place.group)
-        forward = _Eager(_by_vocabulary, module, vocabulary=vocabulary, tag=tag, using=place.using)
+        forward = _eager(_by_vocabulary, module, vocabulary=vocabulary, tag=tag, using=place.using)
     elif style.cut == "inputs":
         held = resolved.held_of(module, "weight") if style.before == "split" else None
         guard = None if style.before == "split" else SplitGuard(member, resolved, modules[""])
         spread = place.spreads(member.name)
-        forward = _Eager(
+        forward = _eager(
             _by_rows, module, name=member.name, place=place, tag=tag, held=held, spread=spread, guard=guard
         )
     else:
         width = _rotary_width(modules[member.container], modules[""])
-        module.register_forward_hook(_Eager(_sum_rotary, place=place, tag=tag, width=width))
+        module.register_forward_hook(_eager(_sum_rotary, place=place, tag=tag, width=width))
         return
     module.forward = forward
 
 
 def _attention(member: Member, modules: dict[str, nn.Module], place: SplitPlace, tag: int) -> None:
-    """Torch's own."""
+    """Split an ``nn.MultiheadAttention``."""
     decoder, _, name = member.name.rpartition(".")
     memory = isinstance(modules[decoder], nn.TransformerDecoderLayer) and name == "multihead_attn"
     attention = SplitAttention(place.group, place.streams, tag, place.spreads(member.name), member.name, memory)
-    member.module.forward = _Eager(attention, member.module)
+    member.module.forward = _eager(attention, member.module)
 
 
 def _require_slow_paths(resolved: SplitPlan, modules: dict[str, nn.Module]) -> None:
-    """Torch's encoders read the weights of their layers themselves, where no gradients are computed; not of these."""
+    """Disable the fast path of torch's encoders, which reads the weights of their layers without calling them."""
     for member in resolved.members:
         path = member.name
         while path:
@@ -336,24 +315,18 @@ def _by_vocabulary(module: Any, x: Tensor, vocabulary: Vocabulary, tag: int, usi
 
 
 def chunk_losses(model: nn.Module, heads: Iterable[str], using: Using) -> None:
-    """Have losses of what these layers give computed a part of the tokens at a time; each rank has all of them."""
+    """Compute losses of these heads' logits a chunk of tokens at a time; each rank has the whole heads."""
     for name in heads:
         module: Any = model.get_submodule(name)
         size = int(module.weight.shape[1 if is_transposed(module) else 0])
-        forward = _Eager(_by_vocabulary, module, vocabulary=Vocabulary(0, size), tag=0, using=using)
+        forward = _eager(_by_vocabulary, module, vocabulary=Vocabulary(0, size), tag=0, using=using)
         module.forward = forward
 
 
 def _by_rows(
-    module: Any,
-    x: Tensor,
-    name: str,
-    place: SplitPlace,
-    tag: int,
-    held: Held | None,
-    spread: bool,
+    module: Any, x: Tensor, name: str, place: SplitPlace, tag: int, held: Held | None, spread: bool,
     guard: SplitGuard | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if guard is not None:
         guard.check(x)
     if held is not None and held.split is not None:
@@ -373,7 +346,7 @@ def _by_rows(
 
 
 def _left(place: SplitPlace, entrance: Entrance, module: nn.Module, args: Any, output: Any) -> None:
-    """The module that has the columns is done, or has raised."""
+    """Hook: the module that has the columns has returned or raised."""
     entrance.forget()
     if not entrance.spread:
         place.streams.join()
@@ -385,11 +358,9 @@ def _open(entrance: Entrance, module: nn.Module, args: tuple[Any, ...], kwargs: 
 
 
 def _rotary_width(attention: nn.Module, model: nn.Module) -> int:
-    """Sum the gradient of a latent key's rotary part (DeepSeek-AI, "DeepSeek-V2", 2024)."""
-    for who in (attention, getattr(attention, "config", None), getattr(model, "config", None)):
-        width = getattr(who, "qk_rope_head_dim", None)
-        if isinstance(width, int):
-            return width
+    said = [attention, getattr(attention, "config", None), getattr(model, "config", None)]
+    if width := first_number(said, ("qk_rope_head_dim",)):
+        return width
     raise ValueError(
         f"{type(attention).__name__} has no qk_rope_head_dim, by which the style mla_kv_a_proj finds the part for "
         "rotary embeddings"
@@ -397,6 +368,7 @@ def _rotary_width(attention: nn.Module, model: nn.Module) -> int:
 
 
 def _sum_rotary(module: nn.Module, args: Any, output: Tensor, place: SplitPlace, tag: int, width: int) -> Tensor:
+    """Hook: sum the gradient of a latent key's rotary part, which all heads share ("DeepSeek-V2", 2024)."""
     latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
     return summed(torch.cat([latent, move(rotary, "copy", place.group, tag)], dim=-1))
 
@@ -409,10 +381,8 @@ def _hooks(member: Member, resolved: SplitPlan, place: SplitPlace, tag: int) -> 
         module.register_forward_pre_hook(lookup.before)
         module.register_forward_hook(lookup.after)
         return
-    if member.kind == "bag":
-        module.register_forward_pre_hook(_Eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
-    if style.before == "copy":
-        module.register_forward_pre_hook(_Eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
+    if member.kind == "bag" or style.before == "copy":
+        module.register_forward_pre_hook(_eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
     elif style.before == "split":
         module.register_forward_pre_hook(lambda _, args: (move(args[0], "split", group, tag, -1), *args[1:]))
     elif style.before == "share":
@@ -426,7 +396,7 @@ def _hooks(member: Member, resolved: SplitPlan, place: SplitPlace, tag: int) -> 
 
 
 def _divide(member: Member, group: Group) -> None:
-    """A parameter that each rank adds to a part of a sum: while the module around works, it is divided by the ranks."""
+    """Divide a parameter, which each rank adds to its part of a sum, by the ranks while the module around it runs."""
     name = str(member.parameter)
 
     def before(module: nn.Module, args: Any) -> None:
@@ -451,7 +421,7 @@ def _copy_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class _Lookup:
-    """An embedding of which each rank has some rows: it looks up those that it has, and zeros for others are summed."""
+    """Embedding of which each rank has some rows: it looks up its own, and the sum with others' zeros is whole."""
 
     def __init__(self, module: nn.Module, held: Held, place: SplitPlace, tag: int) -> None:
         assert held.split is not None
@@ -467,7 +437,7 @@ class _Lookup:
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hook: ids of this rank's rows in place of those of the whole vocabulary."""
         ids = args[0]
-        _require_known(ids, self._size)
+        require_known(ids, (ids < 0) | (ids >= self._size), self._size, "id")
         missing = (ids < self._start) | (ids >= self._stop)
         self._missing.append(missing)
         return ((ids - self._start).masked_fill(missing, 0), *args[1:])
@@ -476,11 +446,3 @@ class _Lookup:
         """Hook: the rows of all ranks."""
         own = output.masked_fill(self._missing.pop()[..., None], 0)
         return move(own, "sum", self._place.group, self._tag)
-
-
-def _require_known(ids: Tensor, size: int) -> None:
-    wrong = (ids < 0) | (ids >= size)
-    if ids.device.type != "cpu":  # without waiting for the device
-        torch._assert_async(~wrong.any(), f"an id is not in the vocabulary of {size} entries")
-    elif bool(wrong.any()):
-        raise IndexError(f"the id {int(ids[wrong][0])} is not in the vocabulary of {size} entries, 0 to {size - 1}")

@@ -85,7 +85,7 @@ class SplitAttention:
         result = _as_given(result.transpose(1, 2).flatten(2), module, query)
         partial = multiply(result, Columns(module.out_proj.weight, None))
         output = leave(partial, module.out_proj.bias, self._group, self._tag, dim)
-        return output, None if weights is None else self._told(weights, average_attn_weights, query.ndim == 2)
+        return output, None if weights is None else self._whole_weights(weights, average_attn_weights, query.ndim == 2)
 
     def _dim(self, query: Tensor) -> int | None:
         """Return the input that is spread over the ranks outside."""
@@ -94,7 +94,7 @@ class SplitAttention:
     def _project(
         self, module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads: shape ``(samples, length, part of the width)``."""
+        """Return queries, keys and values of this rank's heads, shape ``(samples, length, part of the width)``."""
         biases: Sequence[Tensor | None] = [None] * 3
         if module.in_proj_bias is not None:
             biases = module.in_proj_bias.chunk(3)
@@ -139,10 +139,10 @@ class SplitAttention:
             hidden = self._common(_added(padding, q.dtype).view(samples, 1, 1, -1))
             found = hidden if found is None else found + hidden
         # Keys that the module has added are seen by all.
-        given = keys - (module.bias_k is not None)
-        more = keys - given + module.add_zero_attn
-        if found is not None and found.shape[-1] != given:
-            raise ValueError(f"a mask of nn.MultiheadAttention is for {found.shape[-1]} keys, and there are {given}")
+        present = keys - (module.bias_k is not None)
+        more = keys - present + module.add_zero_attn
+        if found is not None and found.shape[-1] != present:
+            raise ValueError(f"a mask of nn.MultiheadAttention is for {found.shape[-1]} keys, and there are {present}")
         return torch.nn.functional.pad(found, (0, more)) if found is not None and more else found
 
     def _common(self, mask: Tensor) -> Tensor:
@@ -154,17 +154,17 @@ class SplitAttention:
             return move(mask, "split", self._group, self._tag + 8, 1)
         return mask.chunk(self._group.size, 1)[self._group.rank]
 
-    def _told(self, weights: Tensor, average: bool, single: bool) -> Tensor:
+    def _whole_weights(self, weights: Tensor, average: bool, single: bool) -> Tensor:
         if average:
             heads = weights.shape[1] * self._group.size
-            told = move(weights.sum(1) / heads, "sum", self._group, self._tag + 9)
+            whole = move(weights.sum(1) / heads, "sum", self._group, self._tag + 9)
         else:
-            told = move(weights, "join", self._group, self._tag + 9, 1)
-        return told.squeeze(0) if single else told
+            whole = move(weights, "join", self._group, self._tag + 9, 1)
+        return whole.squeeze(0) if single else whole
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to scores, of one in which True hides a key."""
+    """Return a mask as an addend of scores; True in a mask of bools hides a key."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)

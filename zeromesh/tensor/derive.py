@@ -9,14 +9,14 @@ neither way stays whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.functional import gelu, relu
 
 from zeromesh.tensor.heads import Heads, heads_of
-from zeromesh.tensor.plan import OF_KEYS, PlanRule, is_transposed, kind_of, parse, pattern_of
+from zeromesh.tensor.plan import OF_KEYS, Plan, PlanRule, is_transposed, kind_of, parse, pattern_of
 
 _OUTPUT = re.compile(
     r"^(o|wo|w2|o_proj|out_proj|c_proj|dense|out_lin|out|proj|proj_out|attn_out|dense_4h_to_h|down_proj|fc2|fc_out|"
@@ -30,16 +30,15 @@ _PAIRS = (
     (re.compile(r"(^|\.)intermediate$"), "output.dense"),
     (re.compile(r"(^|\.)w_in$"), "w_out"),
 )
-"""Return the modules with the columns, and their parent's name, beside a layer that is split by rows."""
+"""Modules with columns -> the layer, beside them in the same parent, that is split by rows."""
 
-_INTERLEAVED = re.compile(r"^(Bloom|GPTNeoX|Falcon|Persimmon|Fuyu|GPTNeoXJapanese)")
-"""Classes of attention in whose fused weight the parts of a head, or of a group of heads, lie together."""
-
+_INTERLEAVED = "query_key_value"
+"""Name of fused layers in which the queries, keys and values of a head, or of a group of heads, lie together."""
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 KNOWN = ("transformers.", "zeromesh.")
-"""Begins of the names of Python modules whose classes of attention and MLPs compute what their layers' names say."""
+"""Packages whose attention and MLPs compute what the names of their layers say."""
 
 _ALL_HEADS = re.compile(r"^(CodeGen|TrOCR)Attention")
 """Classes of attention whose forward counts on all heads: in fused weights cut for eight TPUs, or in shapes."""
@@ -49,9 +48,11 @@ LOCAL = ("colwise", "packed_colwise", "rowwise")
 
 GATHERING = ("colwise_gather_output", "rowwise_split_input")
 
+Rules = Iterator[tuple[str, PlanRule]]
+
 
 def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[str]]:
-    """A plan for a model, and what of its large layers it leaves whole, with the reason.
+    """Return a plan for a model, and lines that say which large layers it leaves whole, or gathers, and why.
 
     A model of transformers that has a plan of its own is split by it; what that leaves out is found as for others, and
     fused layers that it splits one by one are split together where their parts are known. Attention with fewer heads
@@ -67,13 +68,15 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[
         if torch_layers := _torch_layers(name, module, ranks):
             region = torch_layers
         elif not type(module).__module__.startswith(KNOWN) and type(module).forward is not nn.Sequential.forward:
-            region = _one_by_one(region)
-        known = {path: own[path] for path in region if path in own}
-        # Of fused layers whose parts nobody told, the published plan gathers what they give.
-        gathers = all(rule.style in GATHERING for rule in known.values())
-        if known and gathers and any(rule.sections for rule in region.values()):
+            # The forward is unknown. To split each layer by itself is always right.
+            known = (*LOCAL, *GATHERING)
+            region = {p: PlanRule(GATHERING["rowwise" in r.style]) for p, r in region.items() if r.style in known}
+        said = {path: own[path] for path in region if path in own}
+        # The published plan gathers the outputs of fused layers, whose parts it does not know.
+        gathers = all(rule.style in GATHERING for rule in said.values())
+        if said and gathers and any(rule.sections for rule in region.values()):
             own = {path: rule for path, rule in own.items() if path not in region}
-        elif known:
+        elif said:
             own = own if gathers else _completed(name, module, own, region)
             continue
         plan |= {path: rule for path, rule in region.items() if path not in plan}
@@ -81,26 +84,26 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[
             plan |= dict(_experts(name, module)) | dict(_stacked_experts(name, module, ranks))
             plan |= dict(_layers_of_experts(name, module, ranks))
     plan |= own | _vocabulary(model, modules)
+    whole = []
     for name, module in modules.items():
         fits = isinstance(module, nn.EmbeddingBag) and module.max_norm is None and module.embedding_dim % ranks == 0
         if fits and kind_of(module) == "bag":
             plan.setdefault(name, PlanRule("embedding_colwise"))
-    for name, module in modules.items():
-        around = _around(name, modules)
+        around, parent = _around(name, modules), name.rpartition(".")[0]
         trusted = _in_block(name) and type(around).__module__.startswith(KNOWN)
-        if name not in plan and _is_large(module) and not trusted and not _reads_weights(around):
+        # A layer with few outputs, such as a head over some classes, is not worth gathering.
+        large = kind_of(module) == "linear" and 4 * _outputs(module) >= _inputs(module)
+        if name not in plan and large and not trusted and not _reads_weights(around):
             plan[name] = PlanRule("colwise_gather_output")
             if _in_block(name):
                 notes.append(
                     f"{pattern_of(name)} ({type(module).__name__}) is split by itself, with what it gives gathered, as "
                     f"nothing is known of {type(around).__name__}; a plan may say better"
                 )
-    for name, module in modules.items():
-        around = modules[name.rpartition(".")[0]]
-        inside = kind_of(around) == "attention" and name.rpartition(".")[0] in plan
+        inside = kind_of(modules[parent]) == "attention" and parent in plan
         if kind_of(module) == "linear" and name not in plan and _in_block(name) and not inside:
-            notes.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
-    return _patterns(plan, _names(model)), list(dict.fromkeys(notes))
+            whole.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
+    return _patterns(plan, model), list(dict.fromkeys([*notes, *whole]))
 
 
 def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, PlanRule]:
@@ -116,24 +119,13 @@ def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, PlanRul
     return {f"{name}.linear{n}": PlanRule(style) for n, style in zip((1, 2), styles, strict=True)}
 
 
-def _one_by_one(region: Mapping[str, PlanRule]) -> dict[str, PlanRule]:
-    """A region of a module whose forward nobody knows: each of its layers is split by itself, which is right always."""
-    styles = {"colwise": "colwise_gather_output", "packed_colwise": "colwise_gather_output"}
-    styles |= {"rowwise": "rowwise_split_input"} | dict(zip(GATHERING, GATHERING, strict=True))
-    return {path: PlanRule(styles[rule.style]) for path, rule in region.items() if rule.style in styles}
-
-
-def _names(model: nn.Module) -> list[str]:
-    return [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-
-
-def _patterns(plan: Mapping[str, PlanRule], names: Iterable[str]) -> dict[str, PlanRule]:
-    """One rule for all modules that are called alike, unless they are different ones, as in blocks of several kinds.
+def _patterns(plan: Plan, model: nn.Module) -> dict[str, PlanRule]:
+    """Replace the rules of modules that are called alike by one, unless they differ, as in blocks of several kinds.
 
     The last part of a name stays: the layers of one ``nn.Sequential`` are not alike.
     """
     alike: dict[str, list[str]] = {}
-    for name in names:
+    for name, _ in (*model.named_modules(), *model.named_parameters()):
         container, dot, child = name.rpartition(".")
         alike.setdefault(f"{pattern_of(container)}{dot}{child}", []).append(name)
     found: dict[str, PlanRule] = {}
@@ -149,10 +141,10 @@ def published(model: nn.Module) -> dict[str, PlanRule]:
 
     Some plans say of the fused weights of experts that they are cut as one, which their forward then misreads.
     """
-    given = parse(getattr(model, "_tp_plan", None) or {})
+    rules = parse(getattr(model, "_tp_plan", None) or {})
     found: dict[str, PlanRule] = {}
-    for name in _names(model):
-        rule = given.get(pattern_of(name)) or given.get(name)
+    for name, _ in (*model.named_modules(), *model.named_parameters()):
+        rule = rules.get(pattern_of(name)) or rules.get(name)
         if rule is None:
             continue
         if name.endswith("gate_up_proj") and rule == PlanRule("colwise"):
@@ -166,10 +158,8 @@ def published(model: nn.Module) -> dict[str, PlanRule]:
 SHARED = PlanRule("replicated_with_grad_allreduce")
 
 
-def _completed(
-    name: str, module: nn.Module, own: Mapping[str, PlanRule], region: Mapping[str, PlanRule]
-) -> dict[str, PlanRule]:
-    """A published plan with what it leaves out of one attention or MLP.
+def _completed(name: str, module: nn.Module, own: Plan, region: Plan) -> dict[str, PlanRule]:
+    """Return a published plan with rules for the parts of one attention or MLP that it leaves out.
 
     Where there are parameters that may be used on all of the split dim, each layer is split by itself.
     """
@@ -185,11 +175,8 @@ def _completed(
     if not odd and not any(widths & {*p.shape} for m in left.values() for p in m.parameters()):
         return {**own, **{f"{name}.{child}": SHARED for child, m in left.items() if _is_activation(m)}}
     kept = {path: rule for path, rule in own.items() if path.rpartition(".")[0] != name}
-    for child, layer in module.named_children():
-        rule = region.get(f"{name}.{child}")
-        if rule is not None and kind_of(_base(layer)) == "linear":
-            kept[f"{name}.{child}"] = PlanRule(GATHERING["rowwise" in rule.style])
-    return kept
+    linear = {f"{name}.{child}" for child, layer in module.named_children() if kind_of(_base(layer)) == "linear"}
+    return kept | {path: PlanRule(GATHERING["rowwise" in r.style]) for path, r in region.items() if path in linear}
 
 
 def _is_activation(module: nn.Module) -> bool:
@@ -198,7 +185,7 @@ def _is_activation(module: nn.Module) -> bool:
     return bool(sizes) and set(sizes) == {1} and "activation" in type(module).__module__
 
 
-def _experts(name: str, module: nn.Module) -> Iterator[tuple[str, PlanRule]]:
+def _experts(name: str, module: nn.Module) -> Rules:
     """Rules for the stacked weights of experts, laid out as transformers' ``use_experts_implementation`` says."""
     shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
     up = next((key for key in ("gate_up_proj", "up_proj") if key in shapes), None)
@@ -217,30 +204,29 @@ def _experts(name: str, module: nn.Module) -> Iterator[tuple[str, PlanRule]]:
     yield name, PlanRule("moe_tp_experts")
 
 
-def _stacked_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tuple[str, PlanRule]]:
+def _stacked_experts(name: str, module: nn.Module, ranks: int) -> Rules:
     """Rules for experts whose matrices are the rows of one weight each: DBRX's."""
-    layers = getattr(module, "mlp", None)
-    if not type(module).__name__.endswith("DbrxExperts") or layers is None:
-        return
-    count, width = int(module.num_experts), int(module.ffn_hidden_size)  # type: ignore[arg-type]
-    if width % ranks == 0:
-        for key in ("w1", "v1", "w2"):
-            yield f"{name}.mlp.{key}", PlanRule("packed_colwise", (width,) * count)
+    weights = dict(getattr(module, "mlp", nn.Module()).named_parameters(recurse=False))
+    count, width = (getattr(module, key, 0) for key in ("num_experts", "ffn_hidden_size"))
+    stacked = weights.keys() == {"w1", "v1", "w2"} and all(len(w) == count * width for w in weights.values())
+    if stacked and width % ranks == 0:
+        yield from ((f"{name}.mlp.{key}", PlanRule("packed_colwise", (width,) * count)) for key in weights)
         yield name, PlanRule("moe_tp_experts")
 
 
-def _layers_of_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tuple[str, PlanRule]]:
+def _layers_of_experts(name: str, module: nn.Module, ranks: int) -> Rules:
     """Rules for two modules that each hold one layer of all experts, weights of shape (experts, outputs, inputs).
 
     Where the second reads what the first made, with a gate or without, activations between them are split; where
     something else looks at all of it, as JetMoe's attention does, they are gathered.
     """
-    first, last = (getattr(module, key, None) for key in ("input_linear", "output_linear"))
-    if not (isinstance(first, nn.Module) and isinstance(last, nn.Module) and _is_layer_of_experts(first)):
+    first: Any = getattr(module, "input_linear", None)
+    last: Any = getattr(module, "output_linear", None)
+    if not (_is_layer_of_experts(first) and _is_layer_of_experts(last)):
         return
-    outputs, inputs = int(first.output_size), int(last.input_size)  # type: ignore[arg-type]
+    outputs, inputs = first.output_size, last.input_size
     gathers, gated = hasattr(module, "reduce"), outputs == 2 * inputs
-    if not _is_layer_of_experts(last) or not (gated or outputs == inputs) or inputs % ranks:
+    if not (gated or outputs == inputs) or inputs % ranks:
         return
     more = ("_gather_output", "_split_input") if gathers else ("", "")
     yield f"{name}.input_linear.weight", PlanRule("packed_colwise" if gated else "colwise", block=1)
@@ -249,15 +235,14 @@ def _layers_of_experts(name: str, module: nn.Module, ranks: int) -> Iterator[tup
     yield f"{name}.output_linear", PlanRule(f"moe_rowwise{more[1]}")
 
 
-def _is_layer_of_experts(module: nn.Module) -> bool:
-    shapes = {key: tuple(p.shape) for key, p in module.named_parameters()}
-    sizes = tuple(getattr(module, key, None) for key in ("num_experts", "output_size", "input_size"))
-    return type(module).__name__.endswith("ParallelExperts") and shapes == {"weight": sizes}
+def _is_layer_of_experts(module: Any) -> bool:
+    shapes = {key: tuple(p.shape) for key, p in module.named_parameters()} if isinstance(module, nn.Module) else {}
+    return shapes == {
+        "weight": tuple(getattr(module, key, None) for key in ("num_experts", "output_size", "input_size"))
+    }
 
 
-def _regions(
-    name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Any, ranks: int
-) -> Iterator[tuple[str, PlanRule]]:
+def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Any, ranks: int) -> Rules:
     """Rules for the layers of an attention or an MLP whose columns are children of the module."""
     if _reads_weights(module):
         return
@@ -269,11 +254,8 @@ def _regions(
         parent = name.rpartition(".")[0]
         if pattern.search(name) and f"{parent}.{beside}" in modules:
             row, outputs = f"{parent}.{beside}", []
-    if (
-        isinstance(module, nn.Sequential)
-        and len(layers) == 2
-        and all(_is_elementwise(m) for m in module if m not in layers.values())
-    ):
+    is_pair = isinstance(module, nn.Sequential) and len(layers) == 2
+    if is_pair and all(_is_elementwise(m) for m in module.children() if m not in layers.values()):
         outputs = list(layers)[-1:]
     if row is None and len(outputs) == 1:
         row = path + outputs[0]
@@ -299,47 +281,39 @@ def _is_elementwise(module: nn.Module) -> bool:
     return kind.__module__.endswith(("modules.dropout", "activation", "activations")) and not apart
 
 
-def _latent(
-    path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads
-) -> Iterator[tuple[str, PlanRule]]:
-    """Attention whose keys and values are made of a narrow activation (DeepSeek-AI, "DeepSeek-V2", 2024)."""
+def _latent(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads) -> Rules:
+    """Rules for attention whose keys and values come from a narrow activation (DeepSeek-AI, "DeepSeek-V2", 2024)."""
     latent, rotary = _inputs(columns["kv_b_proj"]), getattr(module, "qk_rope_head_dim", 0)
     rules: dict[str, PlanRule] = {}
-    first = set()
     for child, layer in columns.items():
         size = _outputs(layer)
         if child.startswith("kv_a") and size == latent + rotary:
             rules[path + child] = PlanRule("mla_kv_a_proj")
         elif child in ("q_proj", "q_b_proj", "kv_b_proj", "g_proj") and size % heads.queries == 0:
             rules[path + child] = PlanRule("colwise", block=size // heads.queries)
-        elif child == "q_a_proj":
-            first.add(child)
-    known = {*columns, *first, row.removeprefix(path), "q_a_layernorm", "kv_a_layernorm"}
+    known = {*columns, row.removeprefix(path), "q_a_layernorm", "kv_a_layernorm"}
     others = [child for child, m in module.named_children() if child not in known and any(True for _ in m.parameters())]
-    whole = len(rules) + len(first) == len(columns) and any(rule.style == "mla_kv_a_proj" for rule in rules.values())
-    if others or not whole or next(module.parameters(recurse=False), None) is not None:
+    known_all = columns.keys() - {"q_a_proj"} == {child.removeprefix(path) for child in rules}
+    narrow = any(rule.style == "mla_kv_a_proj" for rule in rules.values())
+    if others or not known_all or not narrow or next(module.parameters(recurse=False), None) is not None:
         yield from _each(path, columns, row)
         return
-    yield from rules.items()
     width = _inputs(module.get_submodule(row.removeprefix(path)))
-    yield row, PlanRule("rowwise", block=width // heads.queries)
+    yield from (rules | {row: PlanRule("rowwise", block=width // heads.queries)}).items()
 
 
-def _attention(
-    path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads
-) -> Iterator[tuple[str, PlanRule]]:
+def _attention(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads) -> Rules:
     q, k = heads.queries * heads.width, heads.keys * heads.width
     rules: dict[str, PlanRule] = {}
-    apart = any(OF_KEYS.match(child) for child in columns)
+    # Where keys have a layer of their own, what is as large as a fused weight are queries with gates.
+    is_fused = not any(OF_KEYS.match(child) for child in columns)
     for child, layer in columns.items():
         size = _outputs(layer)
         if size in (q, k):
             rules[path + child] = PlanRule("colwise", block=heads.width)
-        elif apart:  # queries with gates may be as many as a fused weight has
-            continue
-        elif size == q + 2 * k and _INTERLEAVED.match(type(module).__name__) and not _is_multi_query(module):
+        elif is_fused and size == q + 2 * k and child == _INTERLEAVED and heads.keys > 1:  # else both layouts are one
             rules[path + child] = PlanRule("colwise", block=size // heads.keys)
-        elif size == q + 2 * k:
+        elif is_fused and size == q + 2 * k:
             rules[path + child] = PlanRule("packed_colwise", (q, k, k), heads.width)
     rules[row] = PlanRule("rowwise", block=heads.width)
     whole = len(rules) == len(columns) + 1
@@ -361,13 +335,7 @@ def _attention(
     yield from rules.items() if whole else _each(path, columns, row)
 
 
-def _is_multi_query(module: nn.Module) -> bool:
-    return getattr(module, "multi_query", False) is True and not getattr(module, "new_decoder_architecture", False)
-
-
-def _mlp(
-    path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, last: nn.Module
-) -> Iterator[tuple[str, PlanRule]]:
+def _mlp(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, last: nn.Module) -> Rules:
     width, sizes = _inputs(last), [_outputs(layer) for layer in columns.values()]
     fused = len(sizes) == 1 and sizes[0] == 2 * width
     same = {_inputs(layer) for layer in columns.values()} == {_outputs(last)}
@@ -376,40 +344,37 @@ def _mlp(
     # What lies between them may look at all of the width.
     others = {child: m for child, m in module.named_children() if child not in columns and m is not last}
     wide = {dim for m in others.values() for p in m.parameters() for dim in p.shape} & {width, *sizes}
-    if wide or any(isinstance(m, _CONVOLUTIONS) for m in module.modules()) or list(module.parameters(recurse=False)):
+    if (
+        wide
+        or any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in module.modules())
+        or list(module.parameters(recurse=False))
+    ):
         yield from _each(path, columns, row)
         return
-    for child, m in others.items():
-        if _is_activation(m):
-            yield path + child, SHARED
+    yield from ((path + child, SHARED) for child, m in others.items() if _is_activation(m))
     for child in columns:
         yield path + child, PlanRule("packed_colwise", (width, width)) if fused else PlanRule("colwise")
     yield row, PlanRule("rowwise")
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def _each(path: str, columns: Mapping[str, nn.Module], row: str) -> Iterator[tuple[str, PlanRule]]:
-    """Each layer by itself."""
+def _each(path: str, columns: Mapping[str, nn.Module], row: str) -> Rules:
+    """Split each layer by itself."""
     for child in columns:
         yield path + child, PlanRule("colwise_gather_output")
     yield row, PlanRule("rowwise_split_input")
 
 
-def _base(module: nn.Module) -> nn.Module:
-    """The layer under adapters."""
+def _base(module: Any) -> Any:
+    """Return the layer under adapters."""
     return getattr(module, "base_layer", module)
 
 
 def _inputs(layer: nn.Module) -> int:
-    weight: Any = _base(layer).weight
-    return int(weight.shape[0] if is_transposed(_base(layer)) else weight.shape[1])
+    return int(_base(layer).weight.shape[0 if is_transposed(_base(layer)) else 1])
 
 
 def _outputs(layer: nn.Module) -> int:
-    weight: Any = _base(layer).weight
-    return int(weight.shape[1] if is_transposed(_base(layer)) else weight.shape[0])
+    return int(_base(layer).weight.shape[1 if is_transposed(_base(layer)) else 0])
 
 
 def _in_block(name: str) -> bool:
@@ -418,13 +383,11 @@ def _in_block(name: str) -> bool:
 
 
 def _around(name: str, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """The module that calls a layer: the nearest one that is no container, and no adapter."""
-    path = name
-    while path:
-        path = path.rpartition(".")[0]
-        module = modules[path]
-        inside = isinstance(module, CONTAINERS) or type(module).__module__.startswith("peft.")
-        if not inside:
+    """Return the module that calls a layer: the nearest one that is no container, and no adapter."""
+    while name:
+        name = name.rpartition(".")[0]
+        module = modules[name]
+        if not isinstance(module, CONTAINERS) and not type(module).__module__.startswith("peft."):
             return module
     return modules[""]
 
@@ -434,19 +397,12 @@ def _reads_weights(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.") and not isinstance(module, CONTAINERS)
 
 
-def _is_large(module: nn.Module) -> bool:
-    """Return whether a linear layer is large enough to gather its outputs: no head of a few classes."""
-    return kind_of(module) == "linear" and 4 * _outputs(module) >= _inputs(module)
-
-
 def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, PlanRule]:
-    """The embedding of tokens, wherever it stands, and the head over the same entries."""
+    """Return rules for the embedding of tokens, wherever it is, and for the head over the same entries."""
     outside = {name: m for name, m in modules.items() if not _in_block(name)}
     tables = {name: m for name, m in outside.items() if isinstance(m, nn.Embedding) and _has_plain_rows(m)}
     known = [m for m in (_ask(model, "get_input_embeddings"),) if isinstance(m, nn.Embedding) and _has_plain_rows(m)]
-    if not known and tables:
-        largest = max(tables.values(), key=lambda m: m.num_embeddings)
-        known = [largest]
+    known = known or sorted(tables.values(), key=lambda m: -m.num_embeddings)[:1]
     if not known:
         return {}
     weights, size = {id(m.weight) for m in known}, max(m.num_embeddings for m in known)
@@ -457,7 +413,7 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
     }
     head = _ask(model, "get_output_embeddings")
     for name, m in outside.items():
-        fits = kind_of(m) == "linear" and _outputs(m) == size and (m is head or head is None)
+        fits = kind_of(m) == "linear" and _outputs(m) == size and head in (m, None)
         if fits or (kind_of(m) == "linear" and id(m.weight) in weights):
             plan[name] = PlanRule("vocabulary")
     return plan
@@ -469,13 +425,13 @@ def _has_plain_rows(table: nn.Embedding) -> bool:
 
 
 def heads_over_vocabulary(model: nn.Module) -> list[str]:
-    """Names of the linear layers over the entries of the embedding of tokens.
+    """Return the names of the linear layers over the entries of the embedding of tokens.
 
     Raises:
         ValueError: there are none.
     """
-    rules = _vocabulary(model, dict(model.named_modules()))
-    heads = [name for name, rule in rules.items() if rule.style == "vocabulary"]
+    rules = _vocabulary(model, dict(model.named_modules())).items()
+    heads = [name for name, rule in rules if rule.style == "vocabulary"]
     if not heads:
         raise ValueError(
             f"chunked_loss is true, but {type(model).__name__} has no linear layer over the entries of an embedding; "
@@ -485,7 +441,7 @@ def heads_over_vocabulary(model: nn.Module) -> list[str]:
 
 
 def _ask(model: nn.Module, question: str) -> nn.Module | None:
-    """Return the plan of a model of transformers; None of others, or where it has none."""
+    """Return the module with which a model of transformers answers; None of others, or where it has none."""
     try:
         answer = getattr(model, question)()
     except (AttributeError, NotImplementedError, TypeError):

@@ -1,4 +1,4 @@
-"""Refuses what would be silently wrong between layers that are split by columns and the one by rows that follows.
+"""Checks that the computation between layers split by columns and the layer split by rows that follows is right.
 
 In the first pass in which gradients are computed, autograd's graph is walked from the input of the layer that is split
 by rows back to what was split. On the way nothing may be computed over the whole split dim, of which a rank has a part;
@@ -47,20 +47,20 @@ class _Summed(torch.autograd.Function):
 
 
 def summed(x: Tensor) -> Tensor:
-    """The same activation, of which all that is used between split layers has its gradient summed."""
+    """Mark an activation whose gradient is summed over the ranks wherever it is used between split layers."""
     same: Tensor = _Summed.apply(x)  # type: ignore[no-untyped-call]
     return same
 
 
 class SplitGuard:
-    """For one layer that is split by rows; nothing is looked at twice."""
+    """Check of one layer that is split by rows; it runs once."""
 
     def __init__(self, member: Member, resolved: SplitPlan, model: nn.Module) -> None:
         self._member, self._resolved, self._model = member, resolved, model
         self._done = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitGuard:
-        """A copy of the model is as right as the model, whose parameters this one knows."""
+        """Skip the check in a copy of the model: it knows the model's own parameters only."""
         other = copy(self)
         other._done = True
         return other
@@ -86,20 +86,20 @@ class SplitGuard:
                 self._refuse(f"{kind} before it works on the {max(wide)} entries of the split dim that are here")
 
     def _heads(self) -> Heads | None:
-        """Those of the attention that the layer is of, or that is beside the module around it, as in BERT."""
+        """Return the heads of the attention around the layer, or beside the module around it, as in BERT."""
         container, heads = self._member.container, self._resolved.heads
         around = container.rpartition(".")[0]
         return heads.get(container) or next((h for name, h in heads.items() if name.rpartition(".")[0] == around), None)
 
     def _widths(self) -> set[int]:
-        """Lengths of the split dim on this rank in the layers around."""
+        """Return the lengths of the split dim on this rank in the layers of the same module."""
         container, resolved = self._member.container, self._resolved
         around = [m for m in resolved.members if m.container == container and m.style.cut and m.kind == "linear"]
         splits = [resolved.held_of(m.module, "weight").split for m in (self._member, *around)]
         return {split.length for split in splits if split}
 
     def _require_shared(self, variable: Tensor) -> None:
-        """A parameter that is used inside is split, or its gradient is summed; of other tensors nothing is known."""
+        """Check that a parameter that is used inside is split, or its gradient summed; other tensors are unknown."""
         held = self._resolved.of_parameter.get(id(variable))
         if held is not None and (held.partial or held.split):
             return
@@ -118,7 +118,7 @@ class SplitGuard:
 
 
 class Apart:
-    """For an activation of which a rank has a part of the sequence: nothing may have been computed over the tokens.
+    """Check that nothing is computed over the tokens of an activation of which a rank has a part of the sequence.
 
     Args:
         name: of the module that is given the activation, or returns it.
@@ -151,7 +151,7 @@ class Apart:
 
 
 def _nodes(x: Tensor) -> Iterator[Any]:
-    """Autograd's graph, from an activation back to what was split, exchanged, or brought to split layers."""
+    """Yield autograd's nodes from an activation back to where it was split, exchanged, or entered split layers."""
     seen: set[Any] = set()
     stack: list[Any] = [x.grad_fn]
     while stack:
@@ -160,12 +160,12 @@ def _nodes(x: Tensor) -> Iterator[Any]:
             continue
         seen.add(node)
         yield node
-        if node.name() not in ENDS:
+        if node.name() not in ENDS:  # the split part begins at these
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def _reduced(node: Any, heads: bool) -> set[int]:
-    """Length of the last dim, if a node's result was computed over all of it, and it is known to be so.
+    """Return the length of the last dim if a node's result is known to be computed over all of it.
 
     Of attention, what has four dims is left out, and sums and softmaxes: they may be over keys.
     """
@@ -179,7 +179,7 @@ def _reduced(node: Any, heads: bool) -> set[int]:
 
 
 def computed_over(node: Any) -> tuple[tuple[int, ...], set[int]]:
-    """Shape of the first input of what a node of autograd is of, and the dims over which that computes.
+    """Return the shape of the first input of a node's function, and the dims that the function reduces.
 
     Nothing that was saved for the backward is read but numbers: tensors may have to be computed again.
     """

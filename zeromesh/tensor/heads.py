@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ KEY_TOTALS = ("kv_dim", "kv_size", "num_key_value_size")
 
 
 EXPERT_WIDTH = "ffn_hidden_size"
-"""Rows of one expert in the weight of all."""
+"""Name of the number of rows of one expert in the weight of all experts."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Heads:
 
 
 def heads_of(module: nn.Module, config: Any = None) -> Heads | None:
-    """The heads of a module that computes attention by itself; None if it does not look like one.
+    """Return the heads of a module that computes attention by itself; None if it does not look like one.
 
     Args:
         module: whose attributes are looked at first.
@@ -42,25 +43,26 @@ def heads_of(module: nn.Module, config: Any = None) -> Heads | None:
     """
     own = getattr(module, "config", None)
     said = [module, own, config]
-    width = _first([module], WIDTHS)
-    queries = _first([module], QUERIES)
+    width = first_number([module], WIDTHS)
+    queries = first_number([module], QUERIES)
     if width is None and queries is None:
         return None
-    queries = queries or _first(said, QUERIES)
+    queries = queries or first_number(said, QUERIES)
     if queries is None:
         return None
-    total = _first([module], TOTALS)
-    width = width or (total // queries if total else None) or _first(said, WIDTHS)
+    total = first_number([module], TOTALS)
+    width = width or (total // queries if total else None) or first_number(said, WIDTHS)
     if width is None:
-        total = _first(said, ("hidden_size", "d_model", "n_embd"))
+        total = first_number(said, ("hidden_size", "d_model", "n_embd"))
         width = total // queries if total else None
-    keys = 1 if getattr(module, "multi_query", False) is True else _first(said, KEYS)
+    keys = 1 if getattr(module, "multi_query", False) is True else first_number(said, KEYS)
     if getattr(module, "new_decoder_architecture", False):
-        keys = _first(said, KEYS)
+        keys = first_number(said, KEYS)
     return None if width is None else Heads(queries, min(keys or queries, queries), width)
 
 
-def _first(said: list[Any], names: tuple[str, ...]) -> int | None:
+def first_number(said: Sequence[Any], names: Sequence[str]) -> int | None:
+    """Return the first positive whole number that one of several objects has under one of several names."""
     for who in said:
         for name in names:
             value = getattr(who, name, None)
@@ -84,8 +86,8 @@ def take_part(module: nn.Module, heads: Heads, ranks: int) -> None:
             if vars(module).get(name) == whole:
                 setattr(module, name, part)
     if hasattr(module, "config"):
-        told = {name: part for names, whole, part in changes[:2] for name in names}
-        module.config = _Config(module.config, told)  # type: ignore[assignment]
+        counts = {name: part for names, whole, part in changes[:2] for name in names}
+        module.config = _Config(module.config, counts)  # type: ignore[assignment]
 
 
 def take_part_of_experts(module: nn.Module, ranks: int) -> None:
@@ -98,12 +100,12 @@ def take_part_of_experts(module: nn.Module, ranks: int) -> None:
 class _Config:
     """The configuration of a model as one of its attentions is to see it: with the heads of one rank."""
 
-    def __init__(self, config: Any, told: dict[str, int]) -> None:
-        self._config, self._told = config, told
+    def __init__(self, config: Any, counts: dict[str, int]) -> None:
+        self._config, self._counts = config, counts
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
         if "_config" not in own:  # it is being copied
             raise AttributeError(name)
         value = getattr(own["_config"], name)
-        return own["_told"].get(name, value)
+        return own["_counts"].get(name, value)

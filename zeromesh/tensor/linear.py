@@ -1,9 +1,9 @@
 """Linear layers split by columns and by rows, whose input gradients travel while weight gradients are computed.
 
-An activation enters a part of the model that is split by columns once, however many layers read it. Of nodes that are
-ready, autograd runs the one that was made last. So three kinds are made at the entry, in this order: one that waits for
-the sum of the input's gradient, one for the gradient of each layer's weight, and one that begins the sum. Backward the
-sum begins as soon as all layers have given their part of it, and travels while the weights' gradients are computed.
+An activation enters a part of the model that is split by columns once, however many layers read it. Autograd runs, of
+the nodes that are ready, the one that was made last. So three kinds of nodes are made at the entry, in this order: one
+that waits for the sum of the input's gradient, one for the gradient of each layer's weight, and one that begins the
+sum. In the backward the sum begins once all layers have added to it, and travels while weight gradients are computed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Layer:
 def enter(
     x: Tensor, columns: Sequence[Columns], group: Group, tag: int, dim: int | None = None
 ) -> tuple[Tensor, list[Layer]]:
-    """Bring an activation to layers that are split by columns.
+    """Bring an activation to layers that are split by columns: operator f of "Megatron-LM", or g over the sequence.
 
     Args:
         x: the same on all ranks; with ``dim``, this rank's part of that dim.
@@ -66,7 +66,7 @@ def enter(
 
 
 def leave(partial: Tensor, bias: Tensor | None, group: Group, tag: int, dim: int | None = None) -> Tensor:
-    """Sum what layers split by rows give on each rank, and add the bias, which all ranks have, once.
+    """Sum the outputs of layers split by rows over the ranks, operator g, and add the bias, which all have, once.
 
     With ``dim`` this rank keeps its part of it only; the bias then gets the gradient of that part, which is to be
     summed over the ranks as that of every parameter that is used on parts of the sequence.
@@ -84,7 +84,7 @@ class _Passage:
         self._second: Pending | None = None
 
     def begin(self, gradient: Tensor) -> Tensor:
-        """Start the sum; what is returned holds it after ``finish``."""
+        """Start the sum; the returned tensor holds it after ``finish``."""
         if self.dim is not None:
             found, self._second = scatter(gradient, self.group, self.tag + 1, self.dim)
             return found

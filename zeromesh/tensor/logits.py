@@ -1,20 +1,17 @@
-"""Logits that are computed only if somebody looks at them: a loss on them does not.
+"""Logits that are computed when their values are needed, which a loss on them does not.
 
 A head returns ``Logits(hidden, weight, ...)`` in place of ``F.linear(hidden, weight, bias)``. To the model, whose code
 stays as it is, this is a tensor of the whole vocabulary. What models do to logits on their way to the loss is
-remembered (``RULES``), and ``F.cross_entropy`` becomes ``linear_cross_entropy``. Whatever else is done to them gets
-their values: they are computed once, what was remembered is done to them, and from then on they are an ordinary tensor.
-So the result is always that of plain torch. ``linear_cross_entropy`` has no second derivatives, and torch says so where
-they are asked for; ``F.cross_entropy(logits.materialise(), labels)`` has them.
+remembered (``RULES``), and ``F.cross_entropy`` becomes ``linear_cross_entropy``, which has no second derivatives. Any
+other function gets the values: they are computed once, what was remembered is done to them, and from then on they are
+an ordinary tensor. So the result is always that of plain torch.
 
 - With a split vocabulary, ranks exchange values then: what is done on one rank must be done on all.
 - A loss that comes after the values were needed is computed from them: for the memory, compute the loss first.
 - The loss of 16-bit logits is in fp32.
-- Logits refer to the head's parameter itself, not to a view of it, and read it when they are computed, by torch
-  functions that ask the parameter's class: an engine that has parameters elsewhere sees that they are needed, after the
-  head's forward. Parameters changed in place since then are an error, as the values would be other ones; of an update
-  that does not count in ``Tensor._version``, ``expire`` tells.
-- The outputs of the head that backward reaches are the loss, or the values; ``when_computed`` tells of them.
+- Logits read the head's parameter itself when they are computed, by torch functions that ask the parameter's class: an
+  engine that has parameters elsewhere sees that they are needed, after the head's forward. A parameter that was
+  changed since is an error, as the values would be other ones.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zeromesh.model.in_place import writes
+from zeromesh.model.in_place import version, writes
 from zeromesh.tensor.loss import REDUCTIONS, Vocabulary, linear_cross_entropy
 from zeromesh.tensor.operators import move
 
@@ -41,12 +38,11 @@ Using = Callable[[], AbstractContextManager[Any]]
 Computed = tuple[Tensor, Sequence[Tensor | None]]
 """Values, and the tensors that they were made of."""
 
-
 _HEADS: WeakSet[_Head] = WeakSet()
 
 
 def expire() -> None:
-    """All parameters have been updated: what has not been computed of logits cannot be any more."""
+    """Refuse to compute logits that were made before an update, which does not count in ``Tensor._version``."""
     for head in _HEADS:
         head.expired = True
 
@@ -72,12 +68,11 @@ class _Head:
         _HEADS.add(self)
 
     def _versions(self) -> tuple[int, ...]:
-        operands = (self.hidden, self.weight, self.bias)
-        return tuple(-1 if one is None or one.is_inference() else one._version for one in operands)
+        return tuple(-1 if one is None else version(one) for one in (self.hidden, self.weight, self.bias))
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """This rank's weight and bias, under the autocast of the call."""
+        """Yield this rank's weight and bias, under the autocast of the call."""
         if self.expired or self._versions() != self.versions:
             raise RuntimeError(
                 "the head's input, weight or bias was changed after its logits were made, as by step(); they are "
@@ -95,7 +90,7 @@ class _Head:
             yield self.weight, bias
 
     def values(self) -> Computed:
-        """All of them, on every rank."""
+        """Compute the logits of the whole vocabulary, on every rank."""
         with self.opened() as (weight, bias):
             values = F.linear(self.hidden, weight, bias)
         if self.vocabulary.group is not None:
@@ -152,14 +147,9 @@ class Logits(Tensor):
     _value: Tensor | None
 
     def __new__(  # noqa: D102
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        vocabulary: Vocabulary | None = None,
-        tag: int = 0,
-        using: Using = nullcontext,
-    ) -> Logits:
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, vocabulary: Vocabulary | None = None,
+        tag: int = 0, using: Using = nullcontext,
+    ) -> Logits:  # fmt: skip
         vocabulary = vocabulary or Vocabulary(0, weight.shape[0])
         biases = {weight.shape[0], vocabulary.size}
         if weight.shape[-1] != hidden.shape[-1] or (bias is not None and bias.shape[0] not in biases):
@@ -178,12 +168,13 @@ class Logits(Tensor):
         return _make(_Recipe(head, hidden, hidden.ndim - 1, like), head.values, (hidden, weight, bias))
 
     def materialise(self) -> Tensor:
-        """The values, an ordinary tensor; computed at the first call, as they would have been at the head's."""
+        """Return the values, an ordinary tensor; the first call computes them as the head would have."""
         if self._value is None:
             inference, graded, saving = self._modes
             node = _node(self)
-            # Inside a checkpoint, which computes again what is saved there, this is not computed again.
-            saved = nullcontext() if saving == _saving() else torch.autograd.graph.saved_tensors_hooks(_same, _same)
+            # A checkpoint that was entered since would pack what is saved here, and not compute it again.
+            plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            saved = nullcontext() if saving == _saving() else plain
             with torch.inference_mode(inference), torch.set_grad_enabled(graded or node is not None), saved:
                 if _ours(node):
                     self._value = self._compute()[0]
@@ -194,10 +185,9 @@ class Logits(Tensor):
         return self._value
 
     def when_computed(self, listener: Callable[[Tensor], None]) -> None:
-        """Have a function called with whatever is computed of these logits and can be differentiated.
+        """Call a function with each loss of these logits that is computed from now on, and with their values.
 
-        These are losses, and the values before anything that was remembered is done to them. To a loss that exists
-        already nothing is added.
+        The outputs of the head that backward reaches are these, if they can be differentiated.
         """
         self._recipe.head.listeners.append(listener)
         if self._value is not None and self._value.requires_grad:
@@ -206,8 +196,7 @@ class Logits(Tensor):
     @property
     def lazy(self) -> bool:
         """True if the values are still not needed."""
-        untouched = self._value is None and _ours(_node(self))
-        return untouched and (self._parent is None or self._parent.lazy)
+        return self._value is None and _ours(_node(self)) and (self._parent is None or self._parent.lazy)
 
     @classmethod
     def __torch_function__(
@@ -230,7 +219,7 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """For what reaches torch by no Python function; autograd is above this."""
+        """Handle operators that no Python function of torch calls; autograd has recorded them already."""
         if func._schema.is_mutable:
             raise RuntimeError(f"{func} would change logits that have no memory; call materialise() on them first")
 
@@ -245,18 +234,11 @@ class Logits(Tensor):
 def _make(
     recipe: _Recipe, compute: Callable[[], Computed], inputs: Sequence[Tensor | None], parent: Logits | None = None
 ) -> Logits:
-    def wrapper() -> Logits:
-        like, hidden = recipe.like, recipe.hidden
-        logits: Logits = Tensor._make_wrapper_subclass(
-            Logits,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=like.dtype,
-            device=hidden.device,
-        )
-        return logits
-
+    like = recipe.like
+    wrapper = partial(
+        Tensor._make_wrapper_subclass, Logits, like.shape, strides=like.stride(), dtype=like.dtype,
+        storage_offset=like.storage_offset(), device=recipe.hidden.device,
+    )  # fmt: skip
     logits: Logits = _Lazy.apply(wrapper, compute, *inputs)  # type: ignore[no-untyped-call]
     logits._recipe, logits._compute, logits._parent, logits._value = recipe, compute, parent, None
     logits._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), _saving()
@@ -265,12 +247,10 @@ def _make(
 
 
 class _Lazy(torch.autograd.Function):
-    """The place of logits in the graph, for who takes them without asking for their values, as other Functions do."""
+    """Node of logits in the graph, for functions that take them without asking for values, as other Functions do."""
 
     @staticmethod
-    def forward(
-        ctx: Any, wrapper: Callable[[], Logits], compute: Callable[[], Computed], *inputs: Tensor | None
-    ) -> Logits:
+    def forward(ctx: Any, wrapper: Callable[[], Logits], compute: Any, *inputs: Tensor | None) -> Logits:
         ctx.compute = compute
         return wrapper()
 
@@ -285,7 +265,7 @@ class _Lazy(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """Values whose gradient goes where the graph has the logits: they came out of somebody else's Function."""
+    """Values of logits that another Function returned: their gradient goes to that Function."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits) -> Tensor:
@@ -297,12 +277,8 @@ class _Values(torch.autograd.Function):
 
 
 def _saving() -> Any:
-    """The hooks of saved tensors that are in force."""
+    """Return the hooks of saved tensors that are in force."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _node(logits: Logits) -> Any:
@@ -315,20 +291,12 @@ def _ours(node: Any) -> bool:
 
 
 def _then(logits: Logits, function: Callable[[Tensor], Tensor], **changes: Any) -> Logits:
-    """The logits that a function makes of these."""
-
-    def compute() -> Computed:
-        values = logits.materialise()
-        return function(values), (values,)
-
-    return _make(replace(logits._recipe, **changes), compute, (logits,), logits)
+    """Return the logits that a function makes of these."""
+    recipe = replace(logits._recipe, **changes)
+    return _make(recipe, lambda: (function(values := logits.materialise()), (values,)), (logits,), logits)
 
 
 # What is remembered. A rule gives None where it does not apply.
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _cast(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None:
@@ -349,7 +317,7 @@ def _cast(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None
 def _regroup(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None:
     """Remember a change of shape that keeps the order of elements and the vocabulary together."""
     recipe = logits._recipe
-    args, kwargs = tree_map_only(Tensor, _stand_in, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs))
     like = func(recipe.like, *args, **kwargs)
     if like is recipe.like:
         return logits
@@ -357,8 +325,7 @@ def _regroup(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | N
         return None
     changes: dict[str, Any] = {}
     if like.shape != logits.shape:
-        last = recipe.classes == logits.ndim - 1 and like.ndim and like.shape[-1] == logits.shape[-1]
-        if not last:
+        if recipe.classes != logits.ndim - 1 or not like.ndim or like.shape[-1] != logits.shape[-1]:
             return None
         hidden = recipe.hidden.reshape(*like.shape[:-1], recipe.hidden.shape[-1])
         changes = {"hidden": hidden, "classes": like.ndim - 1}
@@ -376,27 +343,23 @@ def _permute(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits:
 
 
 def _index(logits: Logits, func: Any, index: Any) -> Logits | None:
-    """The leading dims only; the vocabulary's is taken as a whole."""
+    """Remember an index of the leading dims that takes the vocabulary as a whole."""
     recipe, size = logits._recipe, logits.shape[-1]
     items = list(index) if isinstance(index, tuple) else [index]
     if recipe.classes != logits.ndim - 1 or not all(type(item) in INDEXES for item in items):
         return None
     items = [torch.as_tensor(item) if isinstance(item, list) else item for item in items]
-    taken = [_dims(item) for item in items]
-    gap = logits.ndim - sum(taken)
+    gap = logits.ndim - sum(map(_dims, items))
     holes = [place for place, item in enumerate(items) if item is Ellipsis] or [len(items)]
     if gap < 0 or len(holes) > 1:
         return None
     items[holes[0] : holes[0] + 1] = [slice(None)] * gap
-    whole = isinstance(items[-1], slice) and items[-1].indices(size) == (0, size, 1)
-    if not whole:
+    if not isinstance(items[-1], slice) or items[-1].indices(size) != (0, size, 1):
         return None
     items = tree_map_only(Tensor, Tensor.clone, items)
     hidden = recipe.hidden[(*items[:-1], slice(None))]
-    if any(isinstance(item, Tensor) for item in items):
-        like = recipe.like.new_empty(*hidden.shape[:-1], size)
-    else:
-        like = recipe.like[tuple(items)]
+    copies = any(isinstance(item, Tensor) for item in items)  # the meta device has no values of masks
+    like = recipe.like.new_empty(*hidden.shape[:-1], size) if copies else recipe.like[tuple(items)]
     return _then(logits, lambda x: x[tuple(items)], hidden=hidden, classes=hidden.ndim - 1, like=like)
 
 
@@ -416,8 +379,8 @@ def _multiply(logits: Logits, func: Any, factor: Any, **kwargs: Any) -> Logits |
         return None
     recipe, inverse = logits._recipe, func in DIVIDE
     name, before = ("scale", recipe.scale) if recipe.cap is None else ("cap", recipe.cap)
-    changes = {name: before / factor if inverse else before * factor, "like": func(recipe.like, factor)}
-    return _then(logits, lambda x: func(x, factor), **changes)
+    changes = {name: before / factor if inverse else before * factor}
+    return _then(logits, lambda x: func(x, factor), like=func(recipe.like, factor), **changes)
 
 
 def _cap(logits: Logits, func: Any, **kwargs: Any) -> Logits | None:
@@ -427,16 +390,9 @@ def _cap(logits: Logits, func: Any, **kwargs: Any) -> Logits | None:
 
 
 def _cross_entropy(
-    logits: Logits,
-    func: Any,
-    labels: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
+    logits: Logits, func: Any, labels: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor | None:  # fmt: skip
     recipe = logits._recipe
     usual = weight is None and size_average is None and reduce is None and reduction in REDUCTIONS
     fitting = labels.shape == recipe.hidden.shape[:-1] and recipe.classes == min(1, logits.ndim - 1)
@@ -444,26 +400,19 @@ def _cross_entropy(
     if not (usual and fitting and ids and 0 <= label_smoothing <= 1):
         return None
     head, graded = recipe.head, torch.is_grad_enabled() and logits.requires_grad
+    scale = recipe.scale * (1.0 if recipe.cap is None else recipe.cap)
     with head.opened() as (rows, bias), torch.set_grad_enabled(graded):
         loss = linear_cross_entropy(
-            recipe.hidden,
-            rows,
-            labels,
-            bias,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            scale=recipe.scale * (1.0 if recipe.cap is None else recipe.cap),
-            softcap=recipe.cap,
-            vocabulary=head.vocabulary,
-        )
+            recipe.hidden, rows, labels, bias, ignore_index=ignore_index, reduction=reduction, scale=scale,
+            label_smoothing=label_smoothing, softcap=recipe.cap, vocabulary=head.vocabulary,
+        )  # fmt: skip
         return head.tell(loss.to(torch.promote_types(loss.dtype, recipe.like.dtype)))
 
 
 def _of_tensor(*names: str) -> list[Any]:
     """Methods of a tensor, and getters of its attributes, by their names."""
-    found = [getattr(Tensor, name, None) for name in names]
-    return [getattr(one, "__get__", one) if not callable(one) else one for one in found if one is not None]
+    found = [getattr(Tensor, name, None) for name in names]  # versions of torch differ in them
+    return [one if callable(one) else one.__get__ for one in found if one is not None]
 
 
 def _functions(*names: str) -> list[Any]:
@@ -485,18 +434,16 @@ _TABLE: dict[Callable[..., Tensor | None], list[Any]] = {
     _cross_entropy: [F.cross_entropy],
 }  # fmt: skip
 RULES = {function: rule for rule, functions in _TABLE.items() for function in functions}
-"""Function of torch -> what remembers it."""
+"""Function of torch -> rule that remembers it."""
 
-DESCRIPTION = frozenset(
-    [
-        *_of_tensor(
-            "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "names", "itemsize",
-            "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps",
-            "is_xpu", "size", "dim", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
-            "ndimension", "is_floating_point", "is_complex", "is_signed", "get_device", "__len__", "__hash__",
-            "is_same_size", "is_inference",
-        ),
-        torch.numel, torch.is_floating_point, torch.is_complex,
-    ]
-)  # fmt: skip
+DESCRIPTION = {
+    *_of_tensor(
+        "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "names", "itemsize",
+        "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps",
+        "is_xpu", "size", "dim", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
+        "ndimension", "is_floating_point", "is_complex", "is_signed", "get_device", "__len__", "__hash__",
+        "is_same_size", "is_inference",
+    ),
+    torch.numel, torch.is_floating_point, torch.is_complex,
+}  # fmt: skip
 """Functions that need no values."""

@@ -111,7 +111,8 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     counted = flat != ignore_index
-    _require_known(flat, counted, vocabulary.size)
+    wrong = counted & ((flat < 0) | (flat >= vocabulary.size))
+    require_known(flat, wrong, vocabulary.size, "label", ", and labels that shall not count are ignore_index")
     wide = torch.promote_types(hidden.dtype, torch.float32)
     size = chunk or max(1, CHUNK_BYTES // (wide.itemsize * max(1, weight.shape[0])))
     terms = _Terms(vocabulary, ignore_index, label_smoothing, z_loss, scale, softcap, size, torch.is_grad_enabled())
@@ -124,20 +125,30 @@ def linear_cross_entropy(
         return total
 
 
-def _require_known(labels: Tensor, counted: Tensor, size: int) -> None:
-    wrong = counted & ((labels < 0) | (labels >= size))
-    if labels.device.type != "cpu":  # without waiting for the device
-        torch._assert_async(~wrong.any(), f"a label is not in the vocabulary of {size} entries")
+def require_known(ids: Tensor, wrong: Tensor, size: int, name: str, more: str = "") -> None:
+    """Check that none of some ids is wrong.
+
+    Args:
+        ids: entries of a vocabulary.
+        wrong: which of them are not; of the same shape.
+        size: of the vocabulary.
+        name: of an id, for the error.
+        more: ends the error's text.
+
+    Raises:
+        IndexError: one is. On an accelerator, which is not waited for, its assertion fails later.
+    """
+    if ids.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"one {name} is not in the vocabulary of {size} entries")
     elif bool(wrong.any()):
-        label = int(labels[wrong][0])
+        found = int(ids[wrong][0])
         raise IndexError(
-            f"the label {label} is not in the vocabulary of {size} entries: ids are 0 to {size - 1}, and labels that "
-            "shall not count are ignore_index"
+            f"the {name} {found} is not in the vocabulary of {size} entries: ids are 0 to {size - 1}{more}"
         )
 
 
 class _Chunk:
-    """The losses of some tokens, and what their gradients need."""
+    """Losses of some tokens, and what their gradients need."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms) -> None:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -217,7 +228,7 @@ class _Chunk:
 
 
 def _over_ranks(numbers: list[Tensor], group: Group | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Put the numbers of each rank's part of the vocabulary together, in the order of ranks.
+    """Combine the numbers of each rank's part of the vocabulary, in the order of ranks, so that all get the same.
 
     Args:
         numbers: per token the maximum, the sum of exponentials relative to it, the label's logit where it is in this
@@ -230,16 +241,17 @@ def _over_ranks(numbers: list[Tensor], group: Group | None) -> tuple[Tensor, Ten
     top, below, target, *rest = numbers
     if group is None or group.size == 1:
         return top, below, target, rest[0] if rest else None
-    told = group.exchange(torch.cat(numbers)).to(top.device).view(group.size, len(numbers), -1)
-    tops = told[:, 0]
+    gathered = group.exchange(torch.cat(numbers)).to(top.device).view(group.size, len(numbers), -1)
+    tops = gathered[:, 0]
     top = tops.amax(0)
-    lower = (tops - top).where(told[:, 1] > 0, 0.0)  # a part may be empty
-    below, target = (told[:, 1] * lower.exp()).sum(0), told[:, 2].sum(0)
-    return top, below, target, (told[:, 3] + told[:, 4] * lower).sum(0) if rest else None
+    # Exponentials relative to each part's maximum become relative to that of all; a part may be empty.
+    lower = (tops - top).where(gathered[:, 1] > 0, 0.0)
+    below, target = (gathered[:, 1] * lower.exp()).sum(0), gathered[:, 2].sum(0)
+    return top, below, target, (gathered[:, 3] + gathered[:, 4] * lower).sum(0) if rest else None
 
 
 class _Sums:
-    """Gradients of the operands, as far as they are asked for, chunk by chunk."""
+    """Gradients of the operands that need them, summed chunk by chunk."""
 
     def __init__(self, needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -257,7 +269,7 @@ class _Sums:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
     def _add_to_weight(self, left: Tensor, right: Tensor) -> None:
-        """In fp32 or wider, but a single chunk's, which needs no sum, as the product gives it."""
+        """Add a product in fp32 or wider; a single chunk's needs no sum and stays in its own dtype."""
         if self.weight is None:
             self.weight = left @ right
             return
@@ -268,7 +280,7 @@ class _Sums:
             self.weight.add_(left @ right)
 
     def found(self, factor: Tensor | None = None) -> list[Tensor | None]:
-        """In the operands' dtypes, times a scalar."""
+        """Return the gradients in the operands' dtypes, times a scalar."""
         if self._needs[1] and self.weight is None:  # there are no tokens
             self.weight = torch.zeros_like(self._weight)
         sums = ((self.hidden, self._hidden), (self.weight, self._weight), (self.bias, self._weight))
@@ -276,7 +288,7 @@ class _Sums:
 
 
 def _times(value: Tensor, factor: Tensor | None) -> Tensor:
-    """With one dim, a wider factor is not rounded to the value's dtype."""
+    """Multiply by a scalar; a view with one dim keeps torch from rounding it to the value's dtype."""
     if factor is None:
         return value
     return value.mul_(factor) if value.dtype == factor.dtype else value * factor.view(1)
@@ -299,7 +311,7 @@ def _sums_of(
     terms: _Terms,
     upstream: Tensor,
 ) -> _Sums:
-    """The gradients, of logits that are computed again."""
+    """Return the gradients, of logits that are computed again."""
     sums = _Sums(needs, hidden, weight, bias)
     for at, chunk in _chunks(hidden, weight, bias, labels, terms):
         sums.add(at, chunk.gradient_of_logits(upstream[at] if upstream.ndim else upstream))
@@ -307,7 +319,7 @@ def _sums_of(
 
 
 def _require_first() -> None:
-    """The check of torch sees only the second derivatives by what comes after the loss."""
+    """Refuse second derivatives: torch's own check misses those of the operands."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph is true, but linear_cross_entropy has no second derivatives; compute this loss with all "
@@ -317,7 +329,7 @@ def _require_first() -> None:
 
 
 class _Total(torch.autograd.Function):
-    """The sum of the losses times a share: every gradient is known but for one factor, and made at once."""
+    """Sum of the losses times a share. Its gradients, but for one factor, are known and computed in the forward."""
 
     @staticmethod
     def forward(
@@ -346,7 +358,7 @@ class _Total(torch.autograd.Function):
 
 
 class _PerToken(torch.autograd.Function):
-    """Each token's loss; the logits are computed again for the gradients."""
+    """Loss of each token; the logits are computed again for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms) -> Tensor:

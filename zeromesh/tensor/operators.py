@@ -1,7 +1,8 @@
 """Messages along the tensor axis where an activation enters or leaves a split part.
 
-Each operator and the one of its gradient are rows of one table (Shoeybi et al., "Megatron-LM", 2019; Korthikanti et
-al., "Reducing Activation Recomputation in Large Transformer Models", 2022):
+Each operator and its conjugate, which its gradient goes through, are rows of one table (f and g of Shoeybi et al.,
+"Megatron-LM", 2019; those over the sequence of Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022):
 
 ========  ============================  =========================
 name      forward                       backward
@@ -14,9 +15,9 @@ split     keep this rank's              gather
 join      gather                        keep this rank's
 ========  ============================  =========================
 
-What is gathered or kept are equal parts of one dim, rank by rank. ``gather`` is for what split layers read: each rank
-has a part of the gradient of all of it. ``join`` is for what all ranks read alike; with ``gather`` there, gradients
-would be too large by the number of ranks.
+Ranks gather or keep equal parts of one dim. ``gather`` is for the input of split layers: each rank has a share of the
+gradient of the whole, so the shares are summed. ``join`` is for an activation that all ranks use alike: each rank has
+the whole gradient already, and a sum would be too large by the number of ranks.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # The conjugate of the conjugate is the operator itself, which gives derivatives of any order.
         moved: Tensor = _Move.apply(gradient, *ctx.settings)  # type: ignore[no-untyped-call]
         return moved, None, None, None, None, None
 
@@ -93,7 +95,7 @@ def _gather(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
 
 
 def scatter(x: Tensor, group: Group, tag: int, dim: int) -> tuple[Tensor, Pending]:
-    """Start to sum; this rank's part of the dim is in the tensor once the other has been waited for."""
+    """Start a reduce-scatter; return this rank's part of the dim, which is valid after the pending work."""
     _, length = _part(x, group, dim)
     # Each rank's part must be one piece of the buffer; where dim is not the first, that takes a copy.
     full = x.unflatten(dim, (group.size, length)).movedim(dim, 0).clone(memory_format=torch.contiguous_format)

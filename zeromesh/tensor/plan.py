@@ -45,14 +45,14 @@ Plan = Mapping[str, PlanRule]
 """Glob pattern of names of modules, or of parameters -> rule; see ``matches``."""
 
 
-def parse(given: Mapping[str, Any]) -> dict[str, PlanRule]:
-    """A plan from what is written in JSON.
+def parse(rules: Mapping[str, Any]) -> dict[str, PlanRule]:
+    """Return the plan that a JSON object describes.
 
     Raises:
         ValueError: an unknown style, or values that are none.
     """
     plan = {}
-    for pattern, value in given.items():
+    for pattern, value in rules.items():
         fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"style": value}
         named = str(fields.pop("style", None))
         name, sections, block = OTHER_NAMES.get(named, named), fields.pop("sections", ()), fields.pop("block", 0)
@@ -74,7 +74,7 @@ def _is_count(value: Any) -> bool:
 
 
 def as_json(plan: Plan) -> str:
-    """A plan as it can be edited and given in the configuration."""
+    """Return a plan as JSON, to be edited and set in the configuration."""
     return json.dumps({pattern: rule.plain() for pattern, rule in plan.items()}, indent=2)
 
 
@@ -90,7 +90,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def pattern_of(name: str) -> str:
-    """The name with ``*`` for numbers: the same for all blocks."""
+    """Return a name with ``*`` for numbers: the same for all blocks."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
@@ -142,7 +142,7 @@ class SplitPlan:
 
 
 def describe_plan(resolved: SplitPlan) -> str:
-    """A line for each member."""
+    """Return a line for each member."""
     return "\n".join(f"{member.name}: {member.rule}" for member in resolved.members)
 
 
@@ -152,7 +152,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """linear, embedding, bag, attention or module; one whose weight is computed (a parametrization) is a module."""
+    """Return linear, embedding, bag, attention or module; a layer with a parametrized weight is a module."""
     if isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag) and "weight" not in module._parameters:
         return "module"
     if isinstance(module, nn.Linear) or is_transposed(module):
@@ -164,12 +164,12 @@ def kind_of(module: nn.Module) -> str:
     return "embedding" if isinstance(module, nn.Embedding) else "module"
 
 
-def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -> SplitPlan:
+def resolve(model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int) -> SplitPlan:
     """Find what each rule is for, and cut every parameter once.
 
     Args:
         model: not changed.
-        given: rules of the user.
+        own: rules of the user.
         found: rules for what those are not for.
         rank: of this process along the tensor axis.
         ranks: along it.
@@ -182,7 +182,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
     rules: dict[str, tuple[str, PlanRule]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     named = dict(model.named_parameters(remove_duplicate=False))
-    for pattern, rule in given.items():
+    for pattern, rule in own.items():
         names = [name for name in (*modules, *named) if matches(name, pattern)]
         if not names:
             problems.append(f"{pattern!r} matches no module or parameter{_near(pattern, modules)}")
@@ -202,7 +202,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
     config = getattr(model, "config", None)
     order = {name: number for number, name in enumerate((*modules, *named))}
     for name in sorted(rules, key=order.__getitem__):
-        for member in _members(name, rules[name][1], modules, named):
+        for member in _members(name, rules[name][1], modules):
             if member.kind not in member.style.kinds:
                 problems.append(
                     f"{name} is a {type(member.module).__name__}, which the style {member.rule.style} does not fit; it "
@@ -232,7 +232,7 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
                         f"{first} and {path} are one parameter, but would be cut in two ways: {_way(before)}, and "
                         f"{_way(one)}; give both modules rules that cut the same dim, or untie them"
                     )
-    problems += _counted_often(resolved, [name for name, (pattern, _) in rules.items() if pattern in given])
+    problems += _counted_often(resolved, [name for name, (pattern, _) in rules.items() if pattern in own])
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     resolved.of_parameter = {key: one for key, (_, one) in cut.items()}
     resolved.held = {names_of[key]: one for key, one in resolved.of_parameter.items()}
@@ -244,11 +244,11 @@ def resolve(model: nn.Module, given: Plan, found: Plan, rank: int, ranks: int) -
     return resolved
 
 
-def _counted_often(resolved: SplitPlan, given: Sequence[str]) -> Iterator[str]:
-    """Value that a user gives for a sum of gradients that all ranks have whole."""
+def _counted_often(resolved: SplitPlan, names: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each rule of a user that sums gradients which all ranks have whole."""
     inside = {m.container for m in resolved.members if m.style.cut and m.style.after in (None, "leave")}
     for member in resolved.members:
-        if member.name not in given or member.rule.style != "replicated_with_grad_allreduce":
+        if member.name not in names or member.rule.style != "replicated_with_grad_allreduce":
             continue
         path = member.name
         while path and path not in inside:
@@ -269,9 +269,7 @@ _ADAPTED = {"base_layer": None, "lora_A": "inputs", "lora_B": "outputs"}
 """The layers inside of an adapted one (PEFT's LoRA), and which dim of it is cut where they are split; None: any."""
 
 
-def _members(
-    name: str, rule: PlanRule, modules: Mapping[str, nn.Module], named: Mapping[str, nn.Parameter]
-) -> Iterable[Member]:
+def _members(name: str, rule: PlanRule, modules: Mapping[str, nn.Module]) -> Iterable[Member]:
     container = name.rpartition(".")[0]
     if name not in modules:
         yield Member(name, modules[container], name.rpartition(".")[2], rule, "parameter", container)
@@ -373,7 +371,7 @@ def _require_parts(sections: Sequence[int], block: int, ranks: int) -> None:
 
 
 def _block(sections: Sequence[int], heads: Heads, name: str) -> int:
-    """Entries of a head; of a fused weight whose heads lie one after the other, those of a group of them."""
+    """Return the entries of a head; of a fused weight with interleaved heads, those of a group of heads."""
     queries, keys = heads.queries * heads.width, heads.keys * heads.width
     if list(sections) == [queries + 2 * keys] and not _OF_QUERIES.match(name.rpartition(".")[2]):
         return sections[0] // heads.keys
@@ -400,7 +398,7 @@ def _way(held: Held) -> str:
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:
-    """Names that end alike."""
+    """Return the end of an error: names that end alike, or the first ones."""
     last = pattern.rpartition(".")[2]
     alike = sorted({pattern_of(name) for name in names if name.rpartition(".")[2] == last})
     if alike:

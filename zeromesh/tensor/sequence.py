@@ -37,7 +37,7 @@ class Stack:
     whole: tuple[str, ...]
 
     def part(self, blocks: Collection[str]) -> Stack:
-        """Those of some blocks, as of a stage of a pipeline: there the sequence is spread, and joined, for itself."""
+        """Return the stack of some blocks: each stage of a pipeline spreads and joins the sequence by itself."""
         whole = [name for name in self.whole if any(_is_in(name, block) for block in blocks)]
         return Stack(self.name, tuple(block for block in self.blocks if block in blocks), tuple(whole))
 
@@ -49,7 +49,7 @@ class Stack:
 
 
 def find_stacks(model: nn.Module, resolved: SplitPlan) -> list[Stack]:
-    """The lists of blocks whose sequence is spread; ``resolved`` then says whose gradients have shares.
+    """Return the lists of blocks whose sequence is spread; ``resolved`` then says whose gradients have shares.
 
     Raises:
         ValueError: there are none, or a parameter is used in them and elsewhere.
@@ -82,7 +82,7 @@ def _has_members(name: str, resolved: SplitPlan) -> bool:
 
 
 def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) -> Iterator[str]:
-    """The modules inside, or this one, that are given the whole sequence."""
+    """Yield the modules inside, or this one, that are given the whole sequence."""
     if name in resolved.heads:
         if not all(_is_local(parameter, resolved) for parameter in module.parameters()):
             yield name
@@ -92,8 +92,8 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
     kept = {path: m for path, m in children.items() if not _has_members(path, resolved)}
     odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and not _is_norm(m)]
     apart = any(m.kind == "module" or m.style.after not in (None, "leave") or m.style.before == "split" for m in direct)
-    loose = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
-    if apart or loose:
+    mixes = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
+    if apart or mixes:
         yield name
         return
     yield from odd
@@ -115,7 +115,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: SplitPlan) -> None:
-    """Parameters that are used on parts of the sequence and are not split have shares of their gradients."""
+    """Mark unsplit parameters that are used on parts of the sequence: each rank has a share of their gradients."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inside: dict[int, str] = {}
     outside: dict[int, str] = {}

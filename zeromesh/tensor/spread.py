@@ -22,7 +22,7 @@ from zeromesh.tensor.streams import RandomStreams
 
 
 def sequence_dim(x: Tensor) -> int:
-    """The dim of the sequence: (samples, sequence, width), or tokens in any order, (tokens, width)."""
+    """Return the dim of the sequence in (samples, sequence, width), or in tokens of any order, (tokens, width)."""
     return 1 if x.ndim > 2 else 0
 
 
@@ -30,7 +30,7 @@ def spread(
     modules: dict[str, nn.Module], stack: Stack, group: Group, streams: RandomStreams, tag: int,
     eager: Callable[..., Callable[..., Any]],
 ) -> None:  # fmt: skip
-    """Have each rank work on its part of the sequence in a list of blocks.
+    """Spread the sequence over the ranks in a list of blocks.
 
     Args:
         modules: of the model, by name.
@@ -80,12 +80,12 @@ def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor) -> Any:
-    """The arguments of a module, with another tensor in place of one."""
+    """Return the arguments of a module with another tensor in place of one."""
     return tuple(new if arg is old else arg for arg in args), {k: new if v is old else v for k, v in kwargs.items()}
 
 
 class _Order:
-    """Refuses blocks that are not called one after the other.
+    """Check that blocks are called one after the other.
 
     Recomputation in the backward, which begins anywhere, is left alone.
     """

@@ -27,11 +27,11 @@ class RandomStreams:
         self._shared: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomStreams:
-        """A copy of a model draws from the same generator."""
+        """Return the same object: a copy of a model draws from the same generator."""
         return self
 
     def separate(self) -> None:
-        """From here on each rank draws its own numbers; without effect where it does already."""
+        """Let each rank draw its own numbers from here on; no effect if it does already."""
         if self._shared is not None:
             return
         before = self._module.get_rng_state()
@@ -41,7 +41,7 @@ class RandomStreams:
         self._module.manual_seed(int.from_bytes(digest[:7], "big"))
 
     def join(self) -> None:
-        """From here on all ranks draw the same numbers again."""
+        """Let all ranks draw the same numbers again."""
         if self._shared is not None:
             self._module.set_rng_state(self._shared)
             self._shared = None

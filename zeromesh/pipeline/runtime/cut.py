@@ -24,7 +24,7 @@ REMEDY = "name others in pipeline.blocks, in the order in which they are called,
 
 
 def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput | None = None) -> Blocks:
-    """The blocks of a model, by a trace of its forward; or by the order of registration, where it cannot be traced.
+    """Find the blocks of a model by a trace of its forward; by the order of registration if it cannot be traced.
 
     Args:
         model: its parameters may be on any device, meta included; it is not changed.
@@ -71,7 +71,7 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput |
 
 
 def _finer(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Patterns of what the outermost lists inside of blocks have."""
+    """Return patterns of the modules in the outermost lists inside of blocks."""
     lists = [
         f"{block}.{name}".rstrip(".")
         for block in blocks
@@ -83,7 +83,7 @@ def _finer(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
 
 
 def describe_stages(model: nn.Module, blocks: Blocks, cut: Cut) -> list[str]:
-    """A line for each stage: its blocks and parameters, and its shares of what is known of costs."""
+    """Return a line for each stage: its blocks and parameters, and its shares of the known costs."""
     stages = range(len(cut.starts))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     held = [sum(sizes[name] for name, needing in cut.stages.items() if stage in needing) for stage in stages]
@@ -107,7 +107,7 @@ def _shares(costs: Sequence[float]) -> list[float]:
 
 
 def _of_chain(model: Chain, sample: ModelInput | None) -> Blocks:
-    """Its layers are the blocks. What is outside of them is used after the last one."""
+    """Return the layers of a chain as blocks. Modules outside of them are used after the last one."""
     last, users = frozenset([len(model.layers) - 1]), model.users()
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     uses: dict[str, frozenset[int]] = dict.fromkeys(first.values(), frozenset())
@@ -126,7 +126,7 @@ def _of_chain(model: Chain, sample: ModelInput | None) -> Blocks:
 
 
 def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> list[int]:
-    """The calls at which the forward can be left and entered again, by their numbers, and the first.
+    """Return the numbers of the calls at which the forward can be left and entered again, and of the first.
 
     Raises:
         ValueError: there are several blocks, and none but the first is such, or one with parameters is called twice.
@@ -220,7 +220,7 @@ def take_away(
     model: nn.Module, cut: Cut, stages: Sequence[int], dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> list[Place]:  # fmt: skip
-    """Leave the model the parameters, and buffers that are state, of some stages only.
+    """Remove the parameters, and the buffers that are state, of all but some stages.
 
     In the places of the others there are zeros that take no memory, with which what comes before a stage's blocks can
     be computed; blocks of other stages are not called.
@@ -254,7 +254,7 @@ def take_away(
 
 
 def _idle(model: nn.Module, cut: Cut, stages: Sequence[int]) -> set[int]:
-    """The buffers, by ``id``, that blocks of other stages have alone; one may be at several places."""
+    """Return the buffers, by ``id``, that only blocks of other stages have; one may be in several modules."""
     here: set[int] = set()
     elsewhere: set[int] = set()
     users = model.users() if isinstance(model, Chain) else None

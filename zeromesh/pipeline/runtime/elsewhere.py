@@ -25,7 +25,7 @@ _SHAPES = ("type_as", "expand_as", "view_as", "reshape_as")
 
 
 class Elsewhere(Tensor):
-    """Such zeros."""
+    """Zeros of the shape of a parameter, in the memory of one."""
 
     path: str
 
@@ -84,7 +84,7 @@ def _is_of_shapes(name: str, args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def counting() -> Iterator[None]:
-    """Around a stage's run: it begins with what does not count, until ``counts``."""
+    """Run a stage: computations with these zeros are allowed until ``counts`` is called."""
     token = _counts.set(False)
     try:
         yield
@@ -93,5 +93,5 @@ def counting() -> Iterator[None]:
 
 
 def counts() -> None:
-    """Count computations from now on."""
+    """Refuse computations with these zeros from now on: the stage's own blocks begin."""
     _counts.set(True)

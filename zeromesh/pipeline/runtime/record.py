@@ -22,12 +22,12 @@ from zeromesh.pipeline.schedule.execution import most_held_by_rank, received_by
 from zeromesh.pipeline.schedule.picture import Panel, png, svg, trace
 from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
-MEETINGS = 5
-"""Times that ranks meet to compare their clocks, where these are of several nodes."""
+RENDEZVOUS = 5
+"""Rendezvous of the ranks, by which the clocks of several nodes are compared."""
 
 
 class Recorder:
-    """Notes when one rank does what. On an accelerator these are times of its stream, for which nothing waits.
+    """Times of one rank's actions. On an accelerator they are of its stream, and nothing waits for it.
 
     Attributes:
         held: the most micro-batches whose activations the rank had at once.
@@ -44,7 +44,7 @@ class Recorder:
 
     @contextmanager
     def doing(self) -> Iterator[None]:
-        """In this context the rank does its next action."""
+        """Note the times of the rank's next action, which is done in this context."""
         begin = self._arrived = self._clock.mark()
         yield
         self._marks.append((begin, self._arrived, self._clock.mark()))
@@ -54,7 +54,7 @@ class Recorder:
         self._arrived = self._clock.mark()
 
     def holds(self, count: int) -> None:
-        """So many micro-batches' activations are there, those of all stages of the rank."""
+        """Note how many micro-batches' activations the stages of the rank hold together."""
         self.held = max(self.held, count)
 
     def times(self) -> list[list[float]]:
@@ -81,7 +81,7 @@ class Recorded:
 
     @cached_property
     def costs(self) -> Costs:
-        """The median time of each stage's actions of each kind, and of a message that was waited for.
+        """Return the median time of each stage's actions of each kind, and of a message that was waited for.
 
         Where both gradients are computed at once, each is taken for half of that.
         """
@@ -90,17 +90,17 @@ class Recorded:
             for step in steps:
                 found[step.action.kind, step.action.stage].append(step.end - step.start)
         stages = range(self.measured.schedule.stages)
-        forward, given, weight, both = (
+        forward, inputs, weight, both = (
             [median(found.get((kind, stage), [0.0])) for stage in stages]
             for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD)
         )
         if any(kind is Kind.INPUT for kind, _ in found):
-            return Costs(forward, given, weight, latency=self._message())
+            return Costs(forward, inputs, weight, latency=self._message())
         half = [each / 2 for each in both]
         return Costs(forward, half, half, both, latency=self._message())
 
     def _message(self) -> float:
-        """From the begin of a send until a rank that waited already could go on; 0 if none ever waited."""
+        """Return the median time from the begin of a send until a waiting rank went on; 0 if none ever waited."""
         waits = {step.action: step for steps in self.waits for step in steps}
         computes = {
             Kind.RECEIVE_ACTIVATION: (Kind.FORWARD,),
@@ -117,11 +117,11 @@ class Recorded:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """The same schedule with actions that take their measured ``costs``."""
+        """Simulate the same schedule with the measured ``costs``."""
         return simulate(self.measured.schedule, self.costs)
 
     def panels(self) -> list[Panel]:
-        """Both for a picture."""
+        """Return the predicted and the measured timeline for a picture."""
         most = tuple(int(count) for count in most_held_by_rank(self.measured.schedule))
         return [
             Panel(
@@ -167,23 +167,23 @@ def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Sch
         schedule: that was run.
     """
     moments = []
-    for _ in range(MEETINGS):
+    for _ in range(RENDEZVOUS):
         group.exchange(torch.zeros(1, dtype=torch.float64))
         moments.append(time.perf_counter())
     times = recorder.times()
     longest = max(map(len, schedule.ranks))
-    own = torch.zeros(MEETINGS + 1 + 3 * longest, dtype=torch.float64)
+    own = torch.zeros(RENDEZVOUS + 1 + 3 * longest, dtype=torch.float64)
     flat = [value for row in times for value in row]
-    own[: MEETINGS + 1 + len(flat)] = torch.tensor([*moments, recorder.held, *flat], dtype=torch.float64)
+    own[: RENDEZVOUS + 1 + len(flat)] = torch.tensor([*moments, recorder.held, *flat], dtype=torch.float64)
     rows = group.exchange(own).tolist()
     first: dict[int, list[float]] = {}
     found = []
     for rank, row in enumerate(rows):
-        met = first.setdefault(nodes[rank], row[:MEETINGS])  # by the first rank of the node
-        behind = median(one - other for one, other in zip(met, rows[0][:MEETINGS], strict=True))
-        values = [value - behind for value in row[MEETINGS + 1 :]]
+        met = first.setdefault(nodes[rank], row[:RENDEZVOUS])  # by the first rank of the node
+        behind = median(one - other for one, other in zip(met, rows[0][:RENDEZVOUS], strict=True))
+        values = [value - behind for value in row[RENDEZVOUS + 1 :]]
         found.append([values[at : at + 3] for at in range(0, 3 * len(schedule.ranks[rank]), 3)])
-    return _recorded(schedule, found, [int(row[MEETINGS]) for row in rows])
+    return _recorded(schedule, found, [int(row[RENDEZVOUS]) for row in rows])
 
 
 def _recorded(schedule: Schedule, times: Sequence[Sequence[Sequence[float]]], held: Sequence[int]) -> Recorded:

@@ -1,4 +1,4 @@
-"""Runs a schedule: does this rank's actions one after the other, and what must pass between stages with them."""
+"""Interpreter of schedules: it does this rank's actions in order, and the messages between stages."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Work(Protocol):
     """Computation of one stage's part of a micro-batch."""
 
     def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> Tensor:
-        """The model's loss; a scalar. With ``kept``, its backward is to be in two parts.
+        """Return the model's loss, a scalar. With ``kept``, its backward is to be in two parts.
 
-        Unless it ``trains``, no backward comes. There may be a graph: with shapes that are new to a stage, and perhaps
-        not to other ranks of it.
+        Unless it ``trains``, no backward follows. There may be a graph without one, with shapes that are new to the
+        stage: which outputs depend on parameters is seen by their graphs.
         """
 
     def stage_backward(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None, last: bool, kept: Kept | None
     ) -> None:
-        """Backward from what a stage handed over, or from the loss, which has no gradient.
+        """Run the backward from a stage's outputs and their gradients, or from the loss, which has none.
 
         ``last`` if it is the stage's last one before the update. With ``kept``, that of weights comes later.
         """
 
     def stage_weights(self, stage: int, kept: Kept, last: bool) -> None:
-        """The backward of weights that is left."""
+        """Run the part of the backward that ``stage_backward`` has postponed."""
 
 
 @dataclass
@@ -67,6 +67,7 @@ class Messages:
     def __init__(self, group: Group, placement: Sequence[int], device: torch.device) -> None:
         self._group, self._placement, self.device = group, tuple(placement), device
         self._sending: deque[list[Pending]] = deque()
+        # Tensors under way stay in memory, so their number must not grow with that of the micro-batches.
         self._most = 2 * len(placement) + 2
 
     def is_here(self, stage: int) -> bool:
@@ -74,10 +75,10 @@ class Messages:
         return self._placement[stage] == self._group.rank
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> list[Pending]:
-        """Begin to send tensors to a stage. They stay in memory until somebody waits.
+        """Begin to send tensors to a stage. They stay in memory until the messages have been waited for.
 
-        That is done for the oldest where many are on their way, which is safe, as schedules work also where every send
-        waits for its receive; and for all by ``finish``.
+        The oldest are waited for here if many are under way. No rank waits for ever, since schedules work also if every
+        send waits for its receive. ``finish`` waits for all others.
         """
         peer = self._placement[to]
         messages = [tensor.detach().contiguous() for tensor in tensors]
@@ -94,7 +95,7 @@ class Messages:
         return tensors, [self._group.send_and_receive({}, {peer: tensor}, tag, what) for tensor in tensors]
 
     def send_header(self, header: Header, to: int) -> None:
-        """Tell a stage what it is going to receive."""
+        """Send the description of the tensors that a stage is going to receive."""
         text = torch.frombuffer(bytearray(header.to_json().encode()), dtype=torch.uint8).to(self.device)
         length = torch.tensor([text.numel()], device=self.device)
         self.send([length, text], to, HEADER_TAG, "header")
@@ -108,13 +109,13 @@ class Messages:
         return Header.from_json(bytes(text.cpu().tolist()).decode())
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all messages have been sent."""
         while self._sending:
             _wait(self._sending.popleft())
 
 
 class Interpreter:
-    """Runs schedules.
+    """Interpreter of schedules.
 
     Args:
         stages: of the model.
@@ -141,7 +142,7 @@ class Interpreter:
             rank: along the pipeline axis.
             batches: the micro-batches; all stages are given the same.
             signatures: of each; micro-batches of one signature have the same shapes everywhere in the model.
-            recorder: is told of each action, if there is one.
+            recorder: notes the times of the actions; None: they are not noted.
 
         Returns:
             The losses, detached, in the order of micro-batches; none unless the last stage is here.
@@ -189,7 +190,7 @@ class _Running:
 
     @property
     def held(self) -> int:
-        """Micro-batches whose activations are here, each counted for each stage."""
+        """Number of micro-batches whose activations are in memory, counted for each stage of the rank."""
         graphs = {key for key, flight in self._flights.items() if any(x.requires_grad for x in flight.outputs)}
         return len(graphs | self._kept.keys())
 
@@ -240,7 +241,7 @@ class _Running:
         return result
 
     def _recompute(self, stage: int, microbatch: int) -> None:
-        """The forward again, with its random numbers, for the graph that it has not left."""
+        """Run the forward again, with the same random numbers, for the graph that the first run did not keep."""
         flight = self._flights[stage, microbatch]
         with drawing_from(flight.random, self._all._messages.device):
             self._compute(flight, stage, microbatch, trains=True, again=True)
@@ -255,7 +256,7 @@ class _Running:
         return Handed(flight.inputs, header)
 
     def _hand_over(self, stage: int, microbatch: int, handed: Handed) -> None:
-        """Have the next stage know what it gets; and, if it is here, get it."""
+        """Give the next stage the description of its inputs and, if it is on this rank, the inputs."""
         key, messages = self._key(stage + 1, microbatch), self._all._messages
         known = self._all._headers.get(key)
         if known is None:
@@ -279,7 +280,8 @@ class _Running:
 
     def _receive_activation(self, stage: int, microbatch: int) -> None:
         key = self._key(stage, microbatch)
-        if key not in self._all._headers:  # this waits, with inputs of these shapes for the first time
+        # Shapes follow from the inputs' shapes, so only the first micro-batch of a signature has to wait for a header.
+        if key not in self._all._headers:
             self._all._headers[key] = self._all._messages.receive_header(stage - 1)
         self._arriving[Kind.RECEIVE_ACTIVATION, stage, microbatch] = self._all._messages.receive(
             self._all._headers[key].forms, stage - 1, ACTIVATION_TAG, "activations"
@@ -305,10 +307,12 @@ class _Running:
             gradients = list(_gradients_of(self._flights.pop((stage + 1, microbatch)).inputs))
         elif stage < self._last:
             gradients = list(self._arrived(Kind.RECEIVE_GRADIENT, stage, microbatch))
-            _wait(flight.sent)  # which takes no time: who gives their gradients has the activations
+            # It takes no time: the rank that sends these gradients has received the activations.
+            _wait(flight.sent)
         self._all._work.stage_backward(stage, roots, gradients, last, flight.kept)
+        # The send of the gradient ends the flight, the weight gradient the operands' use; either may come first.
         if flight.kept is not None:
-            self._kept[stage, microbatch], flight.kept = flight.kept, None  # the flight may outlast it
+            self._kept[stage, microbatch], flight.kept = flight.kept, None
         flight.outputs = ()
         if stage == 0:
             del self._flights[stage, microbatch]
@@ -322,7 +326,7 @@ class _Running:
 
 
 def _gradients_of(inputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Zeros for those that the loss does not depend on."""
+    """Return the gradients of the inputs; zeros for those that the loss does not depend on."""
     return (torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
 
 

@@ -19,13 +19,13 @@ from zeromesh.model.lengths import option, positions
 Inputs = dict[str, Any]
 
 SAMPLES = 2
-"""Batch norms want several."""
+"""Number of samples: batch norms need several."""
 LENGTH = 16
 """Length of a text in tokens. Some models go through it in a loop of Python."""
 LONGEST = 1024
-"""Longest text for models that take longer ones: few of them will be given their longest."""
+"""Longest text that is tried. Models that take longer ones are rarely trained with their longest."""
 IMAGE = 64
-"""Width and height of images, where the configuration tells none."""
+"""Width and height of images if the configuration has none."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ModelInput:
     call: Callable[[Any, Callable[..., Any]], Any]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ModelInput:
-        """The same of other tensors."""
+        """Return the same with a function applied to each tensor."""
         return ModelInput(map_tensors(self.batch, function), self.call)
 
 
@@ -52,7 +52,7 @@ def _by_name(batch: Any, model: Callable[..., Any]) -> Any:
 
 
 def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[ModelInput]:
-    """Samples to try one after the other, the most telling first; none where it is not known what the model is given.
+    """Yield samples to try one after the other, the most complete first; none if the inputs are unknown.
 
     Models of transformers tell by their configuration and by the arguments of their forward, others by the latter.
     """
@@ -68,7 +68,7 @@ def longest_of(model: nn.Module) -> int:
 
 @contextmanager
 def undisturbed(device: torch.device | None = None) -> Iterator[None]:
-    """In this context random numbers, on the CPU and on a device, are drawn as if they had not been."""
+    """Restore the states of the random generators, of the CPU and of a device, after this context."""
     state = random.getstate(), numpy.random.get_state()
     devices = [] if device is None or device.type in ("cpu", "meta") else [device]
     try:
@@ -109,10 +109,6 @@ def _tokens(config: Any, texts: tuple[int, int]) -> Tensor:
     return torch.ones(texts, dtype=torch.long)
 
 
-def _mask(config: Any, texts: tuple[int, int]) -> Tensor:
-    return torch.ones(texts, dtype=torch.long)
-
-
 def _images(config: Any, texts: tuple[int, int]) -> Tensor:
     size = option(config, "image_size") or IMAGE
     if isinstance(size, Mapping):
@@ -136,7 +132,7 @@ _INPUTS: dict[str, Callable[[Any, tuple[int, int]], Tensor]] = {
     "input_ids": _tokens,
     "tokens": _tokens,
     "idx": _tokens,
-    "attention_mask": _mask,
+    "attention_mask": _tokens,
     "pixel_values": _images,
     "input_features": _spectra,
     "input_values": _waves,

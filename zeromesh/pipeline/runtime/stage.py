@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.model.containers import map_tensors, tensors_of
+from zeromesh.model.in_place import version
 from zeromesh.pipeline.runtime.elsewhere import counting, counts
 from zeromesh.pipeline.runtime.twice import Parameters
 
@@ -36,17 +37,17 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
-        """The form of a tensor."""
+        """Return the form of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for such a tensor."""
+        """Return memory for such a tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class Header:
-    """Description with which a stage takes the outputs of the one before.
+    """Description of a stage's outputs, for the next stage.
 
     Attributes:
         forms: of the tensors that are sent.
@@ -60,7 +61,7 @@ class Header:
     returned: Mapping[str, Any]
 
     def fits(self, other: Header, grad: bool) -> bool:
-        """Return whether what another one is of can be taken as what this one is of; ``grad``: with gradients."""
+        """Return whether tensors of another header fit this one; ``grad``: also in whether they have gradients."""
         mine, theirs = ([(f.shape, f.dtype, f.differentiable and grad) for f in h.forms] for h in (self, other))
         return mine == theirs and self.places == other.places
 
@@ -157,7 +158,7 @@ class Stages:
 
     @contextmanager
     def _without_graph(self, run: _Run) -> Iterator[None]:
-        """Have the forward of the model, but not its hooks, make no graph until a stage's own blocks are called."""
+        """Make no graph in the model's forward, hooks aside, until the stage's own blocks are called."""
         model: Any = self._model
         own, forward = vars(model).get("forward"), model.forward
 
@@ -178,11 +179,11 @@ class Stages:
 
     @contextmanager
     def _spared(self, run: _Run, stage: int, again: bool) -> Iterator[None]:
-        """Copies in the places of the buffers outside of blocks, until a stage's own blocks are called.
+        """Replace the buffers outside of blocks by copies until the stage's own blocks are called.
 
-        What comes before these is computed again for each stage, and is to change buffers of a rank for its first one
-        only. That may be of use: what is made of inputs alone, every stage makes with such buffers. What is computed
-        ``again`` as a whole is to change none. In the first run of each stage it is seen whether parameters change.
+        The code before a stage's blocks runs once for each stage of a rank. It must change the rank's buffers, such as
+        running statistics, once: in the run of the first stage. A recomputation, ``again``, must change none. The first
+        run of each stage also checks that this code changes no parameters.
         """
         parameters = None
         if stage not in self._watched and not again:
@@ -212,7 +213,7 @@ class Stages:
 
 
 class _Left(Exception):
-    """The forward has come to the end of the stage."""
+    """Raised where the forward reaches the end of the stage."""
 
     def __init__(self, handed: Handed) -> None:
         super().__init__("a stage of a pipeline ended: not an error")
@@ -220,7 +221,7 @@ class _Left(Exception):
 
 
 class _Gate(nn.Module):
-    """Stands in a block's place; asked for anything but its call, it is the block."""
+    """Stand-in of a block, to which it leaves everything but its call."""
 
     def __init__(self, block: nn.Module, index: int, run: _Run) -> None:
         super().__init__()
@@ -272,7 +273,7 @@ class _Run:
             self._made += self.received.tensors
 
     def called(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model calls a block."""
+        """Handle the model's call of a block."""
         if index <= self._latest:
             raise RuntimeError(
                 f"{self.blocks[index]} was called after {self.blocks[self._latest]}; blocks of a pipeline are called "
@@ -285,20 +286,20 @@ class _Run:
         if index < self.first:
             return _imitate(self._returned[name], args, kwargs)
         args, kwargs = self._as_received(args, kwargs) if self.is_live else self._enter(args, kwargs)
-        given = [(tensor, _version(tensor)) for tensor in tensors_of((args, kwargs))]
+        arguments = [(tensor, version(tensor)) for tensor in tensors_of((args, kwargs))]
         output = block(*args, **kwargs)
-        self._made += [one for one in tensors_of(output) if not _is_passed_on(one, given)]
+        self._made += [one for one in tensors_of(output) if not _is_passed_on(one, arguments)]
         self._returned[name] = _outline(output)
         return output
 
     def arrived(self, index: int, inputs: Any) -> Any:
-        """The model is going to call a block with these inputs."""
+        """Return the inputs with which the model is going to call a block: the received ones for the first."""
         if index == self.first and not self.is_live:
             (inputs,), _ = self._enter((inputs,), {})
         return inputs
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first of the stage's own blocks is called: with what was received."""
+        """Begin the stage's own blocks; return the arguments with the received tensors in their places."""
         assert self.received is not None
         torch.set_grad_enabled(self._grad)
         self.is_live = True
@@ -378,15 +379,11 @@ class _Run:
         return self.sends_all and tensor.is_floating_point()
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_passed_on(tensor: Tensor, given: Sequence[tuple[Tensor, int]]) -> bool:
+def _is_passed_on(tensor: Tensor, arguments: Sequence[tuple[Tensor, int]]) -> bool:
     """Return whether a block returned a given tensor unchanged, in a way that ``_imitate`` can repeat."""
     form = tensor.shape, tensor.dtype
-    alike = {id(other): (other, version) for other, version in given if (other.shape, other.dtype) == form}
-    return len(alike) == 1 and any(other is tensor and _version(tensor) == version for other, version in alike.values())
+    alike = {id(other): before for other, before in arguments if (other.shape, other.dtype) == form}
+    return alike == {id(tensor): version(tensor)}
 
 
 def _outline(value: Any) -> Any:
@@ -415,12 +412,12 @@ def _outline(value: Any) -> Any:
 
 
 def _object(kind: str, fields: dict[str, Any]) -> Any:
-    """An object of a class, which ``_outline`` named."""
+    """Return an object of a class that ``_outline`` has named."""
     module, _, name = kind.partition(":")
     found: Any = attrgetter(name)(import_module(module))
     has_fields, is_mapping = is_dataclass(found), issubclass(found, Mapping)
     if has_fields and not is_mapping:
-        made = object.__new__(found)  # what it does at first, and checks, was done on the stage that made the other one
+        made = object.__new__(found)  # its constructor ran, and checked the values, on the stage that made the original
         for key, value in fields.items():
             object.__setattr__(made, key, value)
         return made
@@ -428,23 +425,22 @@ def _object(kind: str, fields: dict[str, Any]) -> Any:
 
 
 def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A value of that outline, whose tensors mean nothing: one of the arguments, or zeros that take no memory."""
-    given = tensors_of((args, kwargs))
+    """Return a value of that outline with meaningless tensors: the arguments, or zeros without memory."""
+    arguments = tensors_of((args, kwargs))
 
     def make(outline: Any) -> Any:
         if not isinstance(outline, dict):
             return outline
         kind, inside = next(iter(outline.items()))
         if isinstance(inside, dict):
-            fields = {key: make(item) for key, item in inside.items()}
-            return _object(kind, fields)
+            return _object(kind, {key: make(item) for key, item in inside.items()})
         if kind == "dict":
             return {key: make(item) for key, item in inside}
         if kind != "tensor":
             return [make(item) for item in inside] if kind == "list" else tuple(make(item) for item in inside)
         *shape, dtype = inside
-        same = (one for one in given if one.shape == torch.Size(shape) and one.dtype == getattr(torch, dtype))
-        device = given[0].device if given else None
+        same = (one for one in arguments if one.shape == torch.Size(shape) and one.dtype == getattr(torch, dtype))
+        device = arguments[0].device if arguments else None
         found = next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
         return found.view_as(found)  # another object than what was given: by that it is known what was received for it
 

@@ -22,7 +22,7 @@ from zeromesh.pipeline.runtime.trace import copy_of
 from zeromesh.pipeline.schedule.partition import Blocks
 
 Prepare = Callable[[nn.Module], Callable[..., Any]]
-"""Makes a copy of the model ready, as training would, and gives what is to be called in its place."""
+"""Prepare a copy of the model as for training; return the function to call in its place."""
 
 REPETITIONS, MOST_REPETITIONS = 3, 20
 ENOUGH = 0.2
@@ -32,7 +32,7 @@ ENOUGH = 0.2
 def measured(
     model: nn.Module, blocks: Blocks, device: torch.device, dtype: torch.dtype | None, prepare: Prepare
 ) -> Blocks:
-    """The blocks with the seconds that forward and backward of each take, if there is a sample to call the model with.
+    """Return the blocks with the seconds of the forward and backward of each; unchanged if there is no sample.
 
     What is computed between a block and the next one counts for it. What comes before the blocks, which every stage
     computes again, counts for the first. Only one block's parameters are there at a time, and blocks that are alike are
@@ -126,7 +126,7 @@ def _as_received(handed: Handed) -> Handed:
 
 
 class _Parameters:
-    """The parameters of a copy of a model without memory, some of which are there for a while."""
+    """Parameters of a copy of a model. They have no memory but inside of ``of``."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device = device
@@ -153,17 +153,17 @@ class _Parameters:
 
     @contextmanager
     def of(self, needed: list[str]) -> Iterator[list[TensorForm]]:
-        """In this context they are there; what they are like."""
-        given: dict[Hashable, list[Tensor]] = defaultdict(list)
+        """Give some parameters memory in this context, and yield their forms."""
+        taken: dict[Hashable, list[Tensor]] = defaultdict(list)
         forms = []
         for full in needed:
             parameter, dtype = self._own[full]
             forms.append(TensorForm(tuple(parameter.shape), dtype, parameter.requires_grad))
             key = full.rpartition(".")[2], forms[-1]
-            # Those of the block before are good enough: nothing is to be made for each of many that are alike.
+            # The values of the block before serve again, as filling memory for each of many blocks takes time.
             spare = self._spare.get(key)
             value = spare.pop() if spare else _value(key[0], forms[-1].empty(self._device))
-            given[key].append(value)
+            taken[key].append(value)
             _swap(parameter, value)
             for module, name, _ in self._places[full]:
                 del vars(module)[name]
@@ -177,16 +177,16 @@ class _Parameters:
                 parameter.grad = None
                 _swap(parameter, parameter.detach().to("meta"))
                 self._take(full)
-            self._spare = given
+            self._spare = taken
 
 
 def _swap(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give it another value, on whatever device: whoever has the parameter, such as an LSTM's list, keeps it."""
+    """Give a parameter another value, on any device. References to it, as in an LSTM's list, stay valid."""
     torch._C._swap_tensor_impl(parameter, nn.Parameter(value, parameter.requires_grad))
 
 
 def _value(name: str, tensor: Tensor) -> Tensor:
-    """Values as initialisers give them, so that none become huge or tiny, which takes longer."""
+    """Fill with values as initialisers do: computing with denormals or infinities takes longer."""
     if tensor.ndim < 2 or not tensor.is_floating_point():
         return tensor.fill_(name == "weight")
     return tensor.normal_(0, 1 / math.sqrt(max(tensor[0].numel(), 1)))

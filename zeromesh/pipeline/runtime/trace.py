@@ -49,8 +49,8 @@ class ModelTrace:
     sample: ModelInput
 
 
-def trace(model: nn.Module, blocks: Sequence[str], given: ModelInput | None = None) -> ModelTrace | None:
-    """Trace a model's forward; it is not changed. None where that cannot be done, with the reason in the log.
+def trace(model: nn.Module, blocks: Sequence[str], own: ModelInput | None = None) -> ModelTrace | None:
+    """Trace a model's forward, without changing the model; None if it cannot be traced. The log has the reason.
 
     Without a sample that it can be traced with, inputs are guessed. Texts are then as long as the model takes, though
     not longer than ``samples.LONGEST``, unless that takes more operators than a short text does: some models go through
@@ -59,10 +59,10 @@ def trace(model: nn.Module, blocks: Sequence[str], given: ModelInput | None = No
     Args:
         model: its parameters may be on any device, meta included.
         blocks: names of those whose calls are noted.
-        given: what it will be given.
+        own: the input of the run, which is tried first; None: it is unknown.
     """
     reasons: list[str] = []
-    if given is not None and (found := _attempt(model, blocks, given, reasons)):
+    if own is not None and (found := _attempt(model, blocks, own, reasons)):
         return found
     for place, sample in enumerate(samples_of(model)):
         if found := _attempt(model, blocks, sample, reasons):
@@ -76,7 +76,7 @@ def trace(model: nn.Module, blocks: Sequence[str], given: ModelInput | None = No
 
 
 MORE = 4
-"""Times as many operators as a text of ``samples.LENGTH`` tokens takes are done at most for a longer one."""
+"""Most operators of the trace of a long text, in multiples of those of ``samples.LENGTH`` tokens."""
 
 
 def _attempt(
@@ -135,7 +135,7 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
 
 
 class _Tracing(TorchDispatchMode):
-    """Notes what each operator reads and makes. To the gates of blocks it is the run that they are of."""
+    """Record of what each operator reads and makes. Gates of blocks call it as they call a ``_Run``."""
 
     def __init__(self, names: Mapping[int, str], blocks: int, guess: bool, limit: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ class _Tracing(TorchDispatchMode):
         self.crossings: set[tuple[int, int]] = set()
         self.guessed = False
         self._inside = False
-        self._given: frozenset[int] = frozenset()
+        self._arguments: frozenset[int] = frozenset()
         self._handed: set[int] = set()
         # The sections in which tensors were made that depend on parameters; tensors are kept, as are their ids then.
         self._made: dict[int, int] = {}
@@ -160,22 +160,22 @@ class _Tracing(TorchDispatchMode):
 
     def called(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model calls a block."""
-        if self._inside:  # by another one, whose affair it is
+        if self._inside:  # an outer block calls it, of which it is a part
             return block(*args, **kwargs)
-        given = tensors_of((args, kwargs))
-        for tensor in given:  # what blocks are given is handed on: it is needed where the first one gets it
+        arguments = tensors_of((args, kwargs))
+        for tensor in arguments:  # an argument is handed on from stage to stage: only the first block uses it
             if id(tensor) in self._names and id(tensor) not in self._handed:
                 self._use(tensor)
                 self._handed.add(id(tensor))
         self.calls.append(index)
         self.operations.append(0.0)
-        self._inside, self._given = True, frozenset(map(id, given))
+        self._inside, self._arguments = True, frozenset(map(id, arguments))
         try:
             output = block(*args, **kwargs)
             # What a block returns is another value than what it was given, even where it is the same tensor.
-            return map_tensors(output, lambda x: x.view_as(x) if id(x) in self._given else x)
+            return map_tensors(output, lambda x: x.view_as(x) if id(x) in self._arguments else x)
         finally:
-            self._inside, self._given = False, frozenset()
+            self._inside, self._arguments = False, frozenset()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -215,13 +215,13 @@ class _Tracing(TorchDispatchMode):
         return result
 
     def _read(self, tensor: Tensor) -> bool:
-        """Note that a tensor is read; whether it depends on parameters."""
+        """Note that a tensor is read; return whether it depends on parameters."""
         if id(tensor) in self._names:
-            if id(tensor) not in self._given:
+            if id(tensor) not in self._arguments:
                 self._use(tensor)
             return True
         made = self._made.get(id(tensor))
-        if made is not None and made < self._section and id(tensor) not in self._given:
+        if made is not None and made < self._section and id(tensor) not in self._arguments:
             self.crossings.add((made, self._section))
         return made is not None or id(tensor) in self.states
 
@@ -259,11 +259,11 @@ _OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
     torch.ops.aten.nonzero: lambda tensor, guess: tensor.new_empty((1, tensor.ndim), dtype=torch.long),
     torch.ops.aten.equal: lambda tensor, guess: guess,
 }
-"""Operators that want values, which are not there; and something in their place."""
+"""Operators that need values, which tensors without memory lack -> a stand-in for their result."""
 
 
 def copy_of(model: nn.Module, values: bool = False) -> tuple[nn.Module, dict[int, Any]]:
-    """A copy whose tensors have no memory, and by the id of each of the model's, that of the copy.
+    """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own.
 
     Hooks are left out, as they may do anything outside of the model, but for those of torch that make weights of
     parameters.

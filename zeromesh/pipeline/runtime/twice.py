@@ -1,4 +1,4 @@
-"""Notices a forward that writes to parameters outside of blocks, and would do so once for each stage of a rank."""
+"""Check that a forward does not write to parameters outside of blocks, once for each stage of a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Parameters:
-    """The sums of what is in memory of some modules' parameters, as they are now.
+    """Checksums of the parameters of some modules, as they are now.
 
     Args:
         model: has the modules, and their names.
@@ -26,15 +26,15 @@ class Parameters:
     def _present(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         for module in self._modules:
             for name, parameter in module._parameters.items():
-                # Those of sharded units that are away have a class that fetches them at any use.
+                # Parameters of unloaded units have a class that loads them at any use, as a checksum would.
                 if parameter is not None and type(parameter).__torch_function__ is nn.Parameter.__torch_function__:
                     yield module, name, parameter
 
     def require_same(self) -> None:
-        """Check that nothing was written since.
+        """Check that no parameter was written since.
 
         Raises:
-            RuntimeError: with the name of what was.
+            RuntimeError: one was; the error has its name.
         """
         for module, name, parameter in self._present():
             if self._sums.get(id(parameter), now := _sum(parameter)) != now:

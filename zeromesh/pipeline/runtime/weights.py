@@ -1,7 +1,8 @@
-"""Weight gradients that are computed later than input gradients, for which no other stage waits.
+"""Weight gradients that are computed later than input gradients.
 
-The backward of a linear layer then gives the gradient of its input only, and keeps what its weight's needs (Qi et al.,
-"Zero Bubble Pipeline Parallelism", 2023). Of other layers all gradients are computed at once: they are a small part.
+The stage before waits for input gradients, and nothing waits for weight gradients: they can fill idle time (Qi et al.,
+"Zero Bubble Pipeline Parallelism", 2023). The backward of a linear layer then gives the gradient of its input only,
+and keeps the operands of its weight's. Other layers, a small part of the time, compute all gradients at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from zeromesh.model.linear import Columns, Kept, is_keeping, multiply
 
 
 def postpone(model: nn.Module) -> None:
-    """Have a model's plain linear layers, and transposed ones as GPT-2's, do as ``linear.keeping`` says.
+    """Let a model's linear layers, transposed ones as GPT-2's too, postpone weight gradients under ``linear.keeping``.
 
     Layers that are split over tensor-parallel ranks do so already.
     """

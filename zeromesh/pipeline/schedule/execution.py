@@ -53,7 +53,7 @@ def received_by(send: Action) -> Action:
 
 
 def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int]]:
-    """Follow a schedule: a rank does its next action as soon as all that it needs has been done.
+    """Follow a schedule: a rank does its next action as soon as the actions that it depends on have been done.
 
     Args:
         schedule: any.
@@ -63,7 +63,7 @@ def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int
         Rank and position of all actions, in an order in which they can happen.
 
     Raises:
-        ScheduleError: ranks wait for ever.
+        ScheduleError: ranks wait for each other for ever.
     """
     order: list[tuple[int, int]] = []
     done: set[Action] = set()
@@ -82,6 +82,7 @@ def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int
                 reached.add(action)
                 awake.extend(waiting.pop((True, action), ()))
             missing = next(((False, need) for need in dependencies(schedule, action) if need not in done), None)
+            # Without buffers, a send is done only once the other rank has come to its receive.
             if missing is None and rendezvous and action.kind in MESSAGES and received_by(action) not in reached:
                 missing = True, received_by(action)
             if missing:

@@ -1,9 +1,9 @@
-"""The schedules that have names, as rows of a table, and the search for one that suits given costs.
+"""Named schedules, as rows of a table, and the search for a schedule that suits given costs.
 
 Two mechanisms make them all. In a *fixed order* each rank does some forwards to warm up, then a forward and a backward
 in turn, then the backwards that are left; rows differ in the order of chunks and in the length of the warm-up. The
-*list scheduler* (``listing.py``) decides by what can begin. With the order of a row it only places weight gradients,
-which is how zb-h1 and zb-v come of their fixed orders; without one it decides everything.
+*list scheduler* (``listing.py``) decides by what can begin. With the fixed order of zb-h1 or zb-v it only places weight
+gradients; without a fixed order it decides everything.
 
 GPipe (Huang et al., 2019); 1F1B (Narayanan et al., "PipeDream-Flush", 2021a); interleaved 1F1B (Narayanan et al.,
 "Efficient Large-Scale Language Model Training", 2021b); breadth-first (Lamy-Poirier, 2022); ZB-H1 and ZB-V (Qi et al.,
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from itertools import product, zip_longest
 
 from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop, vee
@@ -32,7 +31,7 @@ PATIENCE = (0.0, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Shape:
-    """Purpose of a schedule.
+    """Size of a pipeline, and of a step.
 
     Attributes:
         ranks: of the pipeline.
@@ -48,13 +47,13 @@ class Shape:
 
 
 Order = tuple[list[int | None], list[int], int]
-"""Of one rank: the chunks of its forwards, where None is a turn without one, those of its backwards, and the number of
-forwards before the first backward. Micro-batches of a chunk go by their numbers."""
+"""Order of one rank: chunks of its forwards (None: a turn without one), chunks of its backwards, and the number of
+forwards before the first backward. Each chunk takes its micro-batches in ascending order."""
 
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """A schedule that has a name.
+    """Named schedule.
 
     Attributes:
         text: what it is, in a line.
@@ -97,10 +96,12 @@ def _forwards_first(shape: Shape, rank: int) -> Order:
 
 
 def _one_forward_one_backward(shape: Shape, rank: int) -> Order:
+    # A rank warms up until the first micro-batch is at the last rank ("PipeDream-Flush", 2021a).
     return _in_groups(shape, shape.ranks - rank - 1, shape.microbatches)
 
 
 def _interleaved_warm_up(shape: Shape, rank: int) -> int:
+    # All chunks but the last take a group each, and the way to the last rank and back takes two turns a rank (2021b).
     return 2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * shape.group
 
 
@@ -111,7 +112,7 @@ def _interleaved(shape: Shape, rank: int) -> Order:
 def _vee_order(shape: Shape, rank: int) -> Order:
     """Forwards of the first chunk until the second one can begin; then chunks in turn, 6 actions per micro-batch.
 
-    With few micro-batches this names some that there are not; they are left out.
+    For few micro-batches the order has micro-batches that do not exist; ``_fixed_order`` leaves them out.
     """
     ranks, count = shape.ranks, shape.microbatches
     after = ranks - rank
@@ -273,7 +274,7 @@ def _numbered(kind: Kind, chunks: list[int | None], own: list[int]) -> list[Acti
 
 
 def search(shape: Shape, costs: Costs, memory: float | None = None) -> Schedule:
-    """The schedule with the shortest simulated time that keeps within the memory; of equals, one that holds less.
+    """Return the schedule with the shortest simulated time within the memory; of equals, one that holds less.
 
     All rows for this shape are among what is tried, so it is never worse than one of them that keeps within the memory.
 
@@ -305,7 +306,7 @@ def _placements(shape: Shape) -> list[tuple[int, ...]]:
 
 
 def _attempts(shape: Shape, costs: Costs, memory: float) -> Iterator[Callable[[float], Schedule]]:
-    """Ways to make a schedule, each given the time in which it must end: the fixed orders first, as they are good."""
+    """Yield functions from a deadline to a schedule; the fixed orders first, as good ones cut the search short."""
     sizes = costs.activations(shape.ranks * shape.chunks)
     limits = {memory}
     rules: list[tuple[tuple[int, ...], float, ListRule]] = []
@@ -314,7 +315,7 @@ def _attempts(shape: Shape, costs: Costs, memory: float) -> Iterator[Callable[[f
             fixed = _fixed_order(row, shape_of(name, shape.ranks, shape.microbatches, shape.chunks))
         except ValueError:  # it is not for this shape
             continue
-        yield partial(_given, fixed)
+        yield lambda _, schedule=fixed: schedule  # type: ignore[misc]
         most = max(most_held_by_rank(fixed, sizes))
         limits.add(min(most, memory))
         for limit, patience in product({most, memory}, PATIENCE) if most <= memory else ():
@@ -330,7 +331,3 @@ def _attempts(shape: Shape, costs: Costs, memory: float) -> Iterator[Callable[[f
         rules.append((placement, limit, ListRule(priority, forward, backward, patience=patience)))
     for placement, limit, rule in rules:
         yield ListScheduler(shape.microbatches, placement, rule, limit, costs).run
-
-
-def _given(schedule: Schedule, deadline: float) -> Schedule:
-    return schedule

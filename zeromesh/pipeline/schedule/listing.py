@@ -34,7 +34,7 @@ class ListRule:
 
 
 class ListScheduler:
-    """Decides action by action, at the times that the costs give.
+    """Scheduler that chooses action by action, at the times that follow from the costs.
 
     Args:
         microbatches: their number.
@@ -79,7 +79,7 @@ class ListScheduler:
             *_, kind, stage = choice
             patient = clock + self._rule.patience * self._time[kind, stage]
             if patient > clock and min(self._choices(rank, len(orders[rank]), patient))[0] < choice[0]:
-                continue  # what comes first by the rule will wake this rank soon
+                continue  # the preferred action can begin soon, and wakes this rank then
             number = self._done[kind, stage]
             orders[rank].append(Action(kind, stage, number))
             self._done[kind, stage] += 1
@@ -132,9 +132,9 @@ class ListScheduler:
         return kind is not FORWARD or self._has_room(stage)
 
     def _has_room(self, stage: int) -> bool:
-        """Whether, after this forward, micro-batches in progress can be finished one after the other, the oldest first.
+        """Return whether, after this forward, micro-batches in progress can be finished in turn, the oldest first.
 
-        So the oldest of all never waits for memory on any rank, and nothing waits for ever.
+        Then the oldest of all never waits for memory on any rank, so no rank waits for ever.
         """
         own = self._own[self._placement[stage]]
         begun = {other: self._done[FORWARD, other] + (other == stage) for other in own}

@@ -1,4 +1,4 @@
-"""Passes that add to a schedule what is not named when it is made. Each takes a schedule and gives a new one.
+"""Passes that complete a schedule. Each takes a schedule and returns a new one.
 
 They can be done in any order. Messages come best last, so that nothing delays the send of a result.
 """
@@ -13,9 +13,9 @@ from zeromesh.pipeline.schedule.simulate import Costs, simulate
 
 
 def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
-    """For evaluation: the forwards of any number of micro-batches, whatever trains on that placement of the stages.
+    """Return a schedule for evaluation: forwards of any number of micro-batches, on the placement of a training.
 
-    A rank takes, of what can begin, the latest stage: what was begun is done with before more is.
+    Of the forwards that can begin, a rank does that of the latest stage, so few micro-batches are under way at once.
     """
     done = [0] * len(placement)
     ranks: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
@@ -33,10 +33,10 @@ def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
 def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Add a send and a receive wherever a stage's neighbour is on another rank.
 
-    All that ranks do is put into one order, by the times at which it would end, with each message right after what it
-    brings was computed; a rank's list is its part of that order. So any two ranks have their messages in one order, and
-    nothing waits for ever, even if sends wait for their receives: what is first of all can always be done. A receive
-    comes before computations that end later than the message is sent, so it is begun before it is needed.
+    The actions of all ranks are put into one order, by the simulated times of their ends, with each message right after
+    the computation of its tensor. A rank's list is its part of that order. So any two ranks have their messages in the
+    same order, and no rank waits for ever, even if sends wait for their receives: the first action of all that are left
+    can always be done. A receive comes before computations that end after the send, so it begins before it is needed.
     """
     if schedule.has_messages:
         raise ValueError("this schedule has its messages already; add them once, after the other passes")
@@ -45,7 +45,7 @@ def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     for rank, steps in enumerate(simulate(schedule, costs).ranks):
         end = 0.0
         for at, step in enumerate(steps):
-            # What goes on beside the computation is begun after the computation before it.
+            # A message that goes on beside a computation is begun after the computation before it.
             end = step.end if step.action.kind in COMPUTE else end
             places.append((end, order[rank, at], rank, step.action))
     ranks: list[list[Action]] = [[] for _ in schedule.ranks]

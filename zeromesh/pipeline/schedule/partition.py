@@ -59,16 +59,16 @@ class Blocks:
     finer: tuple[str, ...] = ()
 
     def cut(self, starts: Sequence[int]) -> Cut:
-        """The model cut before these blocks."""
+        """Cut the model before these blocks."""
         cut = Cut(self.names, tuple(starts), {}, {})
         stages = {name: tuple(sorted({cut.stage_of(b) for b in blocks})) for name, blocks in self.uses.items()}
         return Cut(cut.blocks, cut.starts, stages, {name: cut.stage_of(block) for name, block in self.buffers.items()})
 
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Cut a row of blocks into stages of which the most expensive one is as cheap as can be; none is empty.
+    """Cut a row of blocks into stages so that the dearest stage is as cheap as possible; none is empty.
 
-    Of several such cuts, that with the most blocks in the earlier stages: the last one has the loss.
+    Of several such cuts it takes that with the most blocks in the earlier stages, since the last one has the loss.
 
     Args:
         costs: of each block, in any unit.
@@ -101,9 +101,9 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def uniform(blocks: int, stages: int) -> list[int]:
-    """Stages of as many blocks each; where they do not divide, the middle ones have one more.
+    """Return stages of as many blocks each; where they do not divide, the middle ones have one more.
 
-    The first and the last also have what is outside of blocks.
+    The first and the last stage also have the modules outside of blocks.
     """
     each, rest = divmod(blocks, stages)
     middle = sorted(range(stages), key=lambda stage: abs(stage - (stages - 1) / 2))
@@ -112,7 +112,7 @@ def uniform(blocks: int, stages: int) -> list[int]:
 
 
 def by_time(blocks: Blocks, stages: int) -> list[int]:
-    """Stages that take as long, as measured.
+    """Return stages of equal measured time.
 
     Raises:
         ValueError: that was not possible.
@@ -135,7 +135,7 @@ WAYS: dict[str, Callable[[Blocks, int], list[int]]] = {
 
 
 def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int]:
-    """The first block of each stage, as ``pipeline.partition`` says.
+    """Return the first block of each stage, as ``pipeline.partition`` says.
 
     Raises:
         ValueError: it says nothing that is known, or that fits.

@@ -41,7 +41,7 @@ def _label(timeline: Timeline, step: TimedAction) -> str:
 
 
 def grid(timeline: Timeline, width: int | None = None) -> str:
-    """One row per rank, one column per shortest computation; where several stages are on a rank, a, b, ... says which.
+    """Return text with a row per rank and a column per shortest computation; a, b, ... are a rank's stages.
 
     Args:
         timeline: of a simulation.

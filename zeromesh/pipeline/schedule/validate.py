@@ -47,7 +47,7 @@ def validate(
 
 
 def _check_places(schedule: Schedule) -> None:
-    """Every action is of a stage and a micro-batch that there are, on the stage's rank, once."""
+    """Check that every action is of an existing stage and micro-batch, on the stage's rank, once."""
     if schedule.microbatches < 1 or not all(0 <= rank < len(schedule.ranks) for rank in schedule.placement):
         found = (
             f"{schedule.microbatches} micro-batches, and orders of {len(schedule.ranks)} ranks for {schedule.placement}"
@@ -73,7 +73,7 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule, training: bool) -> None:
-    """Every stage does every micro-batch's forward, and its backward whole or in both parts."""
+    """Check that every stage has every micro-batch's forward, and its backward, whole or in both parts."""
     present = schedule.present
     for stage, rank in enumerate(schedule.placement):
         for microbatch in range(schedule.microbatches):
@@ -99,7 +99,10 @@ def _check_complete(schedule: Schedule, training: bool) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Each send has its receive; between two ranks, in each direction, both are in the same order."""
+    """Check that each send has its receive, and that two ranks have their messages in the same order.
+
+    A receive takes the next message from its rank, so another order would mix up the tensors.
+    """
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
     sends = {kind: (send, distance) for send, (kind, distance) in MESSAGES.items()}
