@@ -355,7 +355,7 @@ def test_named_records_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
 
 
 def test_reading_shows_plain_lines_or_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeromesh.observe.progress.PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr("zeromesh.observe.progress.READING_SECONDS", 0.0)
     plain = io.StringIO()
     with ReadingBar(Console(file=plain), "text to tokens", 4_000_000) as bar:
         bar.advance(1_000_000)

@@ -152,21 +152,17 @@ def _sentences(detail: ErrorDetails, entries: dict[str, Entry]) -> list[str]:
         return [f"{path} is missing: {_lower(entry.meaning)} It must be {entry.rule}."]
     value = detail["input"]
     if detail["type"] == "value_error":
-        return _own_sentences(path, value, detail["ctx"]["error"], entries)
+        error = detail["ctx"]["error"]
+        if isinstance(error, ConfigError):  # of the settings' own rules between keys
+            return list(error.problems)
+        return [f"{path}: {error}" if entries[path].section else f"{path} = {show(value)}: {error}"]
     entry = entries[path]
     where = f"{path}{position} = {show(value)}"
     if entry.section and not isinstance(value, Mapping):
         keys = children(entries, path)
         shown = ", ".join(keys[:KEYS_SHOWN]) + (", ..." if len(keys) > KEYS_SHOWN else "")
         return [f"{where}: must be an object; write {{ ... }} with any of {shown}"]
-    return [f"{where}: must be {entry.rule}; {_remedy(value, detail, entry)}"]
-
-
-def _own_sentences(path: str, value: Any, error: Exception, entries: dict[str, Entry]) -> list[str]:
-    """Return the problems that the settings' own checks found: with one value, or between keys of a section."""
-    if isinstance(error, ConfigError):
-        return list(error.problems)
-    return [f"{path}: {error}" if entries[path].section else f"{path} = {show(value)}: {error}"]
+    return [f"{where}: must be {entry.rule}; {next(_remedies(value, detail['type'], entry))}"]
 
 
 def _unknown(path: str, entries: dict[str, Entry]) -> str:
@@ -180,14 +176,11 @@ def _unknown(path: str, entries: dict[str, Entry]) -> str:
     return f"{path} is not a known key; docs/configuration.md lists them all"
 
 
-def _remedy(value: Any, detail: ErrorDetails, entry: Entry) -> str:
-    """Return the remedy, as exactly as it is known."""
-    return next(_remedies(value, detail["type"], entry))
-
-
 def _remedies(value: Any, kind: str, entry: Entry) -> Iterator[str]:
+    """Yield remedies, the most exact one first."""
     if isinstance(value, str) and kind == "literal_error":
-        suggestion = nearest(value, [str(option) for option in _options(entry)])
+        listed = entry.rule.removeprefix("one of ").removesuffix(" or null")
+        suggestion = nearest(value, [word.strip('"') for word in listed.split(", ")])
         if suggestion:
             yield f'did you mean "{suggestion}"?'
     if isinstance(value, str) and kind != "literal_error":
@@ -202,11 +195,6 @@ def _remedies(value: Any, kind: str, entry: Entry) -> Iterator[str]:
     if isinstance(value, float) and "whole" in entry.rule and value == value and abs(value) != float("inf"):
         yield f"the nearest are {int(value // 1)} and {int(value // 1) + 1}"
     yield f"it is: {_lower(entry.meaning).rstrip('.')}" if entry.required else f"leave it out for {show(entry.default)}"
-
-
-def _options(entry: Entry) -> list[str]:
-    listed = entry.rule.removeprefix("one of ").removesuffix(" or null")
-    return [word.strip('"') for word in listed.split(", ")]
 
 
 def _lower(sentence: str) -> str:

@@ -62,14 +62,12 @@ class TorchAutocast(Section):
 class DataTypes(Section):
     """Dtypes that differ from those of the model."""
 
-    grad_accum_dtype: Dtype | None = key(
-        None, "Dtype in which gradients are summed and kept. Null: fp32 for 16-bit parameters."
-    )
+    grad_accum_dtype: Dtype | None = key(None, "Dtype of summed gradients. Null: fp32 for 16-bit parameters.")
     param_dtype: Dtype | None = key(None, "Dtype of the model's parameters.")
     buffer_dtype: Dtype | None = key(
         None,
-        "Dtype of the model's floating-point buffers, but for running statistics of batch norms. Null: each keeps its "
-        "own, in 16-bit runs too.",
+        "Dtype of the model's floating-point buffers, except running statistics of batch norms. Null: each keeps its "
+        "own.",
     )
     keep_in_fp32_modules: Names | None = key(None, "Modules that stay in fp32.")
 
@@ -77,13 +75,11 @@ class DataTypes(Section):
 class Optimizer(Section):
     """The optimizer that ZeroMesh builds."""
 
-    type: str = key(
-        ..., "adam, adamw, lamb, lion, adagrad, sgd or muon, in any letter case, or a class of torch.optim."
-    )
+    type: str = key(..., "adam, adamw, lamb, lion, adagrad, sgd, muon, in any letter case, or a class of torch.optim.")
     params: Table = key(
         {},
-        "Arguments of the optimizer, for example lr, betas, eps, weight_decay. What is left out has the default of "
-        "torch's optimizer of that name: for AdamW a weight_decay of 0.01, where DeepSpeed has 0.",
+        "Arguments of the optimizer, for example lr, betas, eps, weight_decay. Defaults are those of torch's "
+        "optimizer of that name: AdamW has a weight_decay of 0.01, where DeepSpeed has 0.",
     )
     legacy_fusion: bool = key(False, "Use the older fused fp16 optimizer.")
 
@@ -93,10 +89,7 @@ class Optimizer(Section):
 class Scheduler(Section):
     """The learning-rate schedule that ZeroMesh builds."""
 
-    type: str = key(
-        ...,
-        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, WSD, or a class of torch.optim.lr_scheduler.",
-    )
+    type: str = key(..., "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, WSD, or a class of torch's.")
     params: Table = key({}, "Arguments of the schedule.")
 
     _known_type = field_validator("type")(check_scheduler)
@@ -109,12 +102,10 @@ class ActivationCheckpointing(Section):
     targets: Names = key((), "Class names, or glob patterns of module names, to recompute. Empty: the units.")
     partition_activations: bool = key(
         False,
-        "Each tensor-parallel rank keeps its part of what the targets are given, and gathers it for the backward. "
-        "With tensor_parallel.sequence, or on one such rank, nothing changes.",
+        "Each tensor-parallel rank keeps a part of the inputs of the targets, and gathers them for the backward. No "
+        "effect with tensor_parallel.sequence.",
     )
-    cpu_checkpointing: bool = key(
-        False, "What the targets are given waits for the backward in host memory, if enabled is true."
-    )
+    cpu_checkpointing: bool = key(False, "Keep the inputs of the targets in host memory, if enabled is true.")
     number_checkpoints: CountInt | None = key(None, "Number of checkpoints in the model.")
     contiguous_memory_optimization: bool = key(False, "Keep activations in one buffer.")
     synchronize_checkpoint_boundary: bool = key(False, "Synchronise the device at each checkpoint.")
@@ -135,8 +126,8 @@ class TensorParallel(Section):
 
     plan: Table | None = key(
         None,
-        "Glob patterns of names of modules or parameters to styles, such as colwise, rowwise or replicate; they come "
-        "before what is found automatically. Empty or null: that is all.",
+        "Glob patterns of names of modules or parameters to styles, such as colwise, rowwise or replicate. They "
+        "precede the styles that are found automatically.",
     )
     sequence: bool = key(False, "Norms and dropout between split layers work on parts of the sequence.")
     autotp_size: CountInt = key(0, "Ranks that share one layer, as mesh.tensor; 0 means that.")
@@ -156,7 +147,7 @@ class ContextParallel(Section):
     """Sequences that several ranks share."""
 
     strategy: Literal["ring", "ulysses"] = key(
-        "ring", "ring: keys and values go around the ranks; ulysses: each rank has all tokens for some heads."
+        "ring", "ring: keys and values circulate; ulysses: a rank has all tokens of some heads."
     )
 
 
@@ -175,19 +166,15 @@ class Pipeline(Section):
     chunks: PositiveInt | None = key(None, "Stages per rank, where the schedule has several.")
     partition: str | list[int] = key(
         "best",
-        "How blocks are dealt to the stages: best (by counted operations), time (as measured at the start), "
-        "parameters, uniform, type:REGEX (as many of the classes that match), or the first block of each.",
+        "Distribution of blocks over stages: best (by counted operations), time (as measured at the start), "
+        "parameters, uniform, type:REGEX (equally many of matching classes), or the first block of each.",
     )
     blocks: list[str] = key([], "Patterns of names of the blocks, in the order in which they are called.")
-    recompute: bool = key(
-        False, "Keep only what stages are given, and compute their activations again while gradients are awaited."
-    )
-    record: PipelineRecord | None = key(
-        None, "Draw when each rank computed in an update, and when it was predicted to. Null: no."
-    )
+    recompute: bool = key(False, "Keep only the inputs of stages, and recompute activations in idle time.")
+    record: PipelineRecord | None = key(None, "Draw an update as measured, and as predicted. Null: no.")
     seed_layers: bool = key(False, "Seed each layer on its own.")
     activation_checkpoint_interval: CountInt = key(
-        0, "Layers of a PipelineModule that are recomputed together; 0 is what the model says."
+        0, "Layers of a PipelineModule recomputed together; 0: the model's number."
     )
     pipe_partitioned: bool = key(True, "Split activations over tensor-parallel ranks.")
     grad_partitioned: bool = key(True, "Split their gradients over tensor-parallel ranks.")
@@ -217,17 +204,15 @@ class Checkpoint(Section):
 
     keep_last: PositiveInt | None = key(
         None,
-        "How many checkpoints of a series (such as global_step1, global_step2) stay in a folder; older ones are "
-        "deleted when a new one is complete. Null: all.",
+        "Checkpoints of a series (such as global_step1, global_step2) that stay in a folder; a complete new one "
+        "deletes older ones. Null: all.",
     )
     on_failure: Literal["continue", "stop"] = key(
         "continue",
-        "What zeromesh train does if a checkpoint cannot be written, as on a full disk: go on and try again at the "
+        "Reaction of zeromesh train to a checkpoint that cannot be written, as on a full disk: continue until the "
         "next save, or stop.",
     )
-    tag_validation: TagValidation = key(
-        "Warn", "What to do when ranks save under different tags: Ignore, Warn or Fail."
-    )
+    tag_validation: TagValidation = key("Warn", "Reaction to ranks with different tags: Ignore, Warn or Fail.")
     load_universal: bool = key(False, "Load a checkpoint that was written under another layout.")
     use_node_local_storage: bool = key(False, "Every node writes to its own disk.")
     parallel_write: CheckpointParallelWrite = CheckpointParallelWrite()
@@ -270,18 +255,12 @@ class Communication(Section):
 
     hierarchical: bool | None = key(
         None,
-        "Send over the links between nodes what is needed once only, and share it inside the nodes. Null: where nodes "
-        "have equally many ranks, on gloo and mpi (nccl knows the nodes itself).",
+        "Send data between nodes once, and share them inside the nodes. Null: where nodes have equally many ranks, on "
+        "gloo and mpi (nccl knows the nodes itself).",
     )
-    ranks_per_node: PositiveInt | None = key(
-        None, "Ranks that share a fast link, neighbours in number. Null: those that share a machine."
-    )
-    across_nodes_gather: LinkFormat | None = key(
-        None, "How parameters are written on links between nodes: 16bit, or 8bit. Null: as they are."
-    )
-    across_nodes_reduce: LinkFormat | None = key(
-        None, "How gradients are written on links between nodes: 16bit, or 8bit. Null: as they are."
-    )
+    ranks_per_node: PositiveInt | None = key(None, "Consecutive ranks with a fast link. Null: those of one machine.")
+    across_nodes_gather: LinkFormat | None = key(None, "Format of parameters between nodes. Null: their own.")
+    across_nodes_reduce: LinkFormat | None = key(None, "Format of gradients between nodes. Null: their own.")
 
 
 class SlotSettings(Section):
@@ -321,9 +300,7 @@ class FlopsProfiler(Section):
 
     enabled: bool = key(False, "Count the operations of one update, and report them.")
     recompute_fwd_factor: CountFloat = key(0.0, "Forwards recomputed per forward.")
-    profile_step: PositiveInt = key(
-        1, "Updates before the one whose operations are counted; the one after that is timed."
-    )
+    profile_step: PositiveInt = key(1, "Updates before the one that is counted; the next one is timed.")
     module_depth: Int = key(-1, "Depth of modules to report; -1 means all.", ge=-1)
     top_modules: PositiveInt = key(1, "Modules to report per depth, those with the most operations.")
     detailed: bool = key(True, "Report every module down to module_depth, too.")
@@ -343,9 +320,7 @@ class TraceSettings(Section):
 class ReplicaCheck(Section):
     """Comparison of the copies that several ranks hold."""
 
-    interval: PositiveInt | None = key(
-        None, "Updates between two comparisons, to the bit. Null: none but those of at_saves."
-    )
+    interval: PositiveInt | None = key(None, "Updates between two exact comparisons. Null: only at_saves.")
     at_saves: bool = key(True, "Compare before each checkpoint, too, which is then not written.")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from zeromesh.config.document import whole_document
 from zeromesh.config.errors import show
 from zeromesh.config.section import Section
-from zeromesh.config.tables import UNSET, WITHOUT_EFFECT, look_up
+from zeromesh.config.tables import UNSET, WITHOUT_EFFECT, look_up, sections_of
 
 _log = logging.getLogger("zeromesh")
 
@@ -73,7 +73,7 @@ def tell_unset(
     lines = [
         f"\n  {path} = {_value(path, values, used)}"
         for path in unset_paths(whole_document(source, overrides))
-        if not _is_idle(path)
+        if path not in DOCUMENTED and sections_of(path).isdisjoint(WITHOUT_EFFECT)
     ]
     if lines:
         _log.warning(
@@ -92,12 +92,6 @@ def unset_paths(document: Mapping[str, Any], prefix: str = "") -> list[str]:
         elif isinstance(value, str) and value == UNSET:
             found.append(f"{prefix}{key}")
     return found
-
-
-def _is_idle(path: str) -> bool:
-    parts = path.split(".")
-    above = {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
-    return path in DOCUMENTED or not above.isdisjoint(WITHOUT_EFFECT)
 
 
 def _value(path: str, values: Mapping[str, Any], used: Mapping[str, Any]) -> str:

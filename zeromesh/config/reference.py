@@ -18,7 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from zeromesh.config.catalogue import Entry, Schema, children, section_of
 from zeromesh.config.errors import show
 from zeromesh.config.settings import Settings, entries
-from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, UNSET, WITHOUT_EFFECT
+from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, UNSET, WITHOUT_EFFECT, sections_of
 
 COMMAND = "python -m zeromesh.config.reference"
 DIFFERENCES_SHOWN = 20
@@ -95,40 +95,27 @@ def _section(section: str, known: dict[str, Entry]) -> str:
 def _line(entry: Entry) -> str:
     name = entry.path.rpartition(".")[2]
     if entry.section:
-        name, value, default = f"[`{name}`](#{_anchor(entry.path)})", "an object", ""
+        # GitHub's anchor of a heading has no dots.
+        name, value, default = f"[`{name}`](#{entry.path.replace('.', '')})", "an object", ""
     else:
         name, value = f"`{name}`", entry.rule
         default = "required" if entry.required else f"`{show(entry.default)}`"
-    notes = [_origin(entry.path), _note(entry.path)]
+    notes = ["DeepSpeed" if sections_of(entry.path).isdisjoint(OURS) else "ours", _note(entry.path)]
     cells = (name, value, default, entry.meaning, "; ".join(note for note in notes if note))
     return f"| {' | '.join(cells)} |"
 
 
-def _origin(path: str) -> str:
-    return "ours" if any(path == own or path.startswith(own + ".") for own in OURS) else "DeepSpeed"
-
-
 def _note(path: str) -> str:
     """Return notes on a key, or on the sections that it is in."""
-    parts = path.split(".")
-    above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    above = sorted(sections_of(path), key=len)
     notes = [f"*no effect*: {WITHOUT_EFFECT[step]}" for step in above if step in WITHOUT_EFFECT][:1]
-    rows = [NOT_YET[step] for step in above if step in NOT_YET]
-    notes += [f"*not yet*: {row.what}; only {_or(row.allowed)}" for row in rows][:1]
+    for row in [NOT_YET[step] for step in above if step in NOT_YET][:1]:
+        notes.append(f"*not yet*: {row.what}; only {' or '.join(f'`{show(value)}`' for value in row.allowed)}")
     return "; ".join(notes)
-
-
-def _or(values: Sequence[Any]) -> str:
-    return " or ".join(f"`{show(value)}`" for value in values)
 
 
 def _sentence(note: str) -> str:
     return note.replace("*no effect*", "No effect").replace("*not yet*", "Not yet")
-
-
-def _anchor(path: str) -> str:
-    """The anchor that GitHub makes of a section's heading."""
-    return path.replace(".", "")
 
 
 def _other_names() -> str:

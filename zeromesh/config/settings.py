@@ -54,21 +54,15 @@ class Settings(Section):
         "data-parallel ranks.",
     )
     train_micro_batch_size_per_gpu: BatchInt | None = key(
-        None, "Samples per rank and micro-batch. Null: from the other two sizes, else 1."
+        None, "Samples per rank and micro-batch. Null: it follows, or 1."
     )
-    gradient_accumulation_steps: BatchInt | None = key(
-        None, "Micro-batches per update. Null: from the other two sizes, else 1."
-    )
+    gradient_accumulation_steps: BatchInt | None = key(None, "Micro-batches per update. Null: it follows, or 1.")
     optimizer: parts.Optimizer | None = key(None, "The optimizer. Null: the one passed to initialize.")
     scheduler: parts.Scheduler | None = key(None, "The schedule. Null: the one passed to initialize, or none.")
     gradient_clipping: CountFloat = key(
-        0.0,
-        "Largest global norm of the gradients; 0 means no clipping (DeepSpeed's default is 1.0 since version 0.19, "
-        "and was 0 before).",
+        0.0, "Largest norm of the gradients; 0: no clipping (DeepSpeed: 1.0 since 0.19)."
     )
-    prescale_gradients: bool = key(
-        False, "Divide gradients by the number of data-parallel ranks before they are reduced."
-    )
+    prescale_gradients: bool = key(False, "Divide gradients by the data-parallel ranks before they are reduced.")
     gradient_predivide_factor: PositiveFloat | None = key(
         None,
         "Divide gradients by this before they are reduced, and by the rest of the mean after. Null: by the number of "
@@ -77,12 +71,10 @@ class Settings(Section):
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "What gradients are reduced to.")
     chunked_loss: bool = key(
         False,
-        "Losses of a head over the vocabulary are computed a part of the tokens at a time, without all of the logits. "
-        "Where mesh.tensor splits the head they always are.",
+        "Compute the loss of a head over the vocabulary in chunks of tokens, without all logits at once. It is always "
+        "so where mesh.tensor splits the head.",
     )
-    communication_data_type: Dtype | None = key(
-        None, "Dtype of gradients on the wire. Null: the dtype of the parameters."
-    )
+    communication_data_type: Dtype | None = key(None, "Dtype of gradients on the wire. Null: that of the parameters.")
     data_types: parts.DataTypes = parts.DataTypes()
     fp16: parts.Fp16 = parts.Fp16()
     bf16: parts.Bf16 = key(parts.Bf16(), "bf16 parameters with an fp32 master. Also called bfloat16.")
@@ -94,20 +86,15 @@ class Settings(Section):
     communication: parts.Communication = parts.Communication()
     slots: parts.SlotSettings = parts.SlotSettings()
     units: Names = key(
-        (),
-        "Class names, or glob patterns of module names, whose parameters travel together. Empty: found automatically.",
+        (), "Classes, or patterns of module names, whose parameters travel together. Empty: found automatically."
     )
     activation_checkpointing: parts.ActivationCheckpointing = parts.ActivationCheckpointing()
     host_memory_limit: PositiveInt | None = key(
-        None,
-        "Bytes of host memory that all ranks of a node may take together for what rests there. Null: what is "
-        "available at the start.",
+        None, "Bytes of host memory for the offloaded states of all ranks of a node. Null: what is free at the start."
     )
     seed: CountInt = key(1234, "Seed of initial weights, dropout and the order of samples.", le=2**63 - 1)
     steps_per_print: Interval = key(None, "Updates between lines of the log. Null or 0: none.")
-    wall_clock_breakdown: bool = key(
-        False, "Log where the time goes, every steps_per_print updates; every 10 where that is not set."
-    )
+    wall_clock_breakdown: bool = key(False, "Log where the time goes, every steps_per_print updates, or every 10.")
     profile: parts.TraceSettings = parts.TraceSettings()
     replica_check: parts.ReplicaCheck = parts.ReplicaCheck()
     debug: parts.Debug = parts.Debug()
@@ -115,12 +102,8 @@ class Settings(Section):
     wandb: parts.Wandb = parts.Wandb()
     csv_monitor: parts.CsvMonitor = parts.CsvMonitor()
     flops_profiler: parts.FlopsProfiler = parts.FlopsProfiler()
-    dataloader_drop_last: bool = key(
-        False, "Drop what is left at the end of a pass over training_data and fills no update."
-    )
-    zero_allow_untested_optimizer: bool = key(
-        False, "Allow optimizers that are not known to be right on parts of parameters."
-    )
+    dataloader_drop_last: bool = key(False, "Drop the samples at the end of a pass that fill no update.")
+    zero_allow_untested_optimizer: bool = key(False, "Allow optimizers that may be wrong on parts of parameters.")
     managed_gradient_accumulation: bool = key(True, "The engine counts micro-batches.")
     checkpoint: parts.Checkpoint = parts.Checkpoint()
     model: train.ModelShape | None = key(None, "The language model of zeromesh train.")
@@ -134,9 +117,7 @@ class Settings(Section):
     sequence_parallel_size: PositiveInt = key(1, "Ranks that share one sequence, as mesh.context; 1 means that.")
     expert_parallel: unused.ExpertParallel | None = key(None, "Experts spread over ranks.")
     use_data_before_expert_parallelism: bool = key(False, "Order of the data and expert axes.")
-    seq_parallel_communication_data_type: Dtype = key(
-        "fp32", "Dtype of gradients on the wire between ranks that share a sequence."
-    )
+    seq_parallel_communication_data_type: Dtype = key("fp32", "Dtype of gradients between ranks that share a sequence.")
     sparse_gradients: bool = key(False, "Reduce gradients of embeddings as rows.")
     zero_force_ds_cpu_optimizer: bool = key(True, "Insist on DeepSpeed's own optimizer on the host.")
     disable_allgather: bool = key(False, "Broadcast updated parameters instead of gathering them.")
@@ -158,7 +139,7 @@ class Settings(Section):
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = ()) -> Settings:
-        """The settings from a JSON file, a dict, or other settings.
+        """Return the settings from a JSON file, a dict, or other settings.
 
         Keys that have no effect are reported once, at INFO, to the logger "zeromesh".
 
@@ -231,7 +212,7 @@ class Settings(Section):
         return gather, "8bit" if zero.zero_quantized_gradients else ours.across_nodes_reduce
 
     def resolve(self, data_size: int, sizes: Mapping[str, int] | None = None, elastic: bool = False) -> Resolved:
-        """The settings with the batch sizes worked out for ``data_size`` data-parallel ranks.
+        """Return the settings with the batch sizes worked out for ``data_size`` data-parallel ranks.
 
         Args:
             data_size: ranks that feed different samples.
@@ -243,6 +224,7 @@ class Settings(Section):
         """
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         batch = solve_batch(*given, data_size, elastic)
+        # Only what was set: a default that is passed on would count as written by the user, and would be printed.
         values = self.model_dump(exclude_unset=True) | {
             "train_batch_size": batch.train,
             "train_micro_batch_size_per_gpu": batch.micro,
@@ -311,10 +293,8 @@ class Settings(Section):
 
         Keys without effect are in it only where they were set.
         """
-        return json.dumps(self._plain(), indent=2)
-
-    def _plain(self) -> dict[str, Any]:
-        return without_idle(jsonable(self.model_dump()), jsonable(self.model_dump(exclude_unset=True)))
+        given = jsonable(self.model_dump(exclude_unset=True))
+        return json.dumps(without_idle(jsonable(self.model_dump()), given), indent=2)
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:

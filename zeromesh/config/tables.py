@@ -230,6 +230,12 @@ ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param")
 """Keys of ``GONE`` that are switched on by being there."""
 
 
+def sections_of(path: str) -> set[str]:
+    """Return the path of a key, and those of the sections that it is in."""
+    parts = path.split(".")
+    return {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+
+
 def not_yet_problems(document: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     """One sentence per key whose value needs something that this version does not have.
 

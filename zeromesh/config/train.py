@@ -20,9 +20,7 @@ class ModelShape(Section):
     layers: PositiveInt = key(..., "Number of blocks.", le=10_000)
     heads: SizeInt = key(..., "Attention heads.")
     kv_heads: SizeInt | None = key(None, "Key and value heads; a divisor of heads. Null: as many as heads. Llama only.")
-    mlp_size: SizeInt | None = key(
-        None, "Size between the matrices of the MLP. Null: what the architecture usually has."
-    )
+    mlp_size: SizeInt | None = key(None, "Size between the matrices of the MLP. Null: usual for the architecture.")
     sequence_length: SizeInt = key(..., "Tokens per sample.")
     dropout: CountFloat = key(0.0, "Probability that an activation is dropped.", lt=1)
     tie_embeddings: bool | None = key(None, "Use the embedding as the output matrix. Null: gpt does, llama does not.")
@@ -49,16 +47,10 @@ class ModelShape(Section):
 class HuggingFace(Section):
     """A causal language model of transformers to train, in place of one of model's."""
 
-    path: str = key(
-        ..., "Local folder with config.json, and with safetensors where the model is to be trained further."
-    )
-    weights: bool | None = key(
-        None, "Start from the folder's weights. Null: if it has any. False: from initial values."
-    )
+    path: str = key(..., "Local folder with config.json, and with safetensors to continue from.")
+    weights: bool | None = key(None, "Start from the folder's weights. Null: if it has any.")
     sequence_length: PositiveInt = key(..., "Tokens per sample; at most what the model has positions for.")
-    attention: str | None = key(
-        None, "transformers' name of how attention is computed, such as eager or sdpa. Null: its choice."
-    )
+    attention: str | None = key(None, "Implementation of attention in transformers, such as sdpa. Null: its choice.")
 
 
 class Lora(Section):
@@ -68,7 +60,7 @@ class Lora(Section):
     lora_alpha: PositiveInt = key(8, "Adapters are multiplied by lora_alpha / r.")
     lora_dropout: CountFloat = key(0.0, "Probability that an input of an adapter is dropped.", lt=1)
     target_modules: Names | None = key(
-        None, "Modules with adapters: ends of their names, or all-linear. Null: what PEFT has for the model."
+        None, "Ends of names of modules with adapters, or all-linear. Null: PEFT's choice."
     )
     modules_to_save: Names | None = key(None, "Modules that are trained whole, and saved with adapters.")
     bias: Literal["none", "all", "lora_only"] = key("none", "Which biases are trained.")
@@ -117,35 +109,19 @@ class TextData(Section):
         '..., "weight": ...}.',
     )
     validation: Names | None = key(None, "The same, held out. Null: a share of what is trained on is.")
-    validation_fraction: CountFloat = key(
-        0.02, "Share of the training text that is held out where validation is null.", lt=1
-    )
+    validation_fraction: CountFloat = key(0.02, "Share of the text that is held out where validation is null.", lt=1)
     suffixes: Names = key((), "Ends of the names of files to use in folders. Empty: all files.")
-    format: Literal["text", "response", "chat"] | None = key(
-        None, "What records are. Null: as the keys of the first record of a source say."
-    )
+    format: Literal["text", "response", "chat"] | None = key(None, "Kind of records. Null: by the first record.")
     text_key: str = key("text", "Key of a record's text.")
     prompt_key: str = key("prompt", "Key of a record's prompt.")
     response_key: str | None = key(None, 'Key of a record\'s response to the prompt. Null: "response" or "completion".')
     messages_key: str = key("messages", "Key of a record's list of messages, each with role and content.")
-    too_long: Literal["error", "truncate", "drop"] = key(
-        "error", "What happens to prompts with responses, and chats, that are longer than a sample."
-    )
-    packing: Literal["pack", "pad"] = key(
-        "pack", "Whether as many whole records as fit make a sample, or one with padding does."
-    )
-    document_attention: bool | None = key(
-        None, "Tokens see those of their own document only. Null: where records are packed."
-    )
-    vocabulary_size: Int = key(
-        4096,
-        "Entries of the tokenizer that is trained; the default is less where the text is too short for it.",
-        ge=257,
-    )
+    too_long: Literal["error", "truncate", "drop"] = key("error", "Treatment of records longer than a sample.")
+    packing: Literal["pack", "pad"] = key("pack", "Fill a sample with whole records, or with one and padding.")
+    document_attention: bool | None = key(None, "Attend within documents only. Null: where records are packed.")
+    vocabulary_size: Int = key(4096, "Entries of the trained tokenizer; fewer by default for a short text.", ge=257)
     tokenizer: str | None = key(
-        None,
-        "A ready tokenizer: a JSON file of tokenizers, or a folder of transformers. Null: one is trained on the "
-        "training text.",
+        None, "JSON file of tokenizers, or folder of transformers. Null: a tokenizer is trained."
     )
     workers: PositiveInt | None = key(None, "Processes that turn text into tokens. Null: as many as there are cores.")
 
@@ -187,8 +163,7 @@ class RunSettings(Section):
     save_every: CountInt = key(0, "Steps between checkpoints; 0: only at the end.")
     resume: bool | Literal["auto"] = key(
         False,
-        "Continue from the last checkpoint in output. auto: where there is one; so it is also under a launcher that "
-        "restarts ranks.",
+        "Continue from the last checkpoint in output. auto: if there is one, as under a launcher that restarts ranks.",
     )
     ranks: PositiveInt = key(1, "Processes to start; ignored where a launcher has started the ranks.")
     threads: PositiveInt | None = key(None, "Threads per rank. Null: the cores shared out evenly.")

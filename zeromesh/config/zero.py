@@ -14,13 +14,11 @@ class OffloadOptimizer(Section):
     """The memory tier of the optimizer's state."""
 
     device: Device = key(
-        "none", "Where the optimizer's state rests. cpu and nvme: the host updates, and has the gradients, too."
+        "none", "Tier of the optimizer's state. cpu, nvme: the host has the gradients, too, and updates."
     )
     nvme_path: str | None = key(None, "Folder on the NVMe device, in which each rank has a file.")
     buffer_count: CountInt = key(
-        4,
-        "Units of which what rests on NVMe is in host memory at a time: one is updated while others come and go. 1: "
-        "they take turns.",
+        4, "Units in host memory at a time: one is updated while others are read and written. 1: one after the other."
     )
     pin_memory: bool = key(True, "Use page-locked host memory.")
     pipeline_read: bool = key(False, "Read the next tile while the current one is updated.")
@@ -28,19 +26,19 @@ class OffloadOptimizer(Section):
     fast_init: bool = key(False, "Faster first write to NVMe.")
     ratio: Fraction = key(
         1.0,
-        "Share of the optimizer's state that is offloaded, in whole units. What stays on the device is of the units "
-        "whose gradients come last.",
+        "Share of the optimizer's state that is offloaded, in whole units. Units whose gradients come last stay on "
+        "the device.",
     )
     update_during_backward: Fraction | None = key(
         None,
-        "Share of the offloaded state, in whole units, that the host updates while the backward still goes on: where "
-        "gradients come first. The host keeps a second copy of it, or the file does. Null: all, on an accelerator, if "
-        "that leaves half of the host's memory free, else nothing.",
+        "Share of the offloaded state, in whole units, that the host updates during the backward, where gradients "
+        "come first. It needs a second copy on the host or in the file. Null: all on an accelerator if half of the "
+        "host's memory stays free, else none.",
     )
     split_master: bool = key(
         False,
-        "Keep of offloaded fp32 masters only the half that their bf16 parameters, which must be offloaded, too, do "
-        "not have: 2 bytes instead of 4. Exact but for ties, which parameters round away from zero.",
+        "Keep only the lower half of offloaded fp32 masters, 2 bytes instead of 4; the upper half is the bf16 "
+        "parameter, which must be offloaded, too. Exact, except that parameters round ties away from zero.",
     )
     super_offload: bool = key(False, "As update_during_backward = 1.")
     cpuadam_cores_perc: Fraction = key(0.8, "Share of the cores that update on the host.")
@@ -50,13 +48,10 @@ class OffloadParam(Section):
     """The memory tier of sharded parameters."""
 
     device: Device = key("none", "Memory of the sharded parameters.")
-    nvme_path: str | None = key(
-        None, "Folder on the NVMe device, in which each rank has a file; it may be the optimizer's."
-    )
+    nvme_path: str | None = key(None, "Folder on the NVMe device, with a file per rank; it may be the optimizer's.")
     buffer_count: CountInt = key(
         5,
-        "Units of which a rank's part of the parameters is in host memory at a time: read ahead, or on the way back. "
-        "1: nothing is read ahead.",
+        "Units whose parameters are in host memory at a time, read ahead or on the way back. 1: nothing is read ahead.",
     )
     buffer_size: CountInt = key(100_000_000, "Size of one such buffer, in elements.")
     max_in_cpu: CountInt = key(1_000_000_000, "Elements that stay in host memory.")
@@ -89,20 +84,18 @@ class ZenFlow(Section):
 class ZeroOptimization(Section):
     """The states that are sharded over the data-parallel ranks, and their memory tiers."""
 
-    stage: CountInt = key(
-        0, "What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.", le=3
-    )
+    stage: CountInt = key(0, "Sharded states: 0 none, 1 optimizer state, 2 also gradients, 3 also parameters.", le=3)
     mics_shard_size: Int = key(
         -1,
-        "Ranks in one shard group (MiCS); the groups replicate each other. -1 or 0: all ranks are one group. The same "
-        "as mesh.data with mesh.replicate filling what is left.",
+        "Ranks in one shard group (MiCS); the groups replicate each other. -1, 0: all ranks are one group. Same as "
+        "mesh.data.",
         ge=-1,
     )
     mics_hierarchical_params_gather: bool = key(False, "Gather in two steps, inside nodes first.")
     zero_hpz_partition_size: CountInt = key(
         1,
-        "Ranks in one shard group (hpZ); the groups replicate each other. 0 or 1: all ranks are one group. Here all "
-        "three states are sharded inside the group, as with mics_shard_size.",
+        "Ranks in one shard group (hpZ); the groups replicate each other. 0, 1: all ranks are one group. All three "
+        "states are sharded inside the group.",
     )
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None

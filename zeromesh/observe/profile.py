@@ -145,7 +145,8 @@ class Profile:
             yield from (self._module_line(name, each, f"depth {depth}: ") for name in ranked[: self._plan.top])
         if self._plan.detailed:
             yield "  all modules"
-            yield from (self._module_line(n, each, "") for n, _ in self._model.named_modules() if _is_in(n, levels))
+            shown = {name for names in levels.values() for name in names}
+            yield from (self._module_line(n, each, "") for n, _ in self._model.named_modules() if n in shown)
 
     def _inside(self, name: str) -> int:
         """Operations inside of a module; one that is not called itself, such as a list, has those of its children."""
@@ -161,10 +162,6 @@ class Profile:
         size = scaled_text(sum(p.numel() for p in module.parameters()))
         label = f"{before}{name or '(model)'} ({type(module).__name__})"
         return f"    {label:<56}{size:>10} parameters  {_flops(count):>12}  {share:>6.1%}"
-
-
-def _is_in(name: str, levels: dict[int, list[str]]) -> bool:
-    return any(name in names for names in levels.values())
 
 
 def _flops(count: float) -> str:

@@ -16,9 +16,8 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from zeromesh.observe.metrics import read_metrics
-from zeromesh.observe.metrics import loss_picture
 from zeromesh.observe.machine import peak_bytes
+from zeromesh.observe.metrics import loss_picture, read_metrics
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 from zeromesh.train.check import Job
 from zeromesh.train.data.store import PreparedData
