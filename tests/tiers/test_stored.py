@@ -201,7 +201,7 @@ def watch_reads(patch: pytest.MonkeyPatch) -> list[bool]:
     real = Stored._take
 
     def take(self: Stored, flat: Any, read: bool) -> Any:
-        seen.extend([flat in self._ahead] * read)
+        seen.extend([flat in self._reading] * read)
         return real(self, flat, read)
 
     patch.setattr(Stored, "_take", take)
@@ -219,9 +219,9 @@ def test_units_are_read_once_for_each_fetch_and_begun_before_they_are_needed(
     unit = (size - 32 * 480 * 2) / 6
 
     def read_so_far() -> int:
-        first = [flat.layout.segments[0].name for flat in stored._ahead]
+        first = [flat.layout.segments[0].name for flat in stored._reading]
         assert first == ["embed.weight", "blocks.0.up.weight"], "after an update the first units are read"
-        for _, pending in stored._ahead.values():
+        for _, pending in stored._reading.values():
             pending.wait()
         return stored.traffic().bytes_read
 
