@@ -264,7 +264,7 @@ def test_launch_shows_the_first_failure_and_nothing_else() -> None:
         "except RankFailure as error:\n"
         "    print(error.rank, error.summary, error, sep='\\n')\n"
     )
-    lines = run_command([sys.executable, "-c", code], PYTHONPATH=TEST_PATH).stdout.splitlines()
+    lines = run_command([sys.executable, "-c", code], timeout=180, PYTHONPATH=TEST_PATH).stdout.splitlines()
     summary = "LookupError: the key is not there"
     assert lines[:4] == ["1", summary, f"rank 1 failed first: {summary}", "Traceback (most recent call last):"]
     assert "in fail_on_one" in "".join(lines[4:])
