@@ -36,7 +36,6 @@ def wait_for_steps(run: RunFolder, process: subprocess.Popen[str], count: int) -
         time.sleep(0.05)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "prefix",
     [["train"], pytest.param(["launch", "--nproc", "2", "-m", "zeromesh.cli.main", "train"], marks=pytest.mark.full)],
