@@ -1,7 +1,7 @@
 """The five steps of ``initialize``: read the configuration, plan, prepare, place, wrap.
 
 Each step takes the frozen results of those before (``plan.py``). Until ``place_model`` the model is as it was, so an
-error of an earlier step leaves it usable. A step that can fail on one rank alone tells all ranks (``together``) before
+error of an earlier step leaves it usable. A step that can fail on one rank alone tells all ranks (``agree_run``) before
 the next collective. Power users may write their own ``initialize`` from the same functions.
 """
 
