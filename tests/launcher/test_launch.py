@@ -90,6 +90,13 @@ sys.stdout = io.StringIO()  # as a notebook's stream, which is not the process's
 zeromesh.launch(work, 2, float)
 shown, sys.stdout = sys.stdout.getvalue(), sys.__stdout__
 print(sorted(shown.splitlines()))
+zeromesh.initialize(model=Net(2, 2), config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+try:
+    zeromesh.launch(work, 2, float)
+except RuntimeError as error:
+    print(error)
+dist.destroy_process_group()
+print(zeromesh.launch(work, 2, float))
 torch.cuda.is_initialized = lambda: True
 try:
     zeromesh.launch(work, 2, float)
@@ -105,10 +112,14 @@ def test_functions_of_a_notebook_are_forked_with_all_that_it_has() -> None:
     assert lines[2] == "[(10.0, torch.Size([2, 2])), (10.0, torch.Size([2, 2]))]"
     assert lines[3] == "ValueError: 5"
     assert lines[4] == "['[0] of 2', '[1] of 2']"
-    assert lines[5].startswith("this notebook has initialised CUDA")
+    refused = next(number for number, line in enumerate(lines) if line.startswith("this notebook has a process group"))
+    assert sorted(lines[refused + 1 :][:2]) == ["[1] of 2", "of 2"], lines
+    assert lines[refused + 3] == "[(2.0, torch.Size([2, 2])), (2.0, torch.Size([2, 2]))]"
+    assert lines[refused + 4].startswith("this notebook has initialised CUDA")
 
 
-def test_what_cannot_be_sent_is_refused_at_once() -> None:
+def test_what_cannot_be_sent_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeromesh.launcher.launch._is_interactive", lambda: False)  # workers of xdist are no scripts
     handlers = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="cannot be sent to the ranks .* at the top level"):
         zeromesh.launch(lambda: None, 2)

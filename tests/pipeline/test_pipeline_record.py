@@ -178,7 +178,7 @@ def sent_and_kept() -> tuple[int, int]:
     finish, send = messages.finish, messages.send
 
     def look() -> None:
-        kept.extend(one for sent in messages._sending for one in sent if not one._done)
+        kept.extend(one for sent in messages._sending for one in sent if not one.done)
         finish()
 
     def counted(*args: Any) -> Any:

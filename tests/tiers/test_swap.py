@@ -138,7 +138,7 @@ def test_what_cannot_rest_there_is_refused_before_the_start(tmp_path: Path) -> N
         start_nvme(tmp_path, optimizer=adam)
     with pytest.raises(ValueError, match="nvme_path is missing; set it to a folder"):
         start({"stage": 3, "offload_optimizer": {"device": "nvme"}})
-    with pytest.raises(ValueError, match="aio.block_size is 1000, .* multiple of 4096"):
+    with pytest.raises(ValueError, match="aio.block_size = 1000: .* multiple of 4096"):
         start_nvme(tmp_path, aio={"block_size": 1000})
     with pytest.raises(OSError, match="missing"):
         start_nvme(tmp_path / "missing")

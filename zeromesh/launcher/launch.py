@@ -30,8 +30,8 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
 
     From a script, each rank is a new Python process that imports the script: the function must be importable, or at
     the top level of the script, and the call under ``if __name__ == "__main__":``. From a notebook or a prompt, each
-    rank is a fork that has everything the notebook has. CUDA must not have been initialised there, and a rank computes
-    on the CPU with one thread, as OpenMP's others do not survive a fork.
+    rank is a fork that has everything the notebook has. Neither CUDA nor a process group may have been initialised
+    there, and a rank computes on the CPU with one thread, as OpenMP's others do not survive a fork.
 
     Where a launcher has started this process as one of several ranks already, it just calls the function; so it does
     where one rank is asked for.
@@ -49,7 +49,8 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
         ValueError: if ``ranks`` is below 1, the variables of a launcher are wrong, or the function or an argument
             cannot be sent to another process.
         RankFailure: if a rank raised or died; it shows the first failure, and the other ranks have been ended.
-        RuntimeError: if a rank that imports the script comes upon this call again, or a notebook has initialised CUDA.
+        RuntimeError: if a rank that imports the script comes upon this call again, or a notebook has initialised CUDA
+            or a process group.
         KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -70,7 +71,7 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
 
     forks = _is_interactive()
     if forks:
-        _require_no_cuda()
+        _require_forkable()
     call = (function, args) if forks else _pickled(function, args)
     plan = LaunchPlan(ranks, variables=threads(ranks), start_method="fork" if forks else "spawn")
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as name:
@@ -84,13 +85,22 @@ def _is_interactive() -> bool:
     return getattr(main, "__spec__", None) is None and not os.path.isfile(getattr(main, "__file__", None) or "")
 
 
-def _require_no_cuda() -> None:
-    """Raise RuntimeError if this process has initialised CUDA, which forks cannot use then."""
+def _require_forkable() -> None:
+    """Raise RuntimeError if this process has state that forks cannot use: CUDA, or a process group with its threads."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if torch is None:
+        return
+    if torch.cuda.is_initialized():
         raise RuntimeError(
             "this notebook has initialised CUDA, which processes that are forked from it cannot use; restart its "
             "kernel, and use the GPU only inside the function that is passed to zeromesh.launch"
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # A fork inherits the group without its threads, and would wait for ever in its first collective.
+        raise RuntimeError(
+            "this notebook has a process group, which zeromesh.initialize has started, for example; ranks that are "
+            "forked from it cannot use it: call torch.distributed.destroy_process_group() first, or train inside the "
+            "function that is passed to zeromesh.launch"
         )
 
 
