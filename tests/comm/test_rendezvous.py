@@ -87,7 +87,7 @@ def test_what_a_stranger_writes_to_the_rendezvous_of_several_nodes_is_not_unpick
             except RuntimeError:
                 break  # it has ended
             time.sleep(0.1)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=120)[0]
     finally:
         process.kill()
     assert process.returncode == 2, output

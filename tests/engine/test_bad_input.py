@@ -230,7 +230,7 @@ def test_what_is_compiled_around_sharded_units_is_refused(kind: str) -> None:
     ],
 )
 def test_what_is_compiled_elsewhere_trains_as_if_it_were_not(kind: str, row: int) -> None:
-    found, expected = (run_ranks(train_compiled, 2, name, row, timeout=60)[0] for name in (kind, "nothing"))
+    found, expected = (run_ranks(train_compiled, 2, name, row)[0] for name in (kind, "nothing"))
     assert_same(found, expected)
 
 

@@ -245,12 +245,12 @@ def trained_after_mistakes(row: int, users: bool, mesh: dict[str, int]) -> None:
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("row", "users"), [(0, False), (1, True), (3, False), (3, True)])
 def test_after_any_mistake_the_same_model_can_be_initialized(row: int, users: bool) -> None:
-    run_ranks(trained_after_mistakes, 2, row, users, {}, timeout=60)
+    run_ranks(trained_after_mistakes, 2, row, users, {})
 
 
 @pytest.mark.full
 def test_after_any_mistake_the_same_model_can_be_initialized_on_two_axes() -> None:
-    run_ranks(trained_after_mistakes, 4, 3, False, {"replicate": 2, "data": 2}, timeout=60)
+    run_ranks(trained_after_mistakes, 4, 3, False, {"replicate": 2, "data": 2})
 
 
 def failed_late(row: int) -> None:

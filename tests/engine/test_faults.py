@@ -82,7 +82,7 @@ def losses_of_a_short_pass() -> list[tuple[float, list[float]]]:
 
 def test_what_is_left_of_a_pass_is_divided_evenly_so_that_every_update_is_a_mean() -> None:
     """Five samples in updates of four: two are left over with one that is taken again, one for each rank."""
-    by_rank = run_ranks(losses_of_a_short_pass, 2, timeout=60)
+    by_rank = run_ranks(losses_of_a_short_pass, 2)
     assert [len(found) for found in by_rank] == [4, 4]  # two updates in each of two passes, on both ranks
     for steps in zip(*by_rank, strict=True):
         assert len({len(samples) for _, samples in steps}) == 1
@@ -135,5 +135,5 @@ def remedies_on_two_ranks() -> str:
 
 @pytest.mark.full
 def test_out_of_memory_on_several_ranks_advises_to_shard() -> None:
-    for notes in run_ranks(remedies_on_two_ranks, 2, timeout=60):
+    for notes in run_ranks(remedies_on_two_ranks, 2):
         assert '1. "zero_optimization": {"stage": 3} shards parameter and gradient and optimizer over 2 ranks' in notes

@@ -75,7 +75,7 @@ def plain(seed: int, ranks: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 12))])
 def test_with_slots_for_all_blocks_ranks_may_use_them_as_they_like(seed: int) -> None:
     expected = plain(seed, 2)
-    for found in run_ranks(train, 2, seed, BLOCKS, timeout=60):
+    for found in run_ranks(train, 2, seed, BLOCKS):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 

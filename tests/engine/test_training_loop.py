@@ -482,7 +482,7 @@ def model_output_in_a_forward(row: int) -> None:
 
 def test_outputs_of_hugging_face_models_among_the_inputs_stay_what_they_are() -> None:
     pytest.importorskip("transformers")
-    run_ranks(model_output_in_a_forward, 1, 3, timeout=60)
+    run_ranks(model_output_in_a_forward, 1, 3)
 
 
 class Frozen(nn.Module):

@@ -16,7 +16,7 @@ import zeromesh
 from harness import run_mpi_ranks, run_ranks
 from pairwise import pairwise
 
-LIMIT = 120
+LIMIT = 240
 STEPS = 2
 WIDTH, VOCABULARY, LENGTH, SAMPLES = 16, 48, 6, 4
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}}

@@ -15,7 +15,7 @@ from test_pipeline import ADAMW, CHUNKS, hugging_face
 from zeromesh.config.train import ModelShape
 from zeromesh.train.architectures.decoder import Decoder
 
-LIMIT = 120
+LIMIT = 240
 SAMPLES, MICROBATCHES, VOCABULARY = 2, 4, 48
 
 

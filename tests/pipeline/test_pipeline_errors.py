@@ -123,7 +123,7 @@ FAULTS = {
 @pytest.mark.some(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_told_on_all_ranks(fault: str) -> None:
-    for said in run_ranks(attempt, 2, fault, timeout=60):
+    for said in run_ranks(attempt, 2, fault):
         assert FAULTS[fault] in said
 
 

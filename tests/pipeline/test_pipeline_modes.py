@@ -213,7 +213,7 @@ def test_what_changes_with_each_forward_is_the_same_with_a_stage_per_rank_and_re
     with pytest.raises(
         RankFailure, match="the model's forward changes first.weight each time, outside of the pipeline"
     ):
-        run_ranks(decaying_twice, 2, timeout=60)
+        run_ranks(decaying_twice, 2)
 
 
 def decaying_twice() -> None:

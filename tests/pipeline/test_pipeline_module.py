@@ -30,7 +30,7 @@ from zeromesh.shard import deferred
 from zeromesh.training_data import Position
 from zeromesh.weight_files import FileTensor
 
-LIMIT = 120
+LIMIT = 240
 STEPS = 2
 WIDTH, WORDS, LENGTH, SAMPLES = 16, 40, 6, 4
 

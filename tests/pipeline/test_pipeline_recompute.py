@@ -13,7 +13,7 @@ import zeromesh
 from harness import run_ranks
 from test_pipeline import CHUNKS, STEPS, cross_entropy, train
 
-LIMIT = 120
+LIMIT = 240
 MICROBATCHES = 8
 
 

@@ -196,7 +196,7 @@ class Pool:
         world_size: int,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        timeout: float = 60,
+        timeout: float = 180,
         grace: float = 0.5,
         variables: Sequence[Mapping[str, str]] | None = None,
     ) -> list[Outcome]:
@@ -373,7 +373,7 @@ def close_pools() -> None:
         pool.close()
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180, **kwargs: Any) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on every rank; what each returned, by rank.
 
     Raises:
@@ -383,7 +383,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     return _values(fn, session_pool().run(fn, world_size, args, kwargs, timeout))
 
 
-def run_mpi_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
+def run_mpi_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180, **kwargs: Any
+) -> list[Any]:
     """As ``run_ranks``, on ranks that ``mpiexec`` started, in a process group of the backend mpi."""
     __tracebackhide__ = True
     return _values(fn, mpi_pool(world_size).run(fn, world_size, args, kwargs, timeout))
@@ -408,7 +410,7 @@ def spawn_ranks(
 
 
 def run_command(
-    command: Sequence[str | Path], timeout: float = 60, cwd: Path | None = None, **variables: str
+    command: Sequence[str | Path], timeout: float = 180, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command line with ``variables`` added to the environment, stdout and stderr as one text.
 

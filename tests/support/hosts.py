@@ -138,7 +138,7 @@ class Hosts:
         self,
         fn: Callable[..., Any],
         *args: Any,
-        timeout: float = 60,
+        timeout: float = 180,
         environment: Mapping[int, Mapping[str, str]] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
@@ -162,14 +162,14 @@ class Hosts:
         return [outcome.value for outcome in outcomes]
 
     def command(
-        self, host: int, command: Sequence[str | Path], timeout: float = 60, **variables: str
+        self, host: int, command: Sequence[str | Path], timeout: float = 180, **variables: str
     ) -> CompletedProcess[str]:
         """``harness.run_command`` on a host."""
         found = self.variables(host) | variables
         return run_command([*self._network.prefix(host), *command], timeout, **found)
 
     def commands(
-        self, commands: Mapping[int, Sequence[str | Path]], timeout: float = 60, **variables: str
+        self, commands: Mapping[int, Sequence[str | Path]], timeout: float = 180, **variables: str
     ) -> dict[int, CompletedProcess[str]]:
         """One command on each of several hosts at the same time; what became of them, by host."""
         with ThreadPoolExecutor(len(commands)) as threads:

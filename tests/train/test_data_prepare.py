@@ -165,13 +165,13 @@ def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.full
 def test_killing_the_process_that_prepares_ends_the_others(preparing: subprocess.Popen[str]) -> None:
     preparing.kill()
-    preparing.communicate(timeout=60)  # the others hold the pipe, too
+    preparing.communicate(timeout=120)  # the others hold the pipe, too
 
 
 @pytest.mark.full
 def test_ctrl_c_ends_all_processes_and_leaves_nothing(preparing: subprocess.Popen[str], tmp_path: Path) -> None:
     os.killpg(preparing.pid, signal.SIGINT)  # as a terminal does, to all of them
-    _, error = preparing.communicate(timeout=60)
+    _, error = preparing.communicate(timeout=120)
     assert preparing.returncode != 0
     assert error.count("Traceback") == 1
     assert error.rstrip().endswith("KeyboardInterrupt")

@@ -57,7 +57,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(prefix: list[str], corpus: Pat
         saved = run.last_checkpoint
         wait_for_steps(run, process, steps_so_far(run) + 2)
         process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=120)[0]
     finally:
         process.kill()
     assert process.returncode == 75, output
