@@ -14,8 +14,8 @@ from torch.optim.sgd import sgd
 
 from zeromesh.kernels.rules import Group
 
+# Elements of one sum. Torch adds so few on one thread, so that the result does not depend on how many there are.
 _SUMMED = 16384
-"""Elements of one sum. Torch adds so few on one thread, so that the result does not depend on how many there are."""
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 _INTERFACE = 4
 
+# The codes of dtypes; 0 is no tensor.
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""The codes of dtypes; 0 is no tensor."""
 
 
 class RuleRow(ctypes.Structure):
@@ -34,30 +34,21 @@ class RuleRow(ctypes.Structure):
     ]
 
 
+# `struct piece`: gradient, parameter, three read, three written, two remainders, elements; dtypes, row, unused.
 PIECE = "@11q4i"
-"""``struct piece``: gradient, parameter, three read, three written, two remainders, elements; dtypes, row, unused."""
 
 PIECE_BYTES = 104
 
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded library.
+    """The loaded library."""
 
-    Attributes:
-        handle: what ctypes calls. It holds no lock of Python's meanwhile.
-        sets: instruction sets that this processor has, by name, the best one first.
-    """
-
-    handle: ctypes.CDLL
-    sets: dict[str, int]
+    handle: ctypes.CDLL  # what ctypes calls. It holds no lock of Python's meanwhile
+    sets: dict[str, int]  # instruction sets that this processor has, by name, the best one first
 
     def choose(self, name: str | None) -> int:
-        """The number of an instruction set; of the best one for None.
-
-        Raises:
-            ValueError: this processor does not have it.
-        """
+        """The number of an instruction set; of the best one for None."""
         if name is None:
             return next(iter(self.sets.values()))
         if name not in self.sets:
@@ -86,11 +77,7 @@ def examine() -> tuple[str, str]:
 
 
 def _load() -> Library:
-    """The library beside this file.
-
-    Raises:
-        OSError: there is none that fits, with the reason and a remedy.
-    """
+    """The library beside this file."""
     path = next((path for suffix in EXTENSION_SUFFIXES if (path := FOLDER / f"_native{suffix}").exists()), None)
     if path is None:
         raise OSError(
@@ -126,11 +113,7 @@ def _declare(handle: ctypes.CDLL) -> None:
 
 
 def threads_of(threads: int | None) -> int:
-    """Return the number of threads to use: as given, else as many as torch uses.
-
-    Raises:
-        ValueError: there would be none.
-    """
+    """Return the number of threads to use: as given, else as many as torch uses."""
     if threads is None:
         return torch.get_num_threads()
     if threads < 1:
@@ -139,11 +122,7 @@ def threads_of(threads: int | None) -> int:
 
 
 def check(name: str, tensor: torch.Tensor, elements: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuse a tensor that is not 1-D, contiguous, of so many elements, of these dtypes and on the CPU.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Refuse a tensor that is not 1-D, contiguous, of so many elements, of these dtypes and on the CPU."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"the {name} is {tensor.dtype}, and the kernel takes {wanted}; use torch's own update")

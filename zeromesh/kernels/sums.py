@@ -11,12 +11,11 @@ from zeromesh.kernels import fallback
 from zeromesh.kernels.native import TYPES, check, library, threads_of
 from zeromesh.kernels.update import UpdatePiece, UpdateStep, update
 
-_SUMMED = 65536
-"""Elements of one sum, and bytes of one checksum: ``BLOCK`` and ``BYTES`` in native.c."""
+_SUMMED = 65536  # elements of one sum, and bytes of one checksum: `BLOCK` and `BYTES` in native.c
 _CHECKED = 1 << 20
 
+# Settings of SGD with which a step adds the gradient.
 _ADD = UpdateStep("sgd", {"lr": -1.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}, 1)
-"""Settings of SGD with which a step adds the gradient."""
 
 
 def sum_of_squares(tensor: torch.Tensor, threads: int | None = None, instructions: str | None = None) -> float:
@@ -37,11 +36,7 @@ def sum_of_squares(tensor: torch.Tensor, threads: int | None = None, instruction
 
 
 def accumulate(target: torch.Tensor, source: torch.Tensor, threads: int | None = None) -> None:
-    """Add to ``target`` (fp32) what is in ``source`` (fp32, bf16 or fp16): 1-D contiguous tensors on the CPU.
-
-    Raises:
-        ValueError: they are other tensors.
-    """
+    """Add to ``target`` (fp32) what is in ``source`` (fp32, bf16 or fp16): 1-D contiguous tensors on the CPU."""
     update([UpdatePiece(_ADD, source, target, ())], threads=threads)
 
 

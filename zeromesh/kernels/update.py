@@ -21,8 +21,8 @@ from zeromesh.kernels import fallback, halves
 from zeromesh.kernels.native import PIECE, PIECE_BYTES, TYPES, RuleRow, check, library, threads_of
 from zeromesh.kernels.rules import RULES, Group
 
+# From so many elements on, results that go elsewhere are written past the caches, which could not keep them.
 STREAMED = 1 << 20
-"""From so many elements on, results that go elsewhere are written past the caches, which could not keep them."""
 
 
 @dataclass(frozen=True)

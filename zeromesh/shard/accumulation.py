@@ -21,15 +21,10 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True)
 class LossFactors:
-    """The factors that a loss already carries when its backward begins.
+    """The factors that a loss already carries when its backward begins."""
 
-    Attributes:
-        scale: loss scale that it was multiplied by.
-        steps: accumulation steps that it was divided by.
-    """
-
-    scale: float = 1.0
-    steps: int = 1
+    scale: float = 1.0  # loss scale that it was multiplied by
+    steps: int = 1  # accumulation steps that it was divided by
 
 
 class _Record:
@@ -63,32 +58,18 @@ _record = _Record()
 
 
 class Accumulation:
-    """Counts micro-batches, and knows which of them is the last one before an update.
-
-    Args:
-        steps: micro-batches per update.
-        scaler: of the loss in fp16; None where the loss is not scaled.
-
-    Attributes:
-        boundary: whether the current micro-batch is the last one, if the user said so; None: it is counted.
-        syncs: False inside ``no_sync``.
-        counted: micro-batches since the last update for which ``step`` was called.
-        unsynced: backwards in ``no_sync`` since then; each is a micro-batch of its own.
-        synced: whether there was any other backward; all of them until ``step`` are one micro-batch.
-        running: whether a backward is running.
-        losses: of the micro-batches since the last update, detached; float64, 0-dim.
-        inputs: checksums of the inputs since then.
-    """
+    """Counts micro-batches, and knows which of them is the last one before an update."""
 
     def __init__(self, steps: int, scaler: Scaler | None = None) -> None:
-        self.steps = steps
-        self.scaler = scaler
+        self.steps = steps  # micro-batches per update
+        self.scaler = scaler  # of the loss in fp16; None where the loss is not scaled
+        # Whether the current micro-batch is the last one, if the user said so; None: it is counted.
         self.boundary: bool | None = None
-        self.syncs = True
+        self.syncs = True  # False inside `no_sync`
         self.counted, self.unsynced, self.synced = 0, 0, False
-        self.running = False
-        self.losses: list[torch.Tensor] = []
-        self.inputs: list[torch.Tensor] = []
+        self.running = False  # whether a backward is running
+        self.losses: list[torch.Tensor] = []  # of the micro-batches since the last update, detached; float64, 0-dim
+        self.inputs: list[torch.Tensor] = []  # checksums of the inputs since then
 
     @property
     def waits(self) -> bool:
@@ -145,7 +126,7 @@ class Accumulation:
     def note(self) -> None:
         """A backward has left its gradients."""
         if self.syncs:
-            self.synced = True
+            self.synced = True  # whether there was any other backward; all of them until `step` are one micro-batch
         else:
             self.unsynced += 1
 
@@ -205,13 +186,7 @@ class Accumulation:
             yield
 
     def missing_factor(self) -> float:
-        """Return the factor that gradients of a backward lack which this engine did not start.
-
-        DeepSpeed divides by the accumulation steps there, too.
-
-        Raises:
-            RuntimeError: the loss was to be scaled, and was not.
-        """
+        """Return the factor that gradients of a backward lack which this engine did not start."""
         applied = _record.find()  # None: the backward is of a loss that no engine has scaled
         if self.scaler is not None and applied is None:
             raise RuntimeError(

@@ -18,48 +18,32 @@ from zeromesh.shard.swap import unpacked_bytes
 
 NEXT = "next copies of optimizer states"
 
-PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)
-"""Uses of host memory."""
+PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)  # uses of host memory
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Memory budget of one rank off the device.
+    """Memory budget of one rank off the device."""
 
-    Attributes:
-        files: flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
-        packed: those of which they rest on the host, in fewer bytes.
-        form: in which both rest, but for the number of states.
-        stored: those whose parameters do.
-        parameter, gradient, master: bytes in host memory.
-        per_state: further ones for each state, like the parameter, that the optimizer has.
-        early: flat buffers whose update may begin during the backward, with the dtypes of the masters; those whose
-            gradients come first are the first.
-    """
-
+    # Flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
     files: dict[Flat, torch.dtype] = field(default_factory=dict)
-    parameter: int = 0
+    parameter: int = 0  # bytes in host memory
     gradient: int = 0
     master: int = 0
-    per_state: int = 0
+    per_state: int = 0  # further ones for each state, like the parameter, that the optimizer has
+    # Flat buffers whose update may begin during the backward, with the dtypes of the masters; those whose gradients
+    # come first are the first.
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
-    stored: Sequence[Flat] = ()
+    stored: Sequence[Flat] = ()  # those whose parameters do
+    # Those of which they rest on the host, in fewer bytes.
     packed: dict[Flat, torch.dtype] = field(default_factory=dict)
-    form: StateForm = field(default_factory=StateForm)
+    form: StateForm = field(default_factory=StateForm)  # in which both rest, but for the number of states
 
     @classmethod
     def of(
         cls, flats: Sequence[Flat], row: PlacementRow, mixed: bool, gradient: int, early: Sequence[Flat] = ()
     ) -> MemoryBudget:
-        """Return the budget of flat buffers that are laid out.
-
-        Args:
-            flats: all.
-            row: where they are.
-            mixed: whether 16-bit parameters have fp32 masters.
-            gradient: bytes.
-            early: those whose update may begin during the backward.
-        """
+        """Return the budget of flat buffers that are laid out."""
         files, packed, parameter, master, per_state = {}, {}, 0, 0, 0
         form = StateForm(split=row.split)
         for flat in flats:
@@ -96,13 +80,7 @@ class MemoryBudget:
         return found
 
     def host(self, states: int, buffers: int = 0, early: Sequence[Flat] = ()) -> dict[str, int]:
-        """Bytes in host memory by what they are for.
-
-        Args:
-            states: of the optimizer, that are like the parameter.
-            buffers: bytes, of files.
-            early: what is updated during the backward.
-        """
+        """Bytes in host memory by what they are for."""
         copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in early)
         rows = self.rows(states)
         rest = self.master + states * self.per_state + (0 if self.files else sum(of.nbytes for of in rows))
@@ -110,18 +88,12 @@ class MemoryBudget:
         return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
 
 
+# Called by all ranks before anything is placed: checks the budget and opens the files, if any are needed.
 Prepare = Callable[[MemoryBudget], Tiers]
-"""Called by all ranks before anything is placed: checks the budget and opens the files, if any are needed."""
 
 
 def require_host_memory(parts: dict[str, int], available: int, limit: int | None) -> None:
-    """Raise ValueError if what all ranks of a node keep in host memory is more than there is, or may be.
-
-    Args:
-        parts: bytes by what they are for, of all ranks of the node.
-        available: bytes that are free, or become so when the model's parameters move to their places.
-        limit: bytes that the configuration allows; None for all that are available.
-    """
+    """Raise ValueError if what all ranks of a node keep in host memory is more than there is, or may be."""
     total, most = sum(parts.values()), available if limit is None else min(limit, available)
     if total <= most:
         return

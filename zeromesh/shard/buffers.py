@@ -11,20 +11,15 @@ from torch import nn
 
 from zeromesh.comm.mesh import Mesh
 
+# All dtypes, in an order that is the same on all ranks.
 DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
-"""All dtypes, in an order that is the same on all ranks."""
 MOST_DIMENSIONS = 64
 
-Form = tuple[torch.dtype, torch.Size] | None
-"""Shape and dtype of a buffer; None where there is none."""
+Form = tuple[torch.dtype, torch.Size] | None  # shape and dtype of a buffer; None where there is none
 
 
 class ModelBuffers:
-    """Notices which buffers changed and gives every rank the first rank's values, as DistributedDataParallel does.
-
-    Which places for buffers a model has is settled here. What is in them may become another tensor, or None.
-    Buffers that are registered later stay each rank's own.
-    """
+    """Notices which buffers changed and gives every rank the first rank's values, as DistributedDataParallel does."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model = model
@@ -47,10 +42,7 @@ class ModelBuffers:
         ]
 
     def changed(self) -> list[bool]:
-        """Return notes for ``share`` on changes of this rank's buffers since the last one; of constant length.
-
-        For each place, whether the values in it may be others; then for each, whether its dtype or shape are others.
-        """
+        """Return notes for ``share`` on changes of this rank's buffers since the last one; of constant length."""
         seen = list(zip(self._look(), self._shared, strict=True))
         return [not now.same(then) for now, then in seen] + [now.form != then.form for now, then in seen]
 
@@ -113,18 +105,14 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A place at some time.
+    """A place at some time."""
 
-    Attributes:
-        buffer: which tensor it was. Its ``id`` would not do: that may be another one's once it is gone.
-        versions: of all the module's buffers. They go together: torch's batch normalisation counts batches in one, but
-            its kernels do not always mark the averages as changed. None for a tensor made in inference mode.
-        form: dtype and shape.
-    """
-
+    # Which tensor it was. Its `id` would not do: that may be another one's once it is gone.
     buffer: ref[torch.Tensor] | None
+    # Of all the module's buffers. They go together: torch's batch normalisation counts batches in one, but its kernels
+    # do not always mark the averages as changed. None for a tensor made in inference mode.
     versions: tuple[int | None, ...]
-    form: Form
+    form: Form  # dtype and shape
 
     @classmethod
     def of(cls, place: _Place) -> _Seen:

@@ -29,8 +29,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_map
 
-LARGE = 1 << 13
-"""Elements from which a tensor is deferred. Smaller ones are real, which is faster than to record them."""
+LARGE = 1 << 13  # elements from which a tensor is deferred. Smaller ones are real, which is faster than to record them.
 
 _MARK = "_zeromesh_tape"
 
@@ -74,8 +73,7 @@ class _Operation:
     reads: frozenset[int]
     writes: frozenset[int]
     random: torch.Tensor | None
-    source: Source | None = None
-    """Return the source of all values that are written."""
+    source: Source | None = None  # return the source of all values that are written
     number: int = field(default_factory=_NUMBERS.__next__)
 
 
@@ -250,10 +248,7 @@ def replayed(value: Any) -> Any:
 
 
 def read_from(tensor: torch.Tensor, source: Source) -> None:
-    """Let a tensor on the meta device have the values of a source, whatever it was to have before.
-
-    It is the whole of its storage, and in row-major order.
-    """
+    """Let a tensor on the meta device have the values of a source, whatever it was to have before."""
     view = _View.of(tensor)
     size = math.prod(view.size)
     assert tensor.is_contiguous()

@@ -12,8 +12,7 @@ from zeromesh.model.placement import Placement, PlacementRow
 from zeromesh.model.split import Held
 from zeromesh.shard.flat import Flat
 
-JOIN_TAG = 12
-"""Tag of whole parameters that are put together along the tensor axis."""
+JOIN_TAG = 12  # tag of whole parameters that are put together along the tensor axis
 
 
 def join(held: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -16,13 +16,11 @@ from zeromesh.model.tiled import Tile
 from zeromesh.shard.deferred import is_deferred
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Chain)
+# Modules that together hold less than the largest one by this factor cost more in messages than they save in memory.
+# Together, because they stay in memory with the root: each of a model's blocks may be small beside its embedding.
 SMALLEST_SHARE = 8
-"""Modules that together hold less than the largest one by this factor cost more in messages than they save in memory.
-
-Together, because they stay in memory with the root: each of a model's blocks may be small beside its embedding.
-"""
+# A unit that holds more than one in so many of the model's elements is cut further where it has blocks inside.
 LARGEST_SHARE = 4
-"""A unit that holds more than one in so many of the model's elements is cut further where it has blocks inside."""
 
 _PASS_PLAIN = "pass the plain one, and call engine.compile(), which compiles the forward of each unit"
 
@@ -236,12 +234,7 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def _check_aliases(model: nn.Module, ranges: Mapping[int, Sequence[tuple[int, int, str]]]) -> None:
-    """Refuse buffers in the memory of a trainable parameter, which they would no longer follow.
-
-    Args:
-        model: whose buffers.
-        ranges: by storage, first byte, last byte + 1 and name of each parameter in it.
-    """
+    """Refuse buffers in the memory of a trainable parameter, which they would no longer follow."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided or buffer.is_meta or not buffer.numel():

@@ -26,15 +26,14 @@ from zeromesh.shard.early import EarlyUpdates
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient, GradientArrival
 from zeromesh.shard.guard import HARMLESS, OWN_CLASS, change_class, changes_nothing
-from zeromesh.shard.norm import norm_of
 from zeromesh.shard.reducer import Reducer
+from zeromesh.shard.sums import norm_of
 
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
-PLAIN_DATA: Any = torch._C.TensorBase.data
-"""Autograd's own ``.grad`` and ``.data``."""
+PLAIN_DATA: Any = torch._C.TensorBase.data  # Autograd's own `.grad` and `.data`
 
+# Mesh axes along which a gradient is not final before the update, or is a part of the model's.
 SPREAD_AXES = ("replicate", "tensor", "pipeline")
-"""Mesh axes along which a gradient is not final before the update, or is a part of the model's."""
 
 
 class UnavailableGradient(torch.Tensor):
@@ -77,31 +76,22 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 
 
 class Grads:
-    """Answers for the ``.grad`` of the trainable parameters of one model.
-
-    Args:
-        flats: all flat buffers of the model.
-        names: fully qualified names by the parameters' ``id``.
-        reducer: has their gradients.
-        accumulation: of the micro-batches.
-        mesh: the ranks.
-        settle: drops what a backward has left that the user called and that raised.
-        early: updates that may have begun already.
-    """
+    """Answers for the ``.grad`` of the trainable parameters of one model."""
 
     def __init__(
         self, flats: Sequence[Flat], names: Mapping[int, str], reducer: Reducer, accumulation: Accumulation, mesh: Mesh,
         settle: Callable[[], None], early: EarlyUpdates,
     ) -> None:  # fmt: skip
+        # All flat buffers of the model.
         self._flats = {id(one): (flat, index) for flat in flats for index, one in enumerate(flat.parameters)}
         self._places = {key: (flat.gradient, index) for key, (flat, index) in self._flats.items() if flat.gradient}
         self._parameters = [p for flat in flats if flat.gradient is not None for p in flat.parameters]
-        self._names = names
-        self._reducer = reducer
-        self._accumulation = accumulation
+        self._names = names  # fully qualified names by the parameters' `id`
+        self._reducer = reducer  # has their gradients
+        self._accumulation = accumulation  # of the micro-batches
         self._mesh = mesh
-        self._settle = settle
-        self._early = early
+        self._settle = settle  # drops what a backward has left that the user called and that raised
+        self._early = early  # updates that may have begun already
         self._classes: dict[type, type[nn.Parameter]] = {}
 
     # Classes.
@@ -149,11 +139,7 @@ class Grads:
         return gradient.shard[gradient.part(index)].view(parameter.shape)
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Let the update use this gradient, the same on all ranks, in place of what there is; None drops that.
-
-        Raises:
-            RuntimeError: the value is not like the parameter, or cannot replace the gradient now.
-        """
+        """Let the update use this gradient, the same on all ranks, in place of what there is; None drops that."""
         if id(parameter) not in self._places or PLAIN_GRAD.__get__(parameter) is not None:
             PLAIN_GRAD.__set__(parameter, value)
             return
@@ -178,11 +164,7 @@ class Grads:
             self._accumulation.note()
 
     def clip(self, parameters: Sequence[torch.Tensor], limit: float, order: float) -> float:
-        """Scale the gradients of some parameters so that their norm is at most ``limit``. All ranks call it.
-
-        Returns:
-            The norm before.
-        """
+        """Scale the gradients of some parameters so that their norm is at most ``limit``. All ranks call it."""
         self._settle()
         self._early.spoil()
         self._reducer.complete()

@@ -32,8 +32,7 @@ _METHODS = (
 )  # fmt: skip
 
 
-OWN_CLASS = "_own_class"
-"""Attribute of a class that replaces a parameter's own: that class."""
+OWN_CLASS = "_own_class"  # attribute of a class that replaces a parameter's own: that class
 
 Saving = Callable[[], AbstractContextManager[None]]
 
@@ -46,12 +45,9 @@ def change_class(parameter: torch.Tensor, chosen: type) -> None:
 class Presence(Enum):
     """State of a unit's parameters for code that uses them."""
 
-    UNLOADED = "unloaded"
-    """They are not in memory, or perhaps not for long."""
-    LOADED = "loaded"
-    """They are in memory, as long as what computes with them now."""
-    GATHERED = "gathered"
-    """They are in memory as long as a context of the user's is active."""
+    UNLOADED = "unloaded"  # they are not in memory, or perhaps not for long
+    LOADED = "loaded"  # they are in memory, as long as what computes with them now
+    GATHERED = "gathered"  # they are in memory as long as a context of the user's is active
 
 
 def _harmless() -> frozenset[Any]:
@@ -85,10 +81,7 @@ def changes_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | 
 
 
 def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of ``torch.autograd.grad`` with edges of the graph in the place of parameters.
-
-    The gradient of a parameter does not depend on whether it is in memory.
-    """
+    """Return the arguments of ``torch.autograd.grad`` with edges of the graph in the place of parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         changed, named = list(args), dict(kwargs or {})
         inputs = changed.pop(1) if len(changed) > 1 else named.pop("inputs")
@@ -100,14 +93,7 @@ def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[l
 def unloaded_class(
     base: type[nn.Parameter], unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]
 ) -> type[nn.Parameter]:
-    """The class that the unit's parameters have while they are unloaded.
-
-    Args:
-        base: answers for their ``grad``.
-        unit: whose parameters they are.
-        names: fully qualified names by the parameters' ``id``.
-        touch: a method, called with the unit and the name before an operation; loads the unit or raises.
-    """
+    """The class that the unit's parameters have while they are unloaded."""
     # Weakly, as a graph refers to its leaves, and they to their class; see ``hooks``.
     label, weak_unit, weak_touch = str(unit), ref(unit), WeakMethod(touch)
 
@@ -145,15 +131,7 @@ def unloaded_class(
 
 
 def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Parameter]:
-    """The class that parameters have while a context has gathered them.
-
-    A graph that is made there may be needed when they are unloaded again. Autograd keeps a leaf as it is, so nobody
-    could see that its memory is still needed; with hooks for saved tensors around each operation it is fetched again.
-
-    Args:
-        base: answers for their ``grad``.
-        saving: a method that gives the context of these hooks.
-    """
+    """The class that parameters have while a context has gathered them."""
     weak_saving = WeakMethod(saving)
 
     class Gathered(base):  # type: ignore[valid-type,misc]
@@ -178,13 +156,7 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
 
 
 class Guard:
-    """Switches the class of a unit's parameters as they come and go; at first they are here.
-
-    Args:
-        unit: whose parameters they are.
-        unloaded: their class while they are unloaded.
-        gathered: their class while a context has gathered them.
-    """
+    """Switches the class of a unit's parameters as they come and go; at first they are here."""
 
     def __init__(self, unit: Unit, unloaded: type[nn.Parameter], gathered: type[nn.Parameter]) -> None:
         self._parameters = [parameter for flat in unit.flats for parameter in flat.parameters]

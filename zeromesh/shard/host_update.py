@@ -26,21 +26,11 @@ def pieces_on_host(flat: Flat, steps: HostUpdate | None) -> Iterator[tuple[int, 
 
 
 class HostUpdates:
-    """Updates masters on the host and writes the new parameters in the same pass.
-
-    Args:
-        store: has states that rest in files or in halves.
-        link: to the device.
-        pinned: whether host memory is page-locked.
-
-    Attributes:
-        nbytes: bytes that all updates so far have read and written.
-        seconds: time that they took.
-    """
+    """Updates masters on the host and writes the new parameters in the same pass."""
 
     def __init__(self, store: Tiers, link: Link, pinned: bool) -> None:
         self.nbytes, self.seconds = 0, 0.0
-        self._store = store
+        self._store = store  # has states that rest in files or in halves
         self._staging = Staging(link, pinned)
 
     def update(self, steps: HostUpdate, flat: Flat) -> None:

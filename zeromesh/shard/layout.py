@@ -15,8 +15,7 @@ import torch
 
 from zeromesh.model.split import Held, HeldBox
 
-ALIGNMENT = 64
-"""Bytes. The widest vector registers and a cache line; CUDA's matrix kernels need 16."""
+ALIGNMENT = 64  # bytes. The widest vector registers and a cache line; CUDA's matrix kernels need 16.
 
 
 def round_up(value: int, multiple: int) -> int:

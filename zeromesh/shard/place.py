@@ -19,8 +19,8 @@ from zeromesh.shard.layout import Layout
 from zeromesh.shard.unit import Unit
 from zeromesh.tiers.link import Link
 
+# Contents of the messages with the tags of a flat buffer, for error texts.
 PURPOSES = ("parameters", "gradients", "summed gradients", "a whole tensor")
-"""Contents of the messages with the tags of a flat buffer, for error texts."""
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Kind = tuple[torch.dtype, bool, tuple[int, ...]]
@@ -81,17 +81,7 @@ def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
 def lay_out(
     units: Sequence[Unit], mesh: Mesh, sharding: Sharding, part: ModelPart
 ) -> list[tuple[Unit, list[Flat], PlacementRow]]:
-    """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet.
-
-    Args:
-        units: as from ``make_units``.
-        mesh: the ranks.
-        sharding: what is sharded, and the dtype to compute in.
-        part: the part of the model that this rank has.
-
-    Returns:
-        For ``place_units``: each unit with its flat buffers and its own row.
-    """
+    """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet."""
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
     rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], sharding.row)
     found: list[tuple[Unit, list[Flat], PlacementRow]] = []
@@ -107,7 +97,7 @@ def lay_out(
             if trainable:
                 place = unit.name or "(root)"
                 flat.gradient = Gradient(
-                    layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, row.gradient_tier
+                    layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, flat.is_first, row.gradient_tier
                 )
             flats.append(flat)
             for offset, purpose in enumerate(PURPOSES):
@@ -121,16 +111,7 @@ def place_units(
     laid_out: Sequence[tuple[Unit, list[Flat], PlacementRow]], mesh: Mesh, mixed: bool, materialise: Materialise | None,
     link: Link, store: Store,
 ) -> None:  # fmt: skip
-    """Give every unit its memory and values; only one parameter at a time is whole where they are sharded.
-
-    Args:
-        laid_out: as from ``lay_out``; the units are filled in place.
-        mesh: the ranks.
-        mixed: whether 16-bit parameters have fp32 masters.
-        materialise: called with each parameter's name and the parameter, before its value is used.
-        link: to the host, for what rests there.
-        store: has the states that rest off the device.
-    """
+    """Give every unit its memory and values; only one parameter at a time is whole where they are sharded."""
     for unit, flats, row in laid_out:
         unit.place(flats, row, mesh, mixed, materialise, link, store)
 

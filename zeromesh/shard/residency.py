@@ -16,29 +16,18 @@ from zeromesh.shard.unit import State, Unit
 
 
 class Residency:
-    """Loads units into slots and evicts them.
-
-    Attributes:
-        unit_of: the unit that a storage belongs to, by the storage's address.
-
-    Args:
-        root: always in memory while the model computes; it has a slot of its own.
-        units: all others.
-        pool: their slots.
-        root_pool: the root's slot.
-        on_change: called with a unit and whether its parameters may be used from now on: they are in memory, and stay.
-        read_ahead: called with the units that will be fetched next, in order, where parameters are to be read before.
-    """
+    """Loads units into slots and evicts them."""
 
     def __init__(
         self, root: Unit, units: Sequence[Unit], pool: Pool, root_pool: Pool, mesh: Mesh,
         on_change: Callable[[Unit, bool], None], read_ahead: Callable[[Iterator[Unit]], None] | None = None,
     ) -> None:  # fmt: skip
+        # The unit that a storage belongs to, by the storage's address.
         self.unit_of = {unit.storage._cdata: unit for unit in (root, *units)}
-        self._root = root
-        self._units = {unit.index: unit for unit in units}
-        self._pool = pool
-        self._root_pool = root_pool
+        self._root = root  # always in memory while the model computes; it has a slot of its own
+        self._units = {unit.index: unit for unit in units}  # all others
+        self._pool = pool  # their slots
+        self._root_pool = root_pool  # the root's slot
         self._mesh = mesh
         self._active: list[Unit] = []
         self._backward: set[Unit] = set()
@@ -46,6 +35,7 @@ class Residency:
         self._node = -1
         self._plan: list[int] = []
         self._position = 0
+        # Called with a unit and whether its parameters may be used from now on: they are in memory, and stay.
         self._on_change = on_change
         self._read = read_ahead
 
@@ -83,13 +73,7 @@ class Residency:
                 break
 
     def enter_backward(self, unit: Unit, needed: bool = True, last: Collection[Unit] = ()) -> None:
-        """Let units go that were used after this one, as the gradient of its output arrived.
-
-        Args:
-            unit: whose backward begins.
-            needed: its backward looks at its parameters.
-            last: units that will probably not be used again before an update.
-        """
+        """Let units go that were used after this one, as the gradient of its output arrived."""
         # A gradient of an output arrives when every node that was created after it has run. Units inside of this one
         # stay all the same: their output may be its own.
         before, self._held = self._backward, set()
@@ -109,10 +93,7 @@ class Residency:
             self._pool.trim()
 
     def hold(self, unit: Unit, node: int) -> None:
-        """Node number ``node`` of the graph looks at a view of the unit's parameters, and maybe at other units'.
-
-        The unit stays until another node looks at any.
-        """
+        """Node number ``node`` of the graph looks at a view of the unit's parameters, and maybe at other units'."""
         if node != self._node:  # another node runs, so the one before has read its views
             self._node, self._held = node, set()
         self._held.add(unit)

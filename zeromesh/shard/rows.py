@@ -17,24 +17,17 @@ from zeromesh.kernels.update import Halves
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.layout import round_up
 
-RUN = 1 << 20
-"""Elements that are joined or split at a time, which bounds the temporaries."""
+RUN = 1 << 20  # elements that are joined or split at a time, which bounds the temporaries
 
-ALIGN = 64
-"""Bytes at a multiple of which a row begins."""
+ALIGN = 64  # bytes at a multiple of which a row begins
 
 
 @dataclass(frozen=True)
 class StateForm:
-    """Contents of a block.
+    """Contents of a block."""
 
-    Attributes:
-        states: number of optimizer states of the parameter's shape, beside the master.
-        split: whether masters are kept in halves.
-    """
-
-    states: int = 0
-    split: bool = False
+    states: int = 0  # number of optimizer states of the parameter's shape, beside the master
+    split: bool = False  # whether masters are kept in halves
 
     def of(self, flat: Flat, dtype: torch.dtype) -> StateForm:
         """Return the form of a flat buffer with a master of ``dtype``: only fp32 masters of bf16 parameters split."""
@@ -47,28 +40,18 @@ def _runs(elements: int) -> Iterator[slice]:
 
 
 class Rows:
-    """Places of the rows of one flat buffer in its block.
-
-    Args:
-        flat: the flat buffer.
-        dtype: of its master.
-        form: the contents, if the flat buffer can have them so.
-
-    Attributes:
-        form: the contents.
-        nbytes: size of the block.
-        unpacked_bytes: size of the joined master, where it is in halves.
-    """
+    """Places of the rows of one flat buffer in its block."""
 
     def __init__(self, flat: Flat, dtype: torch.dtype, form: StateForm) -> None:
         self.form = form = form.of(flat, dtype)
         self._flat = flat
         self._elements = elements = flat.own.stop - flat.own.start
         self._places: list[tuple[torch.dtype, int, int]] = []
-        self.nbytes = 0
+        self.nbytes = 0  # size of the block
         for kind in (torch.int16 if form.split else dtype, *[dtype] * form.states):
             self._places.append((kind, self.nbytes, self.nbytes + elements * kind.itemsize))
             self.nbytes += round_up(elements * kind.itemsize, ALIGN)
+        # Size of the joined master, where it is in halves.
         self.unpacked_bytes = elements * dtype.itemsize if form.split else 0
 
     def raw(self, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -76,11 +59,7 @@ class Rows:
         return [memory[start:stop].view(dtype) for dtype, start, stop in self._places]
 
     def unpack(self, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
-        """Return the master and the states, 1-D, in the master's dtype.
-
-        They are views of the block, but for a master in halves, which is joined in new memory; that is zeros unless the
-        contents of the block are ``known``.
-        """
+        """Return the master and the states, 1-D, in the master's dtype."""
         first, *states = self.raw(memory)
         if not self.form.split:
             return [first, *states]

@@ -26,21 +26,20 @@ from zeromesh.shard.flat import Flat, Materialise
 from zeromesh.shard.gradient import GradientArrival, GradientPolicy
 from zeromesh.shard.grads import Grads
 from zeromesh.shard.guard import Guard, Presence, gathered_class, unloaded_class
-from zeromesh.shard.hooks import listen
 from zeromesh.shard.host_update import HostUpdates, pieces_on_host
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.norm import squared_norm
 from zeromesh.shard.order import Order
 from zeromesh.shard.place import ModelPart, Sharding, lay_out, make_units, place_units
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.store import Tiers
+from zeromesh.shard.sums import squared_norm
 from zeromesh.shard.unit import State, Unit
 from zeromesh.tiers.link import Link
 
+# Function of a flat buffer, a range of this rank's part and the piece there; returns a tensor of the piece's size.
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
-"""Function of a flat buffer, a range of this rank's part and the piece there; returns a tensor of the piece's size."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class ShardedModel:
         if mesh.sizes["pipeline"] > 1:  # stages have parts of the model of different sizes
             lengths = mesh.group("world").exchange(torch.tensor([self._most_flags]))
             self._most_flags = int(lengths.max())
-        self._counts = _count_elements([flat.layout for flat in self.flats if self.is_first(flat)], mesh)
+        self._counts = _count_elements([flat.layout for flat in self.flats if flat.is_first], mesh)
         if self.sharded:
             for unit in self.units:
                 self._switch(unit, False)
@@ -136,7 +135,7 @@ class ShardedModel:
     def _listen(self) -> list[Any]:
         handles = []
         for unit in self.units:
-            handles += listen(unit, self.events, self.events.backward)
+            handles += self.events.listen(unit)
             for flat in unit.flats:
                 if flat.gradient is None:
                     continue
@@ -148,11 +147,7 @@ class ShardedModel:
     # The update.
 
     def take_changes(self) -> None:
-        """Take what others wrote to the parameters since the last time; see ``Flat.take_changes``.
-
-        Raises:
-            RuntimeError: a parameter was replaced or added, or became something that it was not placed as.
-        """
+        """Take what others wrote to the parameters since the last time; see ``Flat.take_changes``."""
         self._finish_fetches()  # what is on its way would land upon what was written
         for unit in self.units:
             unit.take_changes()
@@ -176,8 +171,8 @@ class ShardedModel:
         return self._counts[trained]
 
     def is_first(self, flat: Flat) -> bool:
-        """Return whether it is the first rank along the pipeline that has these; of tied ones, there are several."""
-        return not flat.tied_stages or flat.tied_stages[0] == self.mesh.group("pipeline").rank
+        """Return whether this is the first rank along the pipeline that has these parameters."""
+        return flat.is_first
 
     @property
     def is_split(self) -> bool:
@@ -200,11 +195,7 @@ class ShardedModel:
         return found
 
     def complete(self, notes: Sequence[float]) -> Agreement:
-        """Finish the reductions at the accumulation boundary, and exchange notes. Collective.
-
-        Args:
-            notes: this rank's, the same number on every rank.
-        """
+        """Finish the reductions at the accumulation boundary, and exchange notes. Collective."""
         self.reducer.complete()
         flags = self._flags()
         vector = torch.tensor([*notes, *flags, *[0.0] * (self._most_flags - len(flags))], dtype=torch.float64)
@@ -240,10 +231,7 @@ class ShardedModel:
         return ""
 
     def set_gradients(self, factor: float, later: HostUpdate | None = None) -> None:
-        """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one.
-
-        But for those on the host that are ``later`` updated from their shards: they have none here.
-        """
+        """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one."""
         for flat in self.flats:
             gradient = flat.gradient
             if gradient is None or gradient.shard is None:
@@ -259,11 +247,7 @@ class ShardedModel:
                 piece.set_gradient(shard[local].view_as(piece.parameter) if here else None)
 
     def updated(self, steps: HostUpdate | None = None) -> None:
-        """After an update: update the rest from the shards of gradients, publish the masters, forget the gradients.
-
-        Args:
-            steps: updates what ``set_gradients`` left for later.
-        """
+        """After an update: update the rest from the shards of gradients, publish the masters, forget the gradients."""
         try:
             counted = self.early.counted(steps)
             if steps is None:
@@ -277,13 +261,7 @@ class ShardedModel:
         self, update: Callable[[Flat], None] | None = None, counted: Collection[Flat] = (),
         adopt: Callable[[Flat], None] | None = None,
     ) -> None:  # fmt: skip
-        """Write the masters, which have changed, to the shards, and send the new parameters, in the order of use.
-
-        Args:
-            update: changes the masters of a flat buffer and writes its shard.
-            counted: those that were updated during the backward.
-            adopt: writes their shards.
-        """
+        """Write the masters, which have changed, to the shards, and send the new parameters, in the order of use."""
         # Slots hold parameters from before the update, and would be sent from, or land in, memory that changes.
         self.rest()
         for unit in self.units:
@@ -335,10 +313,7 @@ class ShardedModel:
     # Whole tensors, for those who look at or change single parameters.
 
     def assemble(self, flat: Flat, index: int, pick: Pick) -> torch.Tensor | None:
-        """A whole tensor of parameter ``index``'s shape from what ``pick`` gives of each rank's piece.
-
-        None if ``pick`` gives None for every piece. All ranks call this.
-        """
+        """A whole tensor of parameter ``index``'s shape from what ``pick`` gives of each rank's piece."""
         flat.load_states()
         segment = flat.layout.segments[index]
         mine = [(piece, pick(flat, local, piece)) for position, local, piece in flat.pieces if position == index]
@@ -385,7 +360,7 @@ class ShardedModel:
 
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
-        self.early.drop()
+        self.early.spoil()
         self.reducer.finish()
         self._finish_fetches()
         self.link.synchronize()

@@ -15,15 +15,12 @@ import torch
 
 from zeromesh.tiers.memory import allocate
 
+# Since torch 2.13 memory moves from one storage to another. Before, a lent slot is only a right to allocate.
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Since torch 2.13 memory moves from one storage to another. Before, a lent slot is only a right to allocate."""
 
 
 class Slot:
-    """One buffer of ``nbytes`` bytes; with ``lent`` it goes into other storages and is empty where that is no move.
-
-    ``extra`` says that it is beyond its pool's budget.
-    """
+    """One buffer of ``nbytes`` bytes; with ``lent`` it goes into other storages and is empty where that is no move."""
 
     def __init__(self, nbytes: int, device: torch.device, lent: bool, extra: bool = False) -> None:
         self.nbytes = nbytes
@@ -48,16 +45,11 @@ class Slot:
 
 
 class Pool:
-    """Slots of given sizes.
-
-    Args:
-        sizes: bytes of each slot.
-        device: where they lie.
-        lent: whether the memory goes into the units' storages (parameters) or is used where it is (gradients).
-    """
+    """Slots of given sizes."""
 
     def __init__(self, sizes: Iterable[int], device: torch.device, lent: bool = False) -> None:
-        self._device = device
+        self._device = device  # where they lie
+        # Whether the memory goes into the units' storages (parameters) or is used where it is (gradients).
         self._lent = lent
         self._free = sorted((Slot(size, device, lent) for size in sizes if size > 0), key=lambda slot: slot.nbytes)
         self.nbytes = sum(slot.nbytes for slot in self._free)

@@ -1,8 +1,4 @@
-"""Masters and optimizer states that are in memory, as they are computed with, only while they are used.
-
-They rest on NVMe, or in fewer bytes on the host, or both: of each flat buffer one block, which ``zeromesh.shard.rows``
-lays out. While a block is used, the master, the pieces and the states are views of it, or of what was unpacked. At
-other times they are *unloaded*: of the same shape and dtype, without memory of their own, and NaN to whoever looks.
+"""Masters and optimizer states that rest on NVMe or in halves, and are in memory only while they are used.
 
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
 """
@@ -29,29 +25,12 @@ from zeromesh.tiers.nvme import Disk, FileStore
 from zeromesh.tiers.places import File, Memory, Place
 from zeromesh.tiers.swap_file import aligned
 
+# Function from a parameter of the optimizer to the names of its states that rest with the master, in order.
 Names = Callable[[nn.Parameter], Sequence[str]]
-"""Function from a parameter of the optimizer to the names of its states that rest with the master, in order."""
 
 
 class Swap:
-    """Loads masters and states of flat buffers, in turn or one at a time, and takes them back.
-
-    Args:
-        dtypes: of the masters, by flat buffer.
-        form: in which they rest.
-        disk: where; None: on the host.
-        mesh: the file's name has the rank.
-        early: of which there is a spare place, for ``provisional``.
-        pinned: whether host memory is page-locked where there is a GPU.
-        stored: has parameters that rest in files; a master in halves is joined with its parameter.
-
-    Attributes:
-        nbytes: of all blocks.
-        tier: where they rest.
-
-    Raises:
-        OSError: the folder cannot be used, or has too little space.
-    """
+    """Loads masters and states of flat buffers, in turn or one at a time, and takes them back."""
 
     def __init__(
         self, dtypes: Mapping[Flat, torch.dtype], form: StateForm, disk: Disk | None, mesh: Mesh,
@@ -79,8 +58,8 @@ class Swap:
         self._dirty = self._known = False
         self._optimizer: Optimizer | None = None
         self._names: Names = lambda parameter: ()
-        self._stored = stored
-        self._streamed: tuple[Flat, torch.Tensor] | None = None
+        self._stored = stored  # a master in halves is joined with its parameter, which may rest in a file, too
+        self._streamed: tuple[Flat, torch.Tensor] | None = None  # a block whose master stays in halves
 
     def __contains__(self, flat: Flat) -> bool:
         return flat in self._rows
@@ -99,13 +78,7 @@ class Swap:
         self.flush()
 
     def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have one flat buffer's states in memory until another one's are asked for.
-
-        Args:
-            flat: whose.
-            write: what is in memory then goes back to where it rests.
-            read: False: what rests there does not matter.
-        """
+        """Have one flat buffer's states in memory until another one's are asked for; see ``Tiers.load_states``."""
         if self._here is None or self._here[0] is not flat or (read and not self._known):
             self.flush()
             memory = self._place.take(flat, read)
@@ -118,7 +91,7 @@ class Swap:
                     raise
             if write and not read:  # rows that nobody writes, as of states that do not exist yet, are read some time
                 memory.zero_()
-            self._here = flat, memory, self._bind(flat, memory, read)
+            self._here = flat, memory, self._bind(flat, memory, read, joined=True)
             self._known = read or write
         self._dirty = self._dirty or write
 
@@ -142,14 +115,7 @@ class Swap:
             self._place.give(flat, packed)
 
     def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
-        """Yield flat buffers in order; those that rest here are loaded until the next one is asked for.
-
-        Masters in halves stay so, see ``halves``; all else is bound. The next ones are read, and with
-        ``write`` the last ones are written, meanwhile.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Yield flat buffers in order; those that rest here are loaded until the next one is asked for."""
         self.flush()
         mine = [flat for flat in flats if flat in self._rows]
         with closing(self._place.stream(mine, write)) as blocks:
@@ -159,7 +125,7 @@ class Swap:
                     continue
                 with span("wait_disk"):
                     memory = next(blocks)
-                values = self._bind_packed(flat, memory)
+                values = self._bind(flat, memory, known=True, joined=False)
                 try:
                     yield flat
                 finally:
@@ -168,10 +134,7 @@ class Swap:
                 next(blocks, None)  # which waits for the last writes
 
     def provisional(self, flats: Sequence[Flat]) -> Generator[tuple[Flat, list[torch.Tensor]]]:
-        """Yield each flat buffer with its rows (master and states), to be changed in place unseen; see ``stream``.
-
-        What is written counts from ``commit`` on.
-        """
+        """Yield each flat buffer with its rows (master and states); changes count from ``commit`` on."""
         with closing(self._place.stream(flats, write=True, provisional=True)) as blocks:
             for flat, memory in zip(flats, blocks, strict=True):
                 assert not self._rows[flat].form.split
@@ -197,26 +160,22 @@ class Swap:
         if self._stored is not None and flat in self._stored:
             self._stored.load(flat, write, read)
 
-    def _bind(self, flat: Flat, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
-        """Let the master, the pieces and their states lie in a block, or in what is unpacked; the rows of these."""
-        values = self._rows[flat].unpack(memory, known)
-        flat.bind_master(values[0])
+    def _bind(self, flat: Flat, memory: torch.Tensor, known: bool, joined: bool) -> list[torch.Tensor]:
+        """Let the master, the pieces and their states lie in a block, or in what is joined; return these rows."""
+        rows = self._rows[flat]
+        if joined or not rows.form.split:
+            values = rows.unpack(memory, known)
+            flat.bind_master(values[0])
+        else:  # the kernel updates the halves where they are, which saves the memory of the joined master
+            values, self._streamed = rows.raw(memory), (flat, memory)
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
-                _bind_state(state, name, row[local].view(piece.parameter.shape))
+                if name in state:
+                    value = row[local].view(piece.parameter.shape)
+                    if not is_unloaded(state[name]):  # it was made while nothing was loaded
+                        value.copy_(state[name])
+                    state[name] = value
         return values
-
-    def _bind_packed(self, flat: Flat, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Let what is not in halves lie in a block, for the update; the rows of these, the first is the master's."""
-        rows = self._rows[flat]
-        if not rows.form.split:
-            return self._bind(flat, memory, True)
-        raw = rows.raw(memory)
-        for _, local, piece in flat.pieces:
-            for (state, name), row in zip(self._states(piece.parameter), raw[1:], strict=False):
-                _bind_state(state, name, row[local].view(piece.parameter.shape))
-        self._streamed = flat, memory
-        return raw
 
     def _unbind(self, flat: Flat, values: Sequence[torch.Tensor]) -> None:
         """Take what may lie elsewhere into the rows, and let everything be unloaded."""
@@ -234,13 +193,6 @@ class Swap:
         """The states of a parameter that have rows, which the optimizer may not have made yet."""
         state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
         return ((state, name) for name in self._names(parameter))
-
-
-def _bind_state(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
-    if name in state:
-        if not is_unloaded(state[name]):
-            value.copy_(state[name])
-        state[name] = value
 
 
 def buffer_bytes(rows: Sequence[Rows], disk: Disk) -> list[int]:

@@ -23,29 +23,20 @@ from zeromesh.tiers.memory import allocate
 class State(enum.Enum):
     """State of a unit's parameters."""
 
+    # They are at rest: the unit's storage is empty (sharded) or holds values from before the update (replicated).
     AT_REST = "at rest"
-    """They are at rest: the unit's storage is empty (sharded) or holds values from before the update (replicated)."""
-    FETCHING = "fetching"
-    """They are on their way into the unit's storage."""
-    FETCHED = "fetched"
-    """They are whole and current in the unit's storage."""
+    FETCHING = "fetching"  # they are on their way into the unit's storage
+    FETCHED = "fetched"  # they are whole and current in the unit's storage
 
 
 class Unit:
-    """One unit of the model.
-
-    Args:
-        index: position in the order of registration; the root has index 0.
-        name: of the module in the model; empty for the root.
-        module: whose forward needs the parameters.
-        parent: the unit that encloses it, None for the root.
-    """
+    """One unit of the model."""
 
     def __init__(self, index: int, name: str, module: nn.Module, parent: Unit | None) -> None:
-        self.index = index
-        self.name = name
-        self.module = module
-        self.parent = parent
+        self.index = index  # position in the order of registration; the root has index 0
+        self.name = name  # of the module in the model; empty for the root
+        self.module = module  # whose forward needs the parameters
+        self.parent = parent  # the unit that encloses it, None for the root
         self.flats: tuple[Flat, ...] = ()
         self.nbytes = 0
         self.members: list[nn.Parameter] = []
@@ -158,10 +149,7 @@ class Unit:
             flat.take_changes()
 
     def evict(self) -> Slot:
-        """Give the slot up; the storage is empty from here on. Only where parameters are sharded.
-
-        If somebody holds views of the parameters, the memory is left to them, and new memory goes into the slot.
-        """
+        """Give the slot up; the storage is empty from here on. Only where parameters are sharded."""
         assert self.state is State.FETCHED, (self, self.state)
         assert self.slot is not None
         self.take_changes()  # of what others wrote in place, nothing is left once the memory is gone

@@ -25,14 +25,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(folder: str | Path, nbytes: int = 128 * MIB, queue_depth: int = 8) -> Bandwidth:
-    """Write ``nbytes`` to a folder twice and read them once, as a ``FileStore`` does it, with checksums.
-
-    The first write is not counted: it is slower where the file system notes that the space now holds something. A disk
-    with a cache of its own, or one that may be quick for a while only, is slower in the long run.
-
-    Raises:
-        OSError: the folder cannot be used, or has too little space.
-    """
+    """Write ``nbytes`` to a folder twice and read them once, as a ``FileStore`` does it, with checksums."""
     with FileStore(folder, queue_depth=queue_depth) as store:
         region = store.allocate(nbytes)
         store.reserve()

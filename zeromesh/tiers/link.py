@@ -24,17 +24,12 @@ import torch
 
 
 class CopyStreams:
-    """Streams that copies run on.
-
-    Attributes:
-        to_host: the stream of one direction.
-        to_device: of the other.
-    """
+    """Streams that copies run on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.to_host: Any = torch.Stream(device)
-        self.to_device: Any = torch.Stream(device)
+        self.to_host: Any = torch.Stream(device)  # the stream of one direction
+        self.to_device: Any = torch.Stream(device)  # of the other
 
     def current(self) -> Any:
         """The stream of this thread that computes."""
@@ -72,24 +67,16 @@ class Copy:
             stream.wait_event(self._event)
 
 
-DONE = Copy()
-"""One that has run."""
+DONE = Copy()  # one that has run
 
 
 class Link:
-    """Between a device and the host's memory.
-
-    Args:
-        device: that computes.
-        streams: what copies run on; None: streams of the device, or none where it is the host.
-
-    Attributes:
-        moved: bytes that were copied so far.
-    """
+    """Between a device and the host's memory."""
 
     def __init__(self, device: torch.device, streams: CopyStreams | None = None) -> None:
+        # What copies run on; None: streams of the device, or none where it is the host.
         self._streams = CopyStreams(device) if streams is None and device.type != "cpu" else streams
-        self.moved = 0
+        self.moved = 0  # bytes that were copied so far
 
     @property
     def apart(self) -> bool:
@@ -119,10 +106,7 @@ class Link:
         return Copy(self._streams, stream.record_event(), target, source)
 
     def behind(self) -> AbstractContextManager[Any]:
-        """Begin collectives in this context that wait for all copies to the device so far.
-
-        The stream of these copies is the current one in it, so that what is computed waits for neither.
-        """
+        """Begin collectives in this context that wait for all copies to the device so far."""
         return nullcontext() if self._streams is None else self._streams.to_device
 
     def synchronize(self) -> None:

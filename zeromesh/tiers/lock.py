@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LOCK = ".lock"
-"""File in a folder, as long as a process writes there; one that a killed process has left is taken over."""
+LOCK = ".lock"  # file in a folder, as long as a process writes there; one that a killed process has left is taken over
 
-OTHER_HOST = 60.0
-"""Seconds for which a lock of another host is waited for."""
+OTHER_HOST = 60.0  # seconds for which a lock of another host is waited for
 
 _log = logging.getLogger("zeromesh")
 

@@ -44,14 +44,7 @@ def device_of(tier: Tier, device: torch.device) -> torch.device:
 
 
 def empty_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
-    """Return an uninitialized tensor on a tier of a process that computes on ``device``; see ``empty``.
-
-    With ``pin``, memory of the host is page-locked where the device is a GPU, so that copies run while it computes. Not
-    by torch's own allocator for this, which takes up to twice as much, as it rounds up to powers of two.
-
-    Raises:
-        RuntimeError: it cannot be page-locked.
-    """
+    """Return an uninitialized tensor on a tier of a process that computes on ``device``; see ``empty``."""
     found = empty(elements, dtype, device_of(tier, device))
     if pin and device.type == "cuda" and found.device.type == "cpu" and found.nbytes:
         _lock_pages(found.untyped_storage())
@@ -64,10 +57,7 @@ def zeros_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device
 
 
 class Staging:
-    """Host memory in which new parameters are put together on their way to the device.
-
-    Where the device is the host, they are written to their place at once.
-    """
+    """Host memory in which new parameters are put together on their way to the device."""
 
     def __init__(self, link: Link, pin: bool = True) -> None:
         self._link = link

@@ -52,12 +52,7 @@ class PendingRequest:
         return not self._left
 
     def wait(self) -> None:
-        """Wait until all its requests have ended; whenever that takes another ``patience`` seconds, the log says so.
-
-        Raises:
-            OSError: the disk failed, or what was read is not what was written.
-            RuntimeError: the store was closed before it was done.
-        """
+        """Wait until all its requests have ended; whenever that takes another ``patience`` seconds, the log says so."""
         self.settle()
         if self._error is not None:
             raise self._error
@@ -96,18 +91,13 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class _Place:
-    """Place of a version of a region in the file.
+    """Place of a version of a region in the file."""
 
-    Attributes:
-        offset, nbytes: multiples of ``ALIGNMENT``.
-        checksums: of each request's bytes, as they were written; None if they were not. Empty before all writes.
-        transfer: what is done with it, or was done last.
-    """
-
-    offset: int
+    offset: int  # multiples of `ALIGNMENT`
     nbytes: int
+    # Of each request's bytes, as they were written; None if they were not. Empty before all writes.
     checksums: list[int | None] = field(default_factory=list)
-    transfer: PendingRequest | None = None
+    transfer: PendingRequest | None = None  # what is done with it, or was done last
 
     @property
     def written(self) -> bool:
@@ -125,13 +115,9 @@ class _Place:
 
 @dataclass(eq=False)
 class Region:
-    """Bytes of a store.
+    """Bytes of a store."""
 
-    Attributes:
-        nbytes: as it was asked for.
-    """
-
-    nbytes: int
+    nbytes: int  # as it was asked for
     _current: _Place
     _next: _Place | None = field(default=None, repr=False)
 
@@ -160,20 +146,14 @@ class Region:
 
 @dataclass(frozen=True)
 class Disk:
-    """Folder of a tier of files, and the use of the disk.
+    """Folder of a tier of files, and the use of the disk."""
 
-    Attributes:
-        folder: on the device.
-        buffers: number of flat buffers whose states are in host memory at most: one is used, the next are read and the
-            last are written.
-        block_size: bytes of a request; see ``FileStore``.
-        queue_depth: requests at a time; see ``FileStore``.
-    """
-
-    folder: Path
+    folder: Path  # on the device
+    # Number of flat buffers whose states are in host memory at most: one is used, the next are read and the last are
+    # written.
     buffers: int = 4
-    block_size: int = 1 << 20
-    queue_depth: int = 8
+    block_size: int = 1 << 20  # bytes of a request; see `FileStore`
+    queue_depth: int = 8  # requests at a time; see `FileStore`
 
 
 class FileStore:
@@ -249,28 +229,16 @@ class FileStore:
         self._spare += [self._place(nbytes) for _ in range(count)]
 
     def reserve(self) -> None:
-        """Take the disk space of all that was allocated.
-
-        Raises:
-            OSError: there is not enough; the message has the numbers.
-        """
+        """Take the disk space of all that was allocated."""
         self._require_open()
         self._file.reserve(self._end)
 
     def read(self, region: Region, buffer: Buffer) -> PendingRequest:
-        """Begin to read a region, as it was last committed or written, into the front of a buffer.
-
-        Raises:
-            OSError: the file was changed by somebody else. What else goes wrong is raised by ``PendingRequest.wait``.
-        """
+        """Begin to read a region, as it was last committed or written, into the front of a buffer."""
         return self._begin(region._current, buffer, writes=False)
 
     def write(self, region: Region, buffer: Buffer, provisional: bool = False) -> PendingRequest:
-        """Begin to write a region from the front of a buffer; with ``provisional`` it counts from ``commit`` on.
-
-        Raises:
-            OSError: as ``read``.
-        """
+        """Begin to write a region from the front of a buffer; with ``provisional`` it counts from ``commit`` on."""
         place = region._current
         if provisional:
             if region._next is None:
@@ -283,21 +251,14 @@ class FileStore:
         return self._begin(place, buffer, writes=True)
 
     def holds(self, region: Region, buffer: Buffer) -> bool:
-        """Return whether what is in the front of a buffer was last committed or written to a region, by its checksums.
-
-        Waits for what is done with the region. Neither may be under way with the buffer.
-        """
+        """Return whether the front of a buffer is what a region was last written with, by its checksums."""
         place = region._current
         _settle(place)
         both = zip(self._blocks(place), place.checksums, strict=True) if place.written else ()
         return place.written and all(checksum(buffer.view[block]) == known for block, known in both)
 
     def commit(self) -> None:
-        """Let all regions hold what was written provisionally; waits until it is on the disk.
-
-        Raises:
-            OSError: a write failed; then all is dropped.
-        """
+        """Let all regions hold what was written provisionally; waits until it is on the disk."""
         try:
             for region in self._provisional:
                 assert region._next is not None
@@ -378,20 +339,14 @@ def _settle(used: _Place | Buffer) -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """A part of a transfer, for one of the threads.
-
-    Attributes:
-        index: of the part.
-        offset: in the file, of bytes.
-        memory: bytes of the buffer.
-    """
+    """A part of a transfer, for one of the threads."""
 
     pending: PendingRequest
     place: _Place
     buffer: Buffer
-    index: int
-    offset: int
-    memory: memoryview
+    index: int  # of the part
+    offset: int  # in the file, of bytes
+    memory: memoryview  # bytes of the buffer
     writes: bool
 
     def run(self, file: SwapFile, meter: Meter) -> None:

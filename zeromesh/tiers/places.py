@@ -19,17 +19,11 @@ from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Place(Protocol):
-    """Storage of blocks.
+    """Storage of blocks."""
 
-    Attributes:
-        nbytes: of all blocks.
-        host_bytes: of host memory that they take on their way.
-        folder: of the file; None where there is none.
-    """
-
-    nbytes: int
-    host_bytes: int
-    folder: Path | None
+    nbytes: int  # of all blocks
+    host_bytes: int  # of host memory that they take on their way
+    folder: Path | None  # of the file; None where there is none
 
     def take(self, key: Hashable, read: bool) -> torch.Tensor:
         """Return a block's memory, with its contents if ``read``. Raises OSError if the disk failed."""
@@ -54,12 +48,7 @@ class Place(Protocol):
 
 
 class Memory:
-    """Blocks in host memory, which is zeros at first. Nothing in it is provisional.
-
-    Args:
-        sizes: bytes of each block.
-        allocate: where its memory comes from.
-    """
+    """Blocks in host memory, which is zeros at first. Nothing in it is provisional."""
 
     def __init__(self, sizes: Mapping[Hashable, int], allocate: Allocate) -> None:
         self._blocks = {key: allocate(size).zero_() for key, size in sizes.items()}
@@ -94,24 +83,13 @@ class Memory:
 
 
 class File:
-    """Blocks in a file: read ahead and written behind where they stream.
-
-    Args:
-        sizes: bytes of each block.
-        store: of the file; it is closed if there is no room.
-        buffers: bytes of each buffer in host memory, of which a block takes one while it is there.
-        allocate: where their memory comes from.
-        spares: keys of blocks of which there is a second place, for what is provisional.
-
-    Raises:
-        OSError: there is too little space.
-    """
+    """Blocks in a file: read ahead and written behind where they stream."""
 
     def __init__(
         self, sizes: Mapping[Hashable, int], store: FileStore, buffers: Sequence[int], allocate: Allocate,
         spares: Collection[Hashable] = (),
     ) -> None:  # fmt: skip
-        self._store = store
+        self._store = store  # of the file; it is closed if there is no room
         self._regions: dict[Hashable, Region] = {key: store.allocate(size) for key, size in sizes.items()}
         for key in spares:
             store.allocate_spare(sizes[key])

@@ -21,8 +21,8 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
+# Bytes: addresses, offsets and lengths of direct I/O are multiples of it, on disks with sectors of 512 or 4096.
 ALIGNMENT = 4096
-"""Bytes: addresses, offsets and lengths of direct I/O are multiples of it, on disks with sectors of 512 or 4096."""
 
 _numbers = itertools.count()
 
@@ -38,20 +38,7 @@ def host_name() -> str:
 
 
 class SwapFile:
-    """A file that is this process' own, empty at first, and deleted by ``delete``.
-
-    Args:
-        folder: where it lies.
-        rank: stands in its name, for people.
-
-    Attributes:
-        path: its name holds host, rank and process id.
-        nbytes: its size.
-        direct: whether reads and writes pass by the page cache.
-
-    Raises:
-        OSError: the folder is missing or cannot be written to, or its file system has no locks.
-    """
+    """A file that is this process' own, empty at first, and deleted by ``delete``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         if sys.platform != "linux":
@@ -102,11 +89,7 @@ class SwapFile:
                 self._descriptor = descriptor
 
     def reserve(self, nbytes: int) -> None:
-        """Let the file have a size, and the disk space for it.
-
-        Raises:
-            OSError: there is not enough space; the file stays as it was.
-        """
+        """Let the file have a size, and the disk space for it."""
         missing, folder = nbytes - self.nbytes, self.path.parent
         if missing <= 0:
             return
@@ -126,11 +109,7 @@ class SwapFile:
         self.nbytes = nbytes
 
     def check(self) -> None:
-        """Notice that somebody changed the file's size or deleted it.
-
-        Raises:
-            OSError: its size is another one. That it was deleted is only said: this process keeps it.
-        """
+        """Notice that somebody changed the file's size or deleted it."""
         status = os.fstat(self._plain)
         if status.st_size != self.nbytes:
             raise OSError(
@@ -186,11 +165,7 @@ class SwapFile:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Remove the swap files that processes which were killed have left in a folder; returns which, and logs them.
-
-    On a file system that other hosts may share, they need not see each other's locks. There only files of this host are
-    removed, and the others named.
-    """
+    """Remove the swap files that processes which were killed have left in a folder; returns which, and logs them."""
     local = os.major(folder.stat().st_dev) != 0  # it lies on a block device of this machine
     mine = f"zeromesh-{host_name()}-rank"
     removed = []
