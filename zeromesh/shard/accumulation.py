@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -66,8 +66,10 @@ class Accumulation:
         # Whether the current micro-batch is the last one, if the user said so; None: it is counted.
         self.boundary: bool | None = None
         self.syncs = True  # False inside `no_sync`
-        self.counted, self.unsynced, self.synced = 0, 0, False
-        self.running = False  # whether a backward is running
+        self.counted = 0  # micro-batches since the last update for which `step` was called
+        # Backwards since that call: in `no_sync` each is a micro-batch of its own, all others together are one.
+        self.unsynced, self.synced = 0, False
+        self.running = False  # a backward is running
         self.losses: list[torch.Tensor] = []  # of the micro-batches since the last update, detached; float64, 0-dim
         self.inputs: list[torch.Tensor] = []  # checksums of the inputs since then
 
@@ -126,7 +128,7 @@ class Accumulation:
     def note(self) -> None:
         """A backward has left its gradients."""
         if self.syncs:
-            self.synced = True  # whether there was any other backward; all of them until `step` are one micro-batch
+            self.synced = True
         else:
             self.unsynced += 1
 
@@ -179,14 +181,17 @@ class Accumulation:
             scaled.register_hook(partial(_record.note, LossFactors(self.scaler.scale)))
         return scaled
 
-    @contextmanager
-    def differentiating(self, divided: bool) -> Iterator[None]:
+    def differentiating(self, divided: bool) -> AbstractContextManager[None]:
         """Around a backward of this engine, whose loss was ``scaled`` and perhaps ``divided`` by the steps."""
-        with _record.during(LossFactors(self.scale, self.steps if divided else 1)):
-            yield
+        return _record.during(LossFactors(self.scale, self.steps if divided else 1))
 
     def missing_factor(self) -> float:
-        """Return the factor that gradients of a backward lack which this engine did not start."""
+        """Return the factor that gradients of a backward lack which this engine did not start.
+
+        Raises:
+            RuntimeError: the loss was to be scaled, and was not.
+        """
+        # DeepSpeed, too, divides by the accumulation steps where the user calls `loss.backward()`.
         applied = _record.find()  # None: the backward is of a loss that no engine has scaled
         if self.scaler is not None and applied is None:
             raise RuntimeError(

@@ -63,7 +63,7 @@ class Backward:
         # Units are reduced as they are done with, unless weight gradients come later, in ``weights``.
         self._begin(Phase.ENGINE, roots, last, reduces)
         try:
-            with self._resetting():
+            with self._reducer.resetting():
                 with self._unwinding():
                     yield
                 self._end()
@@ -77,21 +77,12 @@ class Backward:
         self._reduced = set()
         self._reducer.begin(last)
         try:
-            with self._resetting():
+            with self._reducer.resetting():
                 yield
                 self._reduce_rest()
                 self._reducer.finish()
         finally:
             self._phase, self._last = Phase.NONE, False
-
-    @contextmanager
-    def _resetting(self) -> Iterator[None]:
-        """Drop all gradients if the context raises: some are in them twice, or on some ranks only."""
-        try:
-            yield
-        except BaseException:
-            self._reducer.reset()
-            raise
 
     def _begin(
         self, phase: Phase, roots: Sequence[torch.Tensor], last: bool, reduces: bool = True, factor: float = 1.0
@@ -149,9 +140,9 @@ class Backward:
             self._residency.leave_backward()
             return
         try:
-            self._end()
+            with self._reducer.resetting():
+                self._end()
         except BaseException:
-            self._reducer.reset()
             self._accumulation.restart()
             raise
         finally:

@@ -17,7 +17,6 @@ from zeromesh.shard.store import Tiers
 from zeromesh.shard.swap import unpacked_bytes
 
 NEXT = "next copies of optimizer states"
-
 PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)  # uses of host memory
 
 
@@ -27,17 +26,15 @@ class MemoryBudget:
 
     # Flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
     files: dict[Flat, torch.dtype] = field(default_factory=dict)
-    parameter: int = 0  # bytes in host memory
+    parameter: int = 0  # bytes in host memory, as the next two
     gradient: int = 0
     master: int = 0
     per_state: int = 0  # further ones for each state, like the parameter, that the optimizer has
-    # Flat buffers whose update may begin during the backward, with the dtypes of the masters; those whose gradients
-    # come first are the first.
+    # Those whose update may begin during the backward. Whose gradients come first is first: its update hides best.
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
-    stored: Sequence[Flat] = ()  # those whose parameters do
-    # Those of which they rest on the host, in fewer bytes.
-    packed: dict[Flat, torch.dtype] = field(default_factory=dict)
-    form: StateForm = field(default_factory=StateForm)  # in which both rest, but for the number of states
+    stored: Sequence[Flat] = ()  # those whose parameters rest on NVMe
+    packed: dict[Flat, torch.dtype] = field(default_factory=dict)  # whose masters rest on the host in halves
+    form: StateForm = field(default_factory=StateForm)  # of `files` and `packed`, but for the number of states
 
     @classmethod
     def of(
@@ -69,7 +66,7 @@ class MemoryBudget:
         return [Rows(flat, dtype, form) for flat, dtype in (self.files | self.packed).items()]
 
     def first_early(self, share: float) -> list[Flat]:
-        """Those of ``early`` that come first, as many as are no more than this share of all their elements."""
+        """Return the first of ``early``, as many as are no more than this share of all their elements."""
         sizes = {flat: flat.own.stop - flat.own.start for flat in self.early}
         left, found = share * sum(sizes.values()), []
         for flat, size in sizes.items():
@@ -80,7 +77,7 @@ class MemoryBudget:
         return found
 
     def host(self, states: int, buffers: int = 0, early: Sequence[Flat] = ()) -> dict[str, int]:
-        """Bytes in host memory by what they are for."""
+        """Return bytes in host memory by what they are for, with these states of a parameter, file buffers, updates."""
         copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in early)
         rows = self.rows(states)
         rest = self.master + states * self.per_state + (0 if self.files else sum(of.nbytes for of in rows))
@@ -93,7 +90,7 @@ Prepare = Callable[[MemoryBudget], Tiers]
 
 
 def require_host_memory(parts: dict[str, int], available: int, limit: int | None) -> None:
-    """Raise ValueError if what all ranks of a node keep in host memory is more than there is, or may be."""
+    """Raise ValueError if the ``parts`` of all ranks of a node are more bytes than there are, or than ``limit``."""
     total, most = sum(parts.values()), available if limit is None else min(limit, available)
     if total <= most:
         return

@@ -24,6 +24,8 @@ class ModelBuffers:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model = model
         self._mesh = mesh
+        # Settled here: what is in these places may become another tensor, or None. Buffers that are registered later
+        # stay each rank's own.
         self._places = [_Place(module, name) for module in model.modules() for name in _persistent(module)]
         for place in self._places:
             if place.buffer is not None:
@@ -42,12 +44,12 @@ class ModelBuffers:
         ]
 
     def changed(self) -> list[bool]:
-        """Return notes for ``share`` on changes of this rank's buffers since the last one; of constant length."""
+        """Return notes for ``share``: which buffers may have changed since the last one, then which changed in form."""
         seen = list(zip(self._look(), self._shared, strict=True))
         return [not now.same(then) for now, then in seen] + [now.form != then.form for now, then in seen]
 
     def share(self, changed: Sequence[bool]) -> None:
-        """Give every rank the first rank's values of these; all ranks pass the same, of the form of ``changed()``."""
+        """Give every rank the first rank's values of these; all ranks pass the same notes, as from ``changed``."""
         count = len(self._places)
         ranks = self._mesh.group("stage")
         if ranks.size > 1:
@@ -116,26 +118,21 @@ class _Seen:
 
     @classmethod
     def of(cls, place: _Place) -> _Seen:
-        versions = tuple(_version(buffer) for buffer in place.module._buffers.values() if buffer is not None)
+        present = [buffer for buffer in place.module._buffers.values() if buffer is not None]
+        versions = tuple(None if buffer.is_inference() else buffer._version for buffer in present)
         return cls(None if place.buffer is None else ref(place.buffer), versions, place.form)
 
     def same(self, other: _Seen) -> bool:
         """Return whether it surely was the same tensor with the same values, or none both times."""
         if (self.versions, self.form) != (other.versions, other.form) or None in self.versions:
             return False
-        return self.form is None or self._tensor is other._tensor
-
-    @property
-    def _tensor(self) -> torch.Tensor | None:
-        return self.buffer() if self.buffer is not None else None
+        if self.buffer is None or other.buffer is None:
+            return self.buffer is other.buffer
+        return self.buffer() is other.buffer()
 
 
 def _persistent(module: nn.Module) -> Iterator[str]:
     return (name for name in module._buffers if name not in module._non_persistent_buffers_set)
-
-
-def _version(buffer: torch.Tensor) -> int | None:
-    return None if buffer.is_inference() else buffer._version
 
 
 def _own_memory(buffer: torch.Tensor) -> None:

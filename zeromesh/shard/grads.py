@@ -1,15 +1,4 @@
-"""The ``.grad`` and ``.data`` of parameters, which lie in flat buffers: read, written and dropped as in torch.
-
-Autograd's own ``.grad`` is empty between backwards, since each gradient is moved into its flat buffer as it arrives.
-The class of the parameters is therefore one whose ``grad`` is a property:
-
-- Read where the mean over the ranks is whole on this rank: a view of the flat buffer, so that in-place changes count.
-- Read where it is not: a stand-in without memory, which is not None and raises in any operation.
-- Written: the value becomes the gradient that the update uses; each rank keeps its part. None drops the gradient.
-
-Torch does not count what is written to ``parameter.data`` in place. Who reads ``data`` may write to it, so that the
-value is taken when the parameter leaves the memory, or at the update.
-"""
+"""The ``.grad`` and ``.data`` of parameters, which lie in flat buffers: read, written and dropped as in torch."""
 
 from __future__ import annotations
 
@@ -29,8 +18,9 @@ from zeromesh.shard.guard import HARMLESS, OWN_CLASS, change_class, changes_noth
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.sums import norm_of
 
+# Autograd's own. Its `.grad` is empty between backwards: each gradient is moved into its flat buffer as it arrives.
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
-PLAIN_DATA: Any = torch._C.TensorBase.data  # Autograd's own `.grad` and `.data`
+PLAIN_DATA: Any = torch._C.TensorBase.data
 
 # Mesh axes along which a gradient is not final before the update, or is a part of the model's.
 SPREAD_AXES = ("replicate", "tensor", "pipeline")
@@ -82,16 +72,16 @@ class Grads:
         self, flats: Sequence[Flat], names: Mapping[int, str], reducer: Reducer, accumulation: Accumulation, mesh: Mesh,
         settle: Callable[[], None], early: EarlyUpdates,
     ) -> None:  # fmt: skip
-        # All flat buffers of the model.
         self._flats = {id(one): (flat, index) for flat in flats for index, one in enumerate(flat.parameters)}
         self._places = {key: (flat.gradient, index) for key, (flat, index) in self._flats.items() if flat.gradient}
         self._parameters = [p for flat in flats if flat.gradient is not None for p in flat.parameters]
         self._names = names  # fully qualified names by the parameters' `id`
-        self._reducer = reducer  # has their gradients
-        self._accumulation = accumulation  # of the micro-batches
+        self._reducer = reducer
+        self._accumulation = accumulation
         self._mesh = mesh
+        self._spread = ", ".join(axis for axis in SPREAD_AXES if mesh.sizes[axis] > 1)
         self._settle = settle  # drops what a backward has left that the user called and that raised
-        self._early = early  # updates that may have begun already
+        self._early = early
         self._classes: dict[type, type[nn.Parameter]] = {}
 
     # Classes.
@@ -116,12 +106,17 @@ class Grads:
 
     def expose(self, parameter: torch.Tensor) -> None:
         """Note that the parameter may be written to from now on without a trace."""
+        # Torch does not count writes to `parameter.data`. The value is taken when the parameter leaves the memory, or
+        # at the update.
         if id(parameter) in self._flats:
             flat, index = self._flats[id(parameter)]
             flat.exposed.add(index)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient, averaged over the ranks; or its stand-in; or None if there is none."""
+        """Return the gradient, averaged over the ranks: a view of the flat buffer, so that in-place changes count.
+
+        Where it is not whole on this rank: a stand-in without memory; None where there is no gradient.
+        """
         plain: torch.Tensor | None = PLAIN_GRAD.__get__(parameter)
         if plain is not None or id(parameter) not in self._places:
             return plain
@@ -139,7 +134,11 @@ class Grads:
         return gradient.shard[gradient.part(index)].view(parameter.shape)
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Let the update use this gradient, the same on all ranks, in place of what there is; None drops that."""
+        """Let the update use this gradient, the same on all ranks, in place of what there is; None drops that.
+
+        Raises:
+            RuntimeError: the value is not like the parameter, or cannot replace the gradient now.
+        """
         if id(parameter) not in self._places or PLAIN_GRAD.__get__(parameter) is not None:
             PLAIN_GRAD.__set__(parameter, value)
             return
@@ -164,7 +163,7 @@ class Grads:
             self._accumulation.note()
 
     def clip(self, parameters: Sequence[torch.Tensor], limit: float, order: float) -> float:
-        """Scale the gradients of some parameters so that their norm is at most ``limit``. All ranks call it."""
+        """Scale gradients so that their norm is at most ``limit``; return the norm before. All ranks call it."""
         self._settle()
         self._early.spoil()
         self._reducer.complete()
@@ -187,7 +186,7 @@ class Grads:
         used = gradient.used[index]
         self._early.spoil()
         self._reducer.drop(gradient, index)
-        gradient.used[index] = used
+        gradient.used[index] = used  # a gradient of zero is not the same as none: momentum and weight decay go on
 
     @property
     def _factor(self) -> float:
@@ -208,15 +207,12 @@ class Grads:
         )
         if self._accumulation.running:
             return "is not complete before the backward has ended"
-        if mesh.world_size > 1:
-            spread = [axis for axis in SPREAD_AXES if mesh.sizes[axis] > 1]
-            if spread:
-                axes = ", ".join(spread)
-                return f"is not whole on one rank before the update, where there are several along {axes}: {remedy}"
-            if reducer.policy.owned:
-                return f"is sharded over {mesh.shard.size} ranks: {remedy}"
-            if reducer.waits:
-                return f"is not summed over the ranks before the last micro-batch of the update: {remedy}"
+        if self._spread:
+            return f"is not whole on one rank before the update, where there are several along {self._spread}: {remedy}"
+        if mesh.world_size > 1 and reducer.policy.owned:
+            return f"is sharded over {mesh.shard.size} ranks: {remedy}"
+        if mesh.world_size > 1 and reducer.waits:
+            return f"is not summed over the ranks before the last micro-batch of the update: {remedy}"
         reducer.complete()  # without a message
         if gradient.shard is None or gradient.shard.device != mesh.device:
             return f"rests on the {gradient.tier.value}: {remedy}"
@@ -229,9 +225,8 @@ class Grads:
         remedy = "use zeromesh.zero.safe_set_full_grad(parameter, value) on all ranks after the last backward"
         if self._accumulation.running:
             return f"cannot be replaced before the backward has ended: {remedy}"
-        spread = [axis for axis in SPREAD_AXES if self._mesh.sizes[axis] > 1]
-        if spread:
-            return f"cannot be replaced in this way where there are several ranks along {', '.join(spread)}: {remedy}"
+        if self._spread:
+            return f"cannot be replaced in this way where there are several ranks along {self._spread}: {remedy}"
         if self._mesh.world_size > 1 and self._reducer.begun and self._reducer.waits:
             return f"cannot be replaced before it is summed over the ranks: {remedy}"
         return None

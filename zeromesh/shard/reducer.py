@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -284,6 +285,15 @@ class Reducer:
             gradient.reset(keeps_memory=self.policy.kept or gradient.tier is not Tier.DEVICE)
         self.begun = self._completed = self._waiting = False
         self._averaged = 1.0
+
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """Forget all gradients if the context raises, as ranks may differ in which of them were summed."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     # Changes by the user.
 
