@@ -26,9 +26,8 @@ import torch
 from zeromesh.tiers import swap_file
 from zeromesh.tiers.bandwidth import measure_bandwidth
 from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.checksum import checksum
-from zeromesh.tiers.nvme import FileStore, Region
-from zeromesh.tiers.stream import stream
+from zeromesh.tiers.nvme import FileStore, Region, checksum
+from zeromesh.tiers.places import stream
 from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")

@@ -1,9 +1,7 @@
 """The update of an optimizer on the host: one pass over memory, for many pieces at once.
 
-It reads a 16- or 32-bit gradient, multiplies it with one factor (unscaling and clipping), updates the fp32 master and
-the fp32 states, and writes the parameter as it is computed with. Where no native kernel is there, torch does the same
-in several passes. The bits of the result depend neither on the number of threads, nor on how memory is cut into pieces,
-nor on the instruction set.
+The bits of the result depend neither on the number of threads, nor on how memory is cut into pieces, nor on the
+instruction set.
 """
 
 from __future__ import annotations
@@ -118,12 +116,13 @@ def update(
     table = ctypes.create_string_buffer(PIECE_BYTES * len(pieces))
     for index, piece in enumerate(pieces):
         struct.pack_into(PIECE, table, PIECE_BYTES * index, *_described(piece), numbers[id(piece.step)], 0)
+    # By all pieces together: what stays in the caches for the next reader is lost to the later pieces.
     stream = sum(piece.master.numel() for piece in pieces) >= STREAMED
     native.handle.zeromesh_update(native.choose(instructions), rows, table, len(pieces), stream, workers)
 
 
 def _update_by_torch(piece: UpdatePiece, factor: float) -> None:
-    """The same without the native library."""
+    """Take the step without the native library, in several passes over memory."""
     with torch.no_grad():
         kept = piece.master if piece.new_master is None else piece.new_master
         if piece.remainder is not None:

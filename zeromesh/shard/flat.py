@@ -251,7 +251,7 @@ class Flat:
             self.versions = [parameter._version for parameter in self.parameters]
 
     def put(self, segment: Segment, value: torch.Tensor, first: int = 0) -> None:
-        """Take a parameter's value, 1-D from element ``first`` on, into master and shard, or ``full`` if it is there."""
+        """Take a parameter's value, 1-D from element ``first`` on, into master and shard, or ``full`` if that is it."""
         start = segment.start + first
         if not self.splits:
             sharded = not _shares(self.shard, self.full)

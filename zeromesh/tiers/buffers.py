@@ -33,13 +33,12 @@ class Buffer:
     """Host memory that begins at a page, in whole blocks."""
 
     def __init__(self, nbytes: int, allocate: Allocate = host_memory) -> None:
-        self.nbytes = aligned(nbytes)  # at least as many; they are rounded up
-        memory = allocate(self.nbytes + ALIGNMENT)  # uint8, shape `(nbytes,)`
-        begin = -memory.data_ptr() % ALIGNMENT
+        self.nbytes = aligned(nbytes)
+        memory = allocate(self.nbytes + ALIGNMENT)
+        begin = -memory.data_ptr() % ALIGNMENT  # direct I/O refuses other addresses
         self.memory = memory[begin : begin + self.nbytes]
         self.view = self.memory.numpy().data
         self.transfer: Transfer | None = None  # what a store does with it, or did last
-        self._used: torch.Event | None = None
 
     def tensor(self, elements: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
         """``elements`` of it from byte ``offset`` on, as ``(elements,)``: a view, which does not outlive the loan."""
@@ -49,23 +48,13 @@ class Buffer:
         """Note the transfer that a store does with it from here on."""
         self.transfer = transfer
 
-    def record(self) -> None:
-        """Say that copies between it and an accelerator were launched on the current stream."""
-        if torch.accelerator.is_available():
-            self._used = torch.accelerator.current_stream().record_event()
-
-    def settle(self) -> None:
-        """Wait for the copies of ``record``."""
-        if self._used is not None:
-            self._used.synchronize()
-
 
 class Buffers:
     """A pool of buffers, which is a budget: it does not grow."""
 
     def __init__(self, sizes: Iterable[int], allocate: Allocate = host_memory) -> None:
         self._free = sorted((Buffer(size, allocate) for size in sizes), key=lambda buffer: buffer.nbytes)
-        self.nbytes = sum(buffer.nbytes for buffer in self._free)  # of all of them
+        self.nbytes = sum(buffer.nbytes for buffer in self._free)
 
     def take(self, nbytes: int) -> Buffer | None:
         """The smallest free buffer that holds ``nbytes``, or None."""
