@@ -1,9 +1,4 @@
-"""Layout of a flat buffer's master and optimizer states in one block of bytes.
-
-Each is a row of the master's dtype. With ``split``, the row of an fp32 master of bf16 parameters has only its lower
-halves: the upper ones are the parameters themselves, at rest, as in ``zeromesh.kernels.halves``. The kernel updates the
-halves in place; everybody else sees the master joined, in fp32.
-"""
+"""Layout of a flat buffer's master and optimizer states in one block of bytes, each a row of the master's dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +13,6 @@ from zeromesh.shard.flat import Flat
 from zeromesh.shard.layout import round_up
 
 RUN = 1 << 20  # elements that are joined or split at a time, which bounds the temporaries
-
 ALIGN = 64  # bytes at a multiple of which a row begins
 
 
@@ -27,7 +21,9 @@ class StateForm:
     """Contents of a block."""
 
     states: int = 0  # number of optimizer states of the parameter's shape, beside the master
-    split: bool = False  # whether masters are kept in halves
+    # The row of an fp32 master has only its lower halves: the upper ones are the bf16 parameters at rest, as in
+    # `kernels/halves.py`. The kernel updates the halves in place; everybody else sees the master joined, in fp32.
+    split: bool = False
 
     def of(self, flat: Flat, dtype: torch.dtype) -> StateForm:
         """Return the form of a flat buffer with a master of ``dtype``: only fp32 masters of bf16 parameters split."""
@@ -47,11 +43,10 @@ class Rows:
         self._flat = flat
         self._elements = elements = flat.own.stop - flat.own.start
         self._places: list[tuple[torch.dtype, int, int]] = []
-        self.nbytes = 0  # size of the block
+        self.nbytes = 0
         for kind in (torch.int16 if form.split else dtype, *[dtype] * form.states):
             self._places.append((kind, self.nbytes, self.nbytes + elements * kind.itemsize))
             self.nbytes += round_up(elements * kind.itemsize, ALIGN)
-        # Size of the joined master, where it is in halves.
         self.unpacked_bytes = elements * dtype.itemsize if form.split else 0
 
     def raw(self, memory: torch.Tensor) -> list[torch.Tensor]:

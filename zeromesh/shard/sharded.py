@@ -29,7 +29,7 @@ from zeromesh.shard.guard import Guard, Presence, gathered_class, unloaded_class
 from zeromesh.shard.host_update import HostUpdates, pieces_on_host
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.order import Order
-from zeromesh.shard.place import ModelPart, Sharding, lay_out, make_units, place_units
+from zeromesh.shard.place import ModelPart, Sharding, lay_out, make_units
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
@@ -44,28 +44,16 @@ Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Knowledge that all ranks share after an accumulation boundary.
+    """Knowledge that all ranks share after an accumulation boundary."""
 
-    Attributes:
-        norm: global norm of the gradients, as summed (before any division).
-        notes: one row per rank, as given to ``complete``; float64.
-    """
-
-    norm: float
-    notes: torch.Tensor
+    norm: float  # global norm of the gradients, as summed, before any division
+    notes: torch.Tensor  # one row per rank, as given to `complete`; float64
 
 
 class ShardedModel:
     """Places a model's states over the mesh and moves them as the model computes.
 
-    Args:
-        model: changed in place: its parameters become views of flat buffers; the modules stay as they are.
-        mesh: the ranks.
-        sharding: where states are placed.
-        part: the part of the model that this rank has; the default is all of it.
-        accumulation: of the micro-batches of an update; one by default.
-        materialise: called with each parameter's name and the parameter, before its value is used.
-        prepare: see ``Prepare``; None where nothing rests on NVMe.
+    The model is changed in place: its parameters become views of flat buffers; the modules stay as they are.
     """
 
     def __init__(
@@ -97,7 +85,8 @@ class ShardedModel:
         self.swap, self.stored = self.store.swap, self.store.stored
         assert self.swap is not None or not (budget.files or budget.packed), "states without a place for them"
         assert self.stored is not None or not budget.stored, "a tier of files without a place for them"
-        place_units(laid_out, mesh, mixed, materialise, self.link, self.store)
+        for unit, flats, its_row in laid_out:
+            unit.place(flats, its_row, mesh, mixed, materialise, self.link, self.store)
         self.early = EarlyUpdates(self.store, mesh, self.link, row.pinned)
         self.host_updates = HostUpdates(self.store, self.link, row.pinned)
         if self.store.early:
@@ -106,7 +95,9 @@ class ShardedModel:
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
         self._order = Order([unit for unit in rest if unit.flats])
-        self._guards: dict[Unit, Guard] = {}
+        self._guards: dict[
+            Unit, Guard
+        ] = {}  # filled below: guards call events, which call residency, which calls guards
         read_ahead = None if self.stored is None else self.stored.read_ahead
         self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, read_ahead)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
@@ -198,6 +189,7 @@ class ShardedModel:
         """Finish the reductions at the accumulation boundary, and exchange notes. Collective."""
         self.reducer.complete()
         flags = self._flags()
+        # In float64: float32 cannot tell apart places in the order of use that are as large as `FAR`.
         vector = torch.tensor([*notes, *flags, *[0.0] * (self._most_flags - len(flags))], dtype=torch.float64)
         # One message carries the norm, the notes, and all that ranks have to agree on: gradients that arrived, buffers
         # that changed, the order of use.
@@ -236,6 +228,7 @@ class ShardedModel:
             gradient = flat.gradient
             if gradient is None or gradient.shard is None:
                 continue
+            # These are updated from their shards on the host, in `updated`: the optimizer itself is to skip them.
             late = {index for index, *_ in pieces_on_host(flat, later)}
             if len(late) == len(flat.pieces):
                 continue
@@ -267,7 +260,12 @@ class ShardedModel:
         for unit in self.units:
             unit.count_update()
         units = [self.units[index] for index in (self.root.index, *self._order.canonical)]
-        idle = {flat for flat in self.flats if update is not None and self._rests_unchanged(flat)}
+        # What rests on the disk, and has no gradient, is not brought from there.
+        idle = {
+            flat
+            for flat in self.flats
+            if update is not None and flat.keeps_states and not (flat.gradient and any(flat.gradient.used))
+        }
         flats = [flat for unit in units for flat in unit.flats if flat not in idle and flat not in counted]
         with closing(self.store.stream(flats, write=update is not None)) as present:
             for unit in units:
@@ -280,27 +278,19 @@ class ShardedModel:
                 # At once, in the order of use, while the next unit is updated; each forward waits for its own. Posting
                 # in the forward would overlap no better, and a weight that one rank reads between steps would hang.
                 if not self.sharded and any(flat.gathers for flat in unit.flats):
-                    self._renew(unit)
+                    unit.expire()
+                    self._switch(unit, False)
+                    unit.begin_fetch(self.mesh, None)
             next(present, None)
         if self.stored is not None:
             self.stored.read_ahead(units)  # the next forward begins with these
         self._settle()  # the next forward waits for the last copies, the host does not
-
-    def _rests_unchanged(self, flat: Flat) -> bool:
-        """Return whether it is on the disk, and no gradient says that it should be brought from there."""
-        return self.swap is not None and flat in self.swap and not (flat.gradient and any(flat.gradient.used))
 
     def rest(self) -> None:
         """Evict every unit: what rests there is about to change."""
         self._finish_fetches()
         if self.sharded:
             self.residency.evict_all()
-
-    def _renew(self, unit: Unit) -> None:
-        """Start to gather what changed; the unit's forward waits for it."""
-        unit.expire()
-        self._switch(unit, False)
-        unit.begin_fetch(self.mesh, None)
 
     def forget_gradients(self) -> None:
         """Drop the gradients of the micro-batches so far, as ``zero_grad``."""
@@ -313,10 +303,11 @@ class ShardedModel:
     # Whole tensors, for those who look at or change single parameters.
 
     def assemble(self, flat: Flat, index: int, pick: Pick) -> torch.Tensor | None:
-        """A whole tensor of parameter ``index``'s shape from what ``pick`` gives of each rank's piece."""
+        """A whole tensor of parameter ``index``'s shape from what ``pick`` gives of each rank's piece; collective."""
         flat.load_states()
         segment = flat.layout.segments[index]
         mine = [(piece, pick(flat, local, piece)) for position, local, piece in flat.pieces if position == index]
+        # A rank may hold no piece, or none with a state yet: all of them together say whether there is anything.
         known = torch.tensor([float(any(value is not None for _, value in mine))], dtype=torch.float64)
         if not bool(self.mesh.shard.exchange(known).any()):
             return None
@@ -340,7 +331,11 @@ class ShardedModel:
                 if segment.held.split is not None and index not in flat.unbound
             ]
             try:
-                for flat, index, segment in split:
+                for (
+                    flat,
+                    index,
+                    segment,
+                ) in split:  # whoever gathers a parameter expects all of it, not a tensor rank's part
                     flat.unbind(index, join(segment.held, flat.views[index], self.mesh))
                 yield
             finally:

@@ -1,11 +1,4 @@
-"""Slots: full-size working buffers that are lent out.
-
-A pool is a budget. When everything that it has is in use and cannot be given up, it grows rather than deadlock; what it
-grew by is counted and used again, until ``shrink``: when somebody had many whole parameters at once, and has no more.
-
-A slot has memory from its first loan on, and keeps it, so that training neither fragments memory nor pays for page
-faults; unless ``trim`` takes the memory of those that are free, because something else needs it meanwhile.
-"""
+"""Slots: full-size working buffers that are lent out from pools, which are budgets."""
 
 from __future__ import annotations
 
@@ -30,6 +23,7 @@ class Slot:
 
     def fill(self) -> Slot:
         """Have memory."""
+        # From the first loan on it is kept, so that training neither fragments memory nor pays for page faults.
         if self.storage.nbytes() == 0 and (CAN_SWAP or not self._lent):
             self.storage = allocate(self.nbytes, self.storage.device)
         return self
@@ -63,6 +57,8 @@ class Pool:
 
     def grow(self, nbytes: int) -> Slot:
         """A new slot beyond the budget."""
+        # Rather than a deadlock. It is counted and used again until `shrink`: somebody has many whole parameters at
+        # once.
         self.nbytes += nbytes
         return Slot(nbytes, self._device, self._lent, extra=True).fill()
 
@@ -78,8 +74,9 @@ class Pool:
 
     def give(self, slot: Slot) -> None:
         """Return a slot."""
-        # On CUDA its next writer is launched after its last reader on the current stream, or is a collective, whose
-        # stream waits for the current one when it is launched.
+        # On CUDA its next writer is launched behind its last reader on the current stream, or is a collective or a
+        # copy, whose stream waits for the current one when it is begun. Who gives it back has made the current stream
+        # wait for all other streams that use it.
         self._free.append(slot)
         self._free.sort(key=lambda free: free.nbytes)
 
