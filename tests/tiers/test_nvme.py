@@ -266,19 +266,6 @@ def test_numbers_out_of_range_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_transfer_waits_for_what_an_accelerator_does_with_its_buffer(store: FileStore) -> None:
-    region = allocate(store, 2 * BLOCK)[0]
-    buffer = Buffer(region.nbytes)
-
-    class Copy:
-        def synchronize(self) -> None:
-            buffer.memory.copy_(filled(9, region.nbytes).memory)
-
-    buffer._used = Copy()  # type: ignore[assignment]
-    store.write(region, buffer).wait()
-    assert holds(store, region, 9)
-
-
 # Buffers and streams.
 
 

@@ -42,31 +42,23 @@ class UpdateStep:
 class UpdatePiece:
     """Elements that are updated alike: 1-D contiguous tensors on the CPU, all of the same length, which may be 0.
 
-    Attributes:
-        step: by which rule, with which hyperparameters.
-        gradient: fp32, bf16 or fp16.
-        master: fp32; or float64, the states, too, which torch updates; or, where there is a remainder, its upper half
-            in bf16, which is the parameter.
-        states: fp32, as ``RULES[step.rule].states(step.group)`` names them. At the first step they are zeros; SGD's
-            momentum may then be anything.
-        output: fp32, bf16 or fp16, where the new parameter goes, too, rounded to nearest even; None if nowhere.
-        new_master, new_states: where the new master and states go; None and () for where the old ones are. A step so
-            written can be dropped: what it was read from is left as it was.
-        remainder: int16, the lower half of the master, as ``zeromesh.kernels.halves`` splits it; None for a whole one.
-        new_remainder: where the new one goes, beside ``new_master``; None for where the old one is.
-
     What is written shares no memory with anything else, but for what is updated in place, and for an output of the
     gradient's dtype in the place of the gradient.
     """
 
     step: UpdateStep
-    gradient: torch.Tensor
+    gradient: torch.Tensor  # fp32, bf16 or fp16
+    # fp32; or float64, the states, too, which torch updates; or, with a remainder, the upper half: the bf16 parameter.
     master: torch.Tensor
+    # fp32, as the rule names them. At the first step they are zeros; SGD's momentum may then be anything.
     states: tuple[torch.Tensor, ...]
-    output: torch.Tensor | None = None
+    output: torch.Tensor | None = None  # fp32, bf16 or fp16: takes the new parameter, too, rounded to nearest even
+    # Take what is new; None and () for where the old ones are. A step so written can be dropped.
     new_master: torch.Tensor | None = None
     new_states: tuple[torch.Tensor, ...] = field(default=())
-    remainder: torch.Tensor | None = None
+    remainder: torch.Tensor | None = (
+        None  # int16, the lower half of the master as `halves` splits it; None: it is whole
+    )
     new_remainder: torch.Tensor | None = None
 
 

@@ -28,10 +28,6 @@ _PASS_PLAIN = "pass the plain one, and call engine.compile(), which compiles the
 def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
     """The units of ``model`` but the root, in order of registration; none encloses another unless ``targets`` say so.
 
-    Without targets: the elements of lists of blocks (``ModuleList`` and the like, at any depth, so the model may hold a
-    Hugging Face model as a submodule), then the large modules that are left, such as an embedding or a head.
-    What is small stays with the root.
-
     Args:
         model: its parameters may be on any device, meta included.
         targets: class names, or glob patterns of module names; if given, exactly these modules become units.
@@ -41,6 +37,8 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
     """
     if targets:
         return list(_matching(model, targets))
+    # The elements of lists of blocks (`ModuleList` and the like, at any depth, so the model may hold a Hugging Face
+    # model as a submodule), then the large modules that are left, such as an embedding or a head.
     total = _elements(model)
     candidates = list(_candidates(model, "", total))
     floor = _largest_that_stays([_elements(module) for _, module in candidates])
@@ -134,14 +132,9 @@ def _shared(model: nn.Module) -> set[int]:
 
 
 def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Return the parameters of each unit; the innermost unit that encloses all uses of a parameter owns it.
+    """Return the (fully qualified name, parameter) pairs of each unit by its name, the root's being empty.
 
-    Args:
-        model: the whole model.
-        units: names of the units without the root, whose name is the empty string.
-
-    Returns:
-        By unit name, the (fully qualified name, parameter) pairs in order of registration; a shared parameter once.
+    The innermost unit that encloses all uses of a parameter owns it.
     """
     places: dict[int, list[str]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
@@ -156,12 +149,7 @@ def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, 
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Check that the parameters can be laid out flat, and the model listened to.
-
-    Raises:
-        ValueError: no trainable parameter, parameters on several devices, or ones that are sparse, lazy, or share
-            memory with another; sparse buffers; a model that is compiled as a whole.
-    """
+    """Raise ValueError if the parameters cannot be laid out flat, or the model not be listened to."""
     if model._compiled_call_impl is not None or "_orig_mod" in model._modules:
         raise ValueError(f"the model is compiled as a whole; {_PASS_PLAIN}")
     devices: dict[torch.device, str] = {}
@@ -209,13 +197,8 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def check_compiled(model: nn.Module, targets: Sequence[str] = ()) -> None:
-    """Check that no unit is fetched inside of what is compiled, as it must be where its parameters are sharded.
-
-    Modules that are compiled inside a unit are fine, and so are units whose forward is compiled.
-
-    Raises:
-        ValueError: a compiled module that is a unit with its hooks, or that has units inside.
-    """
+    """Raise ValueError if a unit would be fetched inside of what is compiled."""
+    # Modules that are compiled inside a unit are fine, and so are units whose forward is compiled.
     names = [name for name, _ in unit_modules(model, targets)]
     for path, module in model.named_modules():
         # The wrapper that torch.compile gives and a compiled forward leave the hooks of the module itself outside.

@@ -1,9 +1,4 @@
-"""Guards against computing with parameters that are not in memory.
-
-While a unit's parameters are unloaded, or may be soon, their class has a ``__torch_function__``, which torch calls
-before any operation: it has the unit fetched if the model is computing, and raises with the parameter's name otherwise.
-In the unit's own forward they have their own class again, which costs nothing.
-"""
+"""Guards against computing with parameters that are not in memory."""
 
 from __future__ import annotations
 
@@ -19,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from zeromesh.shard.unit import Unit
 
+# Attributes and methods that need a tensor's description only, and no memory.
 _ATTRIBUTES = (
     "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names", "itemsize",
     "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu",
@@ -43,7 +39,7 @@ def change_class(parameter: torch.Tensor, chosen: type) -> None:
 
 
 class Presence(Enum):
-    """State of a unit's parameters for code that uses them."""
+    """State of a unit's parameters for code that uses them, which has a class of its own for each."""
 
     UNLOADED = "unloaded"  # they are not in memory, or perhaps not for long
     LOADED = "loaded"  # they are in memory, as long as what computes with them now
@@ -82,6 +78,7 @@ def changes_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | 
 
 def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of ``torch.autograd.grad`` with edges of the graph in the place of parameters."""
+    # The gradient of a parameter does not depend on whether it is in memory.
     with torch._C.DisableTorchFunctionSubclass():
         changed, named = list(args), dict(kwargs or {})
         inputs = changed.pop(1) if len(changed) > 1 else named.pop("inputs")
@@ -93,8 +90,9 @@ def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[l
 def unloaded_class(
     base: type[nn.Parameter], unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]
 ) -> type[nn.Parameter]:
-    """The class that the unit's parameters have while they are unloaded."""
-    # Weakly, as a graph refers to its leaves, and they to their class; see ``hooks``.
+    """The class that the unit's parameters have while they are unloaded, or may be soon."""
+    # Torch calls its `__torch_function__` before any operation: it has the unit fetched if the model is computing, and
+    # raises with the parameter's name otherwise. Weakly, as a graph refers to its leaves, and they to their class.
     label, weak_unit, weak_touch = str(unit), ref(unit), WeakMethod(touch)
 
     class Unloaded(base):  # type: ignore[valid-type,misc]
@@ -132,6 +130,8 @@ def unloaded_class(
 
 def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Parameter]:
     """The class that parameters have while a context has gathered them."""
+    # A graph that is made there may be needed when they are unloaded again. Autograd keeps a leaf as it is, so nobody
+    # could see that its memory is still needed; with hooks for saved tensors around each operation it is fetched again.
     weak_saving = WeakMethod(saving)
 
     class Gathered(base):  # type: ignore[valid-type,misc]

@@ -154,25 +154,15 @@ class Region:
 class Disk:
     """Folder of a tier of files, and the use of the disk."""
 
-    folder: Path  # on the device
-    # Number of flat buffers whose states are in host memory at most: one is used, the next are read and the last are
-    # written.
+    folder: Path
+    # Flat buffers whose states are in host memory at most: one is used, the next are read and the last are written.
     buffers: int = 4
-    block_size: int = 1 << 20  # bytes of a request; see `FileStore`
-    queue_depth: int = 8  # requests at a time; see `FileStore`
+    block_size: int = 1 << 20  # bytes of a request
+    queue_depth: int = 8  # requests at a time
 
 
 class FileStore:
     """Regions in a swap file of this process, which is deleted when the store is closed or forgotten, or Python ends.
-
-    One thread uses it. Of several operations on one region, or with one buffer, each waits for the one before it.
-
-    Args:
-        folder: on the disk that is used.
-        rank: stands in the file's name.
-        block_size: bytes of a request.
-        queue_depth: requests that are with the disk at a time.
-        patience: seconds of waiting for a transfer after which the log says that the disk is slow.
 
     Raises:
         ValueError: a number is out of range.
@@ -187,7 +177,7 @@ class FileStore:
         if queue_depth < 1:
             raise ValueError(f"queue_depth is {queue_depth}; at least one request is with the disk at a time, say 8")
         self._block_size = block_size
-        self._patience = patience
+        self._patience = patience  # seconds of waiting for a transfer after which the log says that the disk is slow
         self._file = SwapFile(Path(folder), rank)
         self._meter = Meter()
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
@@ -315,6 +305,8 @@ class FileStore:
         self._require_open()
         assert place.offset + place.nbytes <= self._file.nbytes, "a region is used that was not reserved"
         assert buffer.nbytes >= place.nbytes, f"a buffer of {buffer.nbytes} bytes for a region of {place.nbytes}"
+        # One thread uses the store. Of several operations on one region, or with one buffer, each waits for the last
+        # one.
         _settle(place)
         _settle(buffer)
         assert writes or place.written, "a region is read that was never written, or not to its end"

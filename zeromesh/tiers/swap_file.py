@@ -1,9 +1,4 @@
-"""The file of a process on a disk: its name, its lock, its space, and direct reads and writes of whole blocks.
-
-A swap file is worth nothing without its process, which locks it (``flock``) as long as it lives. The kernel takes the
-lock away however the process ends. So a swap file whose lock can be had was left by a process that was killed; the next
-one that starts in the folder removes it.
-"""
+"""The file of a process on a disk: its name, its lock, its space, and direct reads and writes of whole blocks."""
 
 from __future__ import annotations
 
@@ -38,13 +33,19 @@ def host_name() -> str:
 
 
 class SwapFile:
-    """A file that is this process' own, empty at first, and deleted by ``delete``."""
+    """A file that is this process' own, empty at first, and deleted by ``delete``.
+
+    Raises:
+        OSError: the folder is missing or cannot be written to, or its file system has no locks.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, f"the NVMe tier needs Linux, and this is {sys.platform}; offload to the host")
         folder = folder.absolute()  # the process may go elsewhere before it deletes the file
         _require(folder)
+        # A file whose lock can be had was left by a process that was killed, as the kernel takes the lock away however
+        # a process ends. It is worth nothing without its process.
         sweep(folder)
         self.path, self._plain = _create(folder, rank)
         self.nbytes = 0
@@ -166,6 +167,7 @@ class SwapFile:
 
 def sweep(folder: Path) -> list[Path]:
     """Remove the swap files that processes which were killed have left in a folder; returns which, and logs them."""
+    # On a file system that other hosts may share, they need not see each other's locks: their files are only named.
     local = os.major(folder.stat().st_dev) != 0  # it lies on a block device of this machine
     mine = f"zeromesh-{host_name()}-rank"
     removed = []
