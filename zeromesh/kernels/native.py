@@ -94,7 +94,6 @@ def _load() -> Library:
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    """Declare the functions' arguments; see native.c."""
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     for name, result, arguments in (
         ("instructions", ctypes.c_char_p, [number]),

@@ -134,7 +134,6 @@ def _update_by_torch(piece: UpdatePiece, factor: float) -> None:
 
 
 def _row(step: UpdateStep, factor: float) -> RuleRow:
-    """Return the numbers that the kernel computes with."""
     rule = RULES[step.rule]
     values = {"decay": 1.0, "scale": -factor if step.group.get("maximize") else factor}
     return RuleRow(rule=rule.code, **values | rule.row(step.group, step.number))
@@ -160,7 +159,6 @@ _ANY = tuple(TYPES)
 
 
 def _check(piece: UpdatePiece) -> None:
-    """Refuse what the kernel would misread."""
     elements, names = piece.master.numel(), RULES[piece.step.rule].states(piece.step.group)
     if len(piece.states) != len(names):
         raise ValueError(f"{piece.step.rule} has {len(names)} state(s), {names}, and {len(piece.states)} are given")

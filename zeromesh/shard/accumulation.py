@@ -36,7 +36,6 @@ class _Record:
 
     @contextmanager
     def during(self, applied: LossFactors) -> Iterator[None]:
-        """Around the backward of an engine."""
         before, self._engine = self._engine, applied
         try:
             yield

@@ -117,7 +117,6 @@ class Backward:
         self._residency.leave_backward()
 
     def _begin_users(self) -> None:
-        """Begin a backward that the engine did not start."""
         # One that accumulates gradients, as `loss.backward()` does, is a micro-batch like any other. For
         # `torch.autograd.grad` parameters are fetched, and nothing is reduced.
         task = torch._C._current_graph_task_id()

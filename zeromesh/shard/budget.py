@@ -12,9 +12,8 @@ from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.early import next_bytes
 from zeromesh.shard.flat import Flat
-from zeromesh.shard.rows import Rows, StateForm
 from zeromesh.shard.store import Tiers
-from zeromesh.shard.swap import unpacked_bytes
+from zeromesh.shard.swap import Rows, StateForm, unpacked_bytes
 
 NEXT = "next copies of optimizer states"
 PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)  # uses of host memory
@@ -105,7 +104,6 @@ def require_host_memory(parts: dict[str, int], available: int, limit: int | None
 
 
 def _what_fits(parts: dict[str, int], most: int) -> str:
-    """The remedy: what would fit instead."""
     moved = parts.get("gradients", 0) + parts.get("optimizer states", 0)
     rest = sum(parts.values()) - moved
     ways = []

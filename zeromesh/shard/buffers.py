@@ -90,8 +90,6 @@ class ModelBuffers:
 
 @dataclass(frozen=True)
 class _Place:
-    """Name of a buffer in a module."""
-
     module: nn.Module
     name: str
 
@@ -107,8 +105,6 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A place at some time."""
-
     # Which tensor it was. Its `id` would not do: that may be another one's once it is gone.
     buffer: ref[torch.Tensor] | None
     # Of all the module's buffers. They go together: torch's batch normalisation counts batches in one, but its kernels

@@ -306,7 +306,6 @@ def _stored(value: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operation changes in place."""
     found = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -68,7 +68,6 @@ class _Next:
     sent: Copy = DONE  # the copy of `output` to the parameter's shard, which reads it
 
     def fit(self, states: list[tuple[torch.Tensor, ...]], device: torch.device) -> None:
-        """Have memory for new states like these."""
         if [len(new) for new in self.states] != [len(old) for old in states]:
             self.states = [
                 tuple(empty_on(Tier.HOST, old.numel(), old.dtype, device, False).view_as(old) for old in tensors)
@@ -90,8 +89,6 @@ class _Next:
 
 @dataclass(eq=False)
 class _Task:
-    """The update of one flat buffer."""
-
     flat: Flat
     shard: torch.Tensor  # of the gradient
     factor: float
@@ -348,7 +345,6 @@ def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
 
 
 def _holds(task: _Task, steps: HostUpdate) -> bool:
-    """Return whether what was computed is what is asked for."""
     flat = task.flat
     if flat.gradient is None or flat.gradient.shard is not task.shard or steps.factor != task.factor:
         return False

@@ -47,6 +47,7 @@ class FlatExchange:
         groups = [self._group] * self._shared + [self._mesh.group("tensor")]
         for group in groups:
             if group.size > 1:
+                # Every rank adds in the order of ranks, so that the sums are equal bit for bit.
                 vector = group.exchange(vector, tag=3).sum(0).to(vector.device)
         return vector
 

@@ -43,7 +43,8 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
     candidates = list(_candidates(model, "", total))
     floor = _largest_that_stays([_elements(module) for _, module in candidates])
     shared = _shared(model)  # belong to a common ancestor, so that a module with nothing else is no unit
-    return [(name, m) for name, m in candidates if _elements(m) > floor and any(p not in shared for p in _ids(m))]
+    large = [(name, module) for name, module in candidates if _elements(module) > floor]
+    return [(name, module) for name, module in large if any(id(p) not in shared for p in module.parameters())]
 
 
 def unit_modules(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
@@ -71,15 +72,12 @@ def _candidates(module: nn.Module, name: str, total: int) -> Iterator[tuple[str,
         if _elements(child) == 0:
             continue
         block = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS)
-        if _holds_most_itself(child) or (block and not _too_large(child, total)):
+        # A module whose parameters are its own, as an attention's are, is not cut further.
+        own = sum(parameter.numel() for parameter in child.parameters(recurse=False))
+        if 2 * own >= _elements(child) or (block and not _too_large(child, total)):
             yield path, child
         else:
             yield from _candidates(child, path, total)
-
-
-def _holds_most_itself(module: nn.Module) -> bool:
-    """Return whether the module's parameters are its own, as an attention's are; then it is not cut further."""
-    return 2 * sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= _elements(module)
 
 
 def _too_large(block: nn.Module, total: int) -> bool:
@@ -121,10 +119,6 @@ def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _ids(module: nn.Module) -> set[int]:
-    return {id(parameter) for parameter in module.parameters()}
-
-
 def _shared(model: nn.Module) -> set[int]:
     """Parameters that stand at several places: they belong to the nearest common ancestor."""
     places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -158,14 +152,22 @@ def check_parameters(model: nn.Module) -> None:
             devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}; only dense parameters can be sharded")
-        if _is_distributed(parameter):
+        distributed = sys.modules.get("torch.distributed.tensor")  # it is slow to import, and else there are none
+        if distributed is not None and isinstance(parameter, distributed.DTensor):
             raise ValueError(
                 f"parameter {name} is a DTensor, which somebody has spread over ranks; pass the model with plain "
                 "parameters, and say in the configuration how it is to be spread"
             )
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name} is lazy and has no shape yet; run one batch through the model first")
-    _check_buffers(model)
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            if persistent and buffer.layout is not torch.strided:
+                raise ValueError(
+                    f"buffer {name} has layout {buffer.layout}, and only dense ones can be kept the same on all ranks; "
+                    "register it with persistent=False, or as a dense tensor"
+                )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         count = len(list(model.parameters()))
         raise ValueError(
@@ -180,22 +182,6 @@ def check_parameters(model: nn.Module) -> None:
     _check_memory(model)
 
 
-def _is_distributed(parameter: nn.Parameter) -> bool:
-    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
-    return loaded is not None and isinstance(parameter, loaded.DTensor)
-
-
-def _check_buffers(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix=path, recurse=False):
-            persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
-            if persistent and buffer.layout is not torch.strided:
-                raise ValueError(
-                    f"buffer {name} has layout {buffer.layout}, and only dense ones can be kept the same on all ranks; "
-                    "register it with persistent=False, or as a dense tensor"
-                )
-
-
 def check_compiled(model: nn.Module, targets: Sequence[str] = ()) -> None:
     """Raise ValueError if a unit would be fetched inside of what is compiled."""
     # Modules that are compiled inside a unit are fine, and so are units whose forward is compiled.
@@ -204,16 +190,12 @@ def check_compiled(model: nn.Module, targets: Sequence[str] = ()) -> None:
         # The wrapper that torch.compile gives and a compiled forward leave the hooks of the module itself outside.
         whole = module._compiled_call_impl is not None and path in names
         inside = [name for name in names if name.startswith(f"{path}.") or not path]
-        if (whole or inside) and _compiled(module):
+        forward = module.__dict__.get("forward")
+        compiled = module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+        if (whole or inside) and compiled:
             raise ValueError(
                 f"{path or 'the model'} is compiled and holds the unit {(inside or [path])[0]}; {_PASS_PLAIN}"
             )
-
-
-def _compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` made the module, its ``compile`` was called, or its forward is compiled."""
-    forward = module.__dict__.get("forward")
-    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def _check_aliases(model: nn.Module, ranges: Mapping[int, Sequence[tuple[int, int, str]]]) -> None:

@@ -299,7 +299,6 @@ class Flat:
 
 
 def _read(flat: Flat, segment: Segment, source: Source, kept: slice) -> None:
-    """Read the part of a parameter that lies in a range of the layout."""
     start, stop = max(segment.start, kept.start), min(segment.stop, kept.stop)
     if start < stop:
         first = start - segment.start
@@ -336,7 +335,6 @@ def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, tied_s
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors lie in the same memory."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 

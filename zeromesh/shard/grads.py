@@ -245,17 +245,11 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
         else:
             alive.write(self, value)
 
-    def drop(self: nn.Parameter) -> None:
-        write(self, None)
-
     def read_data(self: nn.Parameter) -> torch.Tensor:
         if (alive := grads()) is not None:
             alive.expose(self)
         data: torch.Tensor = PLAIN_DATA.__get__(self)
         return data
-
-    def write_data(self: nn.Parameter, value: torch.Tensor) -> None:
-        PLAIN_DATA.__set__(self, value)
 
     def register(self: nn.Parameter, hook: Any) -> Any:
         """Let the user's hook see the gradient before the engine takes it."""
@@ -274,8 +268,8 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
         return made
 
     members = {
-        "grad": property(read, write, drop),
-        "data": property(read_data, write_data),
+        "grad": property(read, write, lambda self: write(self, None)),
+        "data": property(read_data, PLAIN_DATA.__set__),
         "register_post_accumulate_grad_hook": register,
         "__deepcopy__": copy,
         "__module__": own.__module__,

@@ -69,16 +69,6 @@ def _nothing(*_: Any) -> None:
     """Placeholder of a hook in a copy of the module."""
 
 
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """The address of the storage that a tensor is a view of; None for one that has none of its own."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:
-        return None  # inside torch.func
-
-
 def passes_of(roots: Sequence[torch.Tensor], wanted: Collection[Pass]) -> set[Pass]:
     """Those of the passes that some tensors depend on. The search ends when all are found."""
     found: set[Pass] = set()
@@ -100,9 +90,9 @@ class _View(NamedTuple):
     """A view of a unit's parameters, as long as it is not needed: where it lies in the unit's storage."""
 
     unit: ref[Unit]
-    update: int
+    update: int  # updates of the unit before it was saved
     member: int
-    version: int
+    version: int  # of the member, which tells of writes in place
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -174,10 +164,12 @@ class SavedTensors:
                 self.leave()
 
     def _pack(self, tensor: torch.Tensor) -> _View | _Other:
-        storage = storage_of(tensor)
-        if storage is None:
+        if tensor.layout is not torch.strided:
             return _Other(-1, tensor.detach())
-        unit = self._unit_of.get(storage)
+        try:
+            unit = self._unit_of.get(int(tensor.untyped_storage()._cdata))
+        except NotImplementedError:  # inside torch.func
+            return _Other(-1, tensor.detach())
         if unit is None or not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             return _Other(tensor._version, tensor.detach())  # a view that is kept as it is keeps its memory
         offset = int(tensor.storage_offset())

@@ -48,7 +48,6 @@ class HostUpdates:
             flat.expect(self._staging.send(out, flat.shard))
 
     def _step(self, steps: HostUpdate, flat: Flat, out: torch.Tensor | None) -> None:
-        """Update the masters; the new parameters go to ``out``, too."""
         gradient = flat.gradient
         assert gradient is not None
         shard = gradient.shard

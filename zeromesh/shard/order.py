@@ -11,10 +11,8 @@ from torch import nn
 
 from zeromesh.shard.unit import Unit
 
-FAR = 1 << 30  # A position that is never reached
-
-# Modules whose backward does not look at their parameters: an embedding's needs the indices only.
-BLIND = (nn.Embedding,)
+FAR = 1 << 30  # a position that is never reached
+BLIND = (nn.Embedding,)  # the backward does not look at the parameters: an embedding's needs the indices only
 
 
 class Need(enum.IntEnum):
@@ -79,10 +77,8 @@ class Order:
     """The order in which units are used, and what this rank skipped of it."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        # Until ranks have agreed on an order of use, that of registration is the same on all of them.
-        # The order of first use that all ranks have agreed on: that of registration at first.
+        # The order of first use that all ranks have agreed on: at first that of registration, the same on all of them.
         self.canonical: list[int] = [unit.index for unit in units]
-        # By unit index, what the ranks have agreed on that its backward needs.
         self.needs = dict.fromkeys(self.canonical, Need.BACKWARD)
         self._looks = {unit.index for unit in units if type(unit.module) not in BLIND}
         self.current = Pass()  # the latest pass whose backward may come
@@ -94,12 +90,12 @@ class Order:
         self.part: frozenset[int] | None = None
         self.again: frozenset[int] = frozenset()  # of the part, those that another one uses again before the update
         self.evaluates = False  # no backward comes, though there may be graphs
-        self._recorded = True
+        self._recorded = True  # a backward of the forward that runs may come
         self._before = self.current
         self._passes = 1
-        self._seen: set[int] = set()
-        self._places: dict[int, int] = {}
-        self._observed: dict[int, Need] = {}
+        self._seen: set[int] = set()  # in the forward that runs
+        self._places: dict[int, int] = {}  # of first uses since the last agreement; less by `FAR` where skipped
+        self._observed: dict[int, Need] = {}  # since the last agreement
 
     @contextmanager
     def of_stage(self, part: frozenset[int] | None, again: frozenset[int], trains: bool) -> Iterator[None]:

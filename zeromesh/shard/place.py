@@ -94,7 +94,6 @@ def lay_out(
 
 
 def _rows(sizes: Sequence[int], row: PlacementRow) -> list[PlacementRow]:
-    """Return each unit's row."""
     # The first units stay on the device: their gradients come last, so their update could not run beside the backward.
     rows, stays = [], (1 - row.offloaded) * sum(sizes)
     for size in sizes:

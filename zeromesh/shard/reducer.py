@@ -28,8 +28,6 @@ from zeromesh.tiers.link import Link
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The sum of a full gradient, under way."""
-
     gradient: Gradient
     full: torch.Tensor
     slot: Slot | None  # of `full`; None where autograd left it
@@ -221,7 +219,6 @@ class Reducer:
             self.on_shard(gradient)
 
     def _finish_gathering(self) -> None:
-        """Wait for the oldest sum that is sent to all ranks."""
         done = self._gathering.popleft()
         with span("wait_reduce", done.gradient.unit):
             done.pending.wait()

@@ -153,7 +153,6 @@ class Stored:
         self._pool.give(buffer)
 
     def _finish_write(self) -> None:
-        """Wait for the oldest write."""
         buffer, pending = self._behind.popleft()
         try:
             pending.wait()

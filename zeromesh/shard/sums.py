@@ -150,7 +150,6 @@ def _counted(places: Iterable[Place], mesh: Mesh) -> Iterator[torch.Tensor]:
 
 
 def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a 1-D tensor: float64, 0-dim."""
     # Row by row, because an fp32 sum over ten million elements is wrong in the fourth digit on a CPU, and in at least
     # fp32, because a norm may be beyond the range of 16 bits when no element is.
     wide = torch.promote_types(values.dtype, torch.float32)

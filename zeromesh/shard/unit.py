@@ -134,7 +134,6 @@ class Unit:
                 mesh.shard.all_gather(flat.full, flat.master, flat.tag).wait()
 
     def _bind(self, storage: torch.UntypedStorage) -> None:
-        """Let the parameters lie in another storage."""
         self.storage = storage
         for flat, offset in zip(self.flats, self._offsets, strict=True):
             flat.bind(storage, offset)

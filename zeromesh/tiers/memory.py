@@ -87,7 +87,6 @@ class Staging:
 
 
 def _lock_pages(storage: torch.UntypedStorage) -> None:
-    """Lock the pages of a storage as long as it lives."""
     runtime, address = torch.cuda.cudart(), storage.data_ptr()
     error = int(runtime.cudaHostRegister(address, storage.nbytes(), 0))
     if error != 0:

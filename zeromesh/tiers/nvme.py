@@ -106,15 +106,12 @@ class _Place:
 
     @property
     def written(self) -> bool:
-        """True if all of it was."""
         return bool(self.checksums) and None not in self.checksums
 
     def begin(self, transfer: PendingRequest) -> None:
-        """Note the transfer that is done with it from here on."""
         self.transfer = transfer
 
     def forget(self, requests: int) -> None:
-        """Forget the checksums, as so many requests overwrite the place."""
         self.checksums = [None] * requests
 
 
@@ -338,8 +335,6 @@ def _settle(used: _Place | Buffer) -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """A part of a transfer, for one of the threads."""
-
     pending: PendingRequest
     place: _Place
     index: int  # of the part
@@ -348,7 +343,6 @@ class _Request:
     writes: bool
 
     def run(self, file: SwapFile, meter: Meter) -> None:
-        """Do it."""
         if self.writes:
             written = checksum(self.memory)  # before: what somebody changes meanwhile is noticed when it is read
             with meter.count(len(self.memory), writes=True):
@@ -367,7 +361,6 @@ class _Request:
 
 
 def _work(requests: SimpleQueue[_Request | None], file: SwapFile, meter: Meter) -> None:
-    """Run requests until None arrives."""
     while (request := requests.get()) is not None:
         error: BaseException | None = None
         try:

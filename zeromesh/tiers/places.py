@@ -145,7 +145,6 @@ def stream(
 
 
 def _finish(writing: deque[tuple[Buffer, PendingRequest]], lent: list[Buffer], buffers: Buffers) -> None:
-    """Wait for the oldest write and return its buffer."""
     buffer, pending = writing.popleft()
     pending.wait()
     lent.remove(buffer)

@@ -199,7 +199,6 @@ def _require(folder: Path) -> None:
 
 
 def _create(folder: Path, rank: int) -> tuple[Path, int]:
-    """A new file, empty and locked."""
     while True:
         path = folder / f"zeromesh-{host_name()}-rank{rank}-pid{os.getpid()}-{next(_numbers)}.swap"
         try:
@@ -222,5 +221,4 @@ def _create(folder: Path, rank: int) -> tuple[Path, int]:
 
 
 def _because(error: OSError, what: str, remedy: str) -> OSError:
-    """An error of the same kind that says more."""
     return OSError(error.errno, f"{what} ({error.strerror}); {remedy}")
