@@ -20,11 +20,10 @@ from zeromesh.observe.machine import memory
 from zeromesh.optim.host import count_states, states_of
 from zeromesh.shard.budget import NEXT, PARTS, MemoryBudget, Prepare, require_host_memory
 from zeromesh.shard.flat import Flat
-from zeromesh.shard.rows import StateForm
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.stored import Stored
 from zeromesh.shard.stored import buffer_bytes as stored_buffer_bytes
-from zeromesh.shard.swap import Swap, buffer_bytes
+from zeromesh.shard.swap import StateForm, Swap, buffer_bytes
 from zeromesh.tiers.nvme import Disk
 
 if TYPE_CHECKING:

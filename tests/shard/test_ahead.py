@@ -15,7 +15,7 @@ from torch import nn
 from harness import run_ranks
 from test_tiers import in_stages, start
 from zeromesh import zero
-from zeromesh.shard.early import EarlyUpdates
+from zeromesh.shard.early import EarlyState, EarlyUpdates
 
 PLACES: dict[str, dict[str, Any]] = {
     "row 1": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
@@ -35,14 +35,16 @@ class Watched:
         self._counted, self._stop = EarlyUpdates.counted, EarlyUpdates._stop
         watched = self
 
-        def stop(self: EarlyUpdates) -> None:
+        def stop(self: EarlyUpdates, state: EarlyState) -> None:
             tasks, end = list(self._tasks.values()), time.monotonic() + SECONDS
-            while self._thread is not None and self._thread.is_alive() and not all(task.done for task in tasks):
-                last = self._swap is not None and sum(not task.done for task in tasks) == 1
+            while (
+                self._thread is not None and self._thread.is_alive() and not all(task.done.is_set() for task in tasks)
+            ):
+                last = self._swap is not None and sum(not task.done.is_set() for task in tasks) == 1
                 if last or time.monotonic() > end:  # one that goes to a file is done when it was asked for the next
                     break
                 time.sleep(0.001)
-            watched._stop(self)
+            watched._stop(self, state)
 
         def counted(self: EarlyUpdates, steps: Any) -> set[Any]:
             found = watched._counted(self, steps)

@@ -26,9 +26,8 @@ import torch
 from zeromesh.tiers import swap_file
 from zeromesh.tiers.bandwidth import measure_bandwidth
 from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.checksum import checksum
-from zeromesh.tiers.nvme import FileStore, Region
-from zeromesh.tiers.stream import stream
+from zeromesh.tiers.nvme import FileStore, Region, checksum
+from zeromesh.tiers.places import stream
 from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
@@ -265,19 +264,6 @@ def test_numbers_out_of_range_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}; "):
             FileStore(tmp_path, **wrong)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_transfer_waits_for_what_an_accelerator_does_with_its_buffer(store: FileStore) -> None:
-    region = allocate(store, 2 * BLOCK)[0]
-    buffer = Buffer(region.nbytes)
-
-    class Copy:
-        def synchronize(self) -> None:
-            buffer.memory.copy_(filled(9, region.nbytes).memory)
-
-    buffer._used = Copy()  # type: ignore[assignment]
-    store.write(region, buffer).wait()
-    assert holds(store, region, 9)
 
 
 # Buffers and streams.

@@ -13,7 +13,7 @@ from test_swap import STATE, last_of_life
 from test_tiers import HOST, start, update
 from zeromesh import zero
 from zeromesh.kernels import halves
-from zeromesh.shard import rows
+from zeromesh.shard import swap
 
 SPLIT = {"split_master": True}
 FORMS: dict[str, dict[str, Any]] = {"split": SPLIT}
@@ -256,8 +256,8 @@ def test_a_look_does_not_change_a_tie(tmp_path: Path) -> None:
 
 def test_masters_are_joined_in_runs_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for run in (rows.RUN, 1024):
-        monkeypatch.setattr(rows, "RUN", run)
+    for run in (swap.RUN, 1024):
+        monkeypatch.setattr(swap, "RUN", run)
         found.append(after_some(str(tmp_path / str(run))))
     assert found[0] == found[1]
 

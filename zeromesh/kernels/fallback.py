@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,21 +13,13 @@ from torch.optim.sgd import sgd
 
 from zeromesh.kernels.rules import Group
 
-_SUMMED = 16384
-"""Elements of one sum. Torch adds so few on one thread, so that the result does not depend on how many there are."""
-
 
 @torch.no_grad()
 def update(
-    rule: str,
-    group: Group,
-    number: int,
-    gradient: torch.Tensor,
-    factor: float,
-    master: torch.Tensor,
+    rule: str, group: Group, number: int, gradient: torch.Tensor, factor: float, master: torch.Tensor,
     states: Sequence[torch.Tensor],
-) -> None:
-    """One step in place; shapes and dtypes as in ``zeromesh.kernels.update.Piece``, or all in float64."""
+) -> None:  # fmt: skip
+    """Take one step in place; shapes and dtypes as in ``UpdatePiece``, or all in float64."""
     g = gradient.to(torch.promote_types(gradient.dtype, master.dtype)) * factor
     lr, decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group.get("maximize"))
     steps = [torch.tensor(number - 1.0)]  # torch counts on
@@ -51,7 +42,7 @@ def update(
             dampening=float(group["dampening"]), nesterov=bool(group["nesterov"]), maximize=maximize,
         )  # fmt: skip
         if states and number == 1 and buffers[0] is not None:
-            states[0].copy_(buffers[0])
+            states[0].copy_(buffers[0])  # torch has made the momentum of the first step itself
     else:
         assert rule == "lion", rule
         if maximize:
@@ -60,13 +51,6 @@ def update(
         direction = torch.lerp(g, states[0], weight).sign_()
         master.mul_(1 - lr * decay).add_(direction, alpha=-lr)
         states[0].lerp_(g, 1 - kept)
-
-
-def sum_of_squares(tensor: torch.Tensor) -> float:
-    """Return the sum of squares of a 1-D tensor, in float64."""
-    whole = tensor.numel() // _SUMMED * _SUMMED
-    parts = [*tensor[:whole].view(-1, _SUMMED).split(64), tensor[None, whole:]]
-    return math.fsum(value for part in parts for value in part.double().square_().sum(1).tolist())
 
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]

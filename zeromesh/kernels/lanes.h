@@ -3,7 +3,6 @@
 //   TARGET              the attribute that lets a function use its instructions
 //   WIDTH               floats in a vector: 4, 8 or 16
 //   SQRT, FMA           of vectors, rounded once
-//   TO_DOUBLES          of half a vector
 //   FROM_HALF, TO_HALF  between WIDTH halves in 16-bit integers and floats
 //   STREAM              store to an aligned address, past the caches
 //
@@ -14,14 +13,10 @@
 #define FLOATS NAME(floats)
 #define INTEGERS NAME(integers)
 #define SHORTS NAME(shorts)
-#define DOUBLES NAME(doubles)
-#define PART NAME(part)
 
 typedef float FLOATS __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t INTEGERS __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t SHORTS __attribute__((vector_size(2 * WIDTH)));
-typedef double DOUBLES __attribute__((vector_size(4 * WIDTH)));
-typedef float PART __attribute__((vector_size(2 * WIDTH)));
 typedef FLOATS NAME(floats_anywhere) __attribute__((aligned(4), may_alias));
 typedef SHORTS NAME(shorts_anywhere) __attribute__((aligned(2), may_alias));
 
@@ -187,45 +182,15 @@ TARGET static void NAME(update)(const struct row *row, const struct piece *q, in
     if (stream) FENCE();
 }
 
-// Sixteen sums, whatever the width: element i goes to sum i % 16. Squares of floats are exact in doubles.
-INLINE void NAME(sixteen)(const void *from, int64_t i, int type, DOUBLES *sums) {
-    int wide = type == FLOAT32 ? 4 : 2;
-    ASK(from, wide * i, 2 * wide);
-    for (int k = 0; k < 16 / WIDTH; k++) {
-        union { FLOATS whole; PART parts[2]; } x = {NAME(widen)(from, i + k * WIDTH, type)};
-        for (int half = 0; half < 2; half++) {
-            DOUBLES wide = TO_DOUBLES(x.parts[half]);
-            sums[2 * k + half] += wide * wide;
-        }
-    }
-}
-
-TARGET static double NAME(squares)(const void *from, int type, int64_t begin, int64_t end) {
-    union { DOUBLES vectors[32 / WIDTH]; double each[16]; } sums = {{{0}}};
-    int64_t i = begin, wide = type == FLOAT32 ? 4 : 2;
-    for (; i + 16 <= end; i += 16) NAME(sixteen)(from, i, type, sums.vectors);
-    if (i < end) {
-        float rest[16] = {0};
-        memcpy(rest, (const char *)from + wide * i, wide * (end - i));
-        NAME(sixteen)(rest, 0, type, sums.vectors);
-    }
-    double total = 0;
-    for (int k = 0; k < 16; k++) total += sums.each[k];
-    return total;
-}
-
 #undef INLINE
 #undef FLOATS
 #undef INTEGERS
 #undef SHORTS
-#undef DOUBLES
-#undef PART
 #undef NAME
 #undef TARGET
 #undef WIDTH
 #undef SQRT
 #undef FMA
-#undef TO_DOUBLES
 #undef FROM_HALF
 #undef TO_HALF
 #undef STREAM

@@ -13,7 +13,6 @@
 #define ASK(from, offset, wide) __builtin_prefetch((const void *)((uintptr_t)(from) + (offset) + 256 * (wide)))
 
 typedef void update_function(const struct row *, const struct piece *, int64_t, int64_t, int);
-typedef double squares_function(const void *, int, int64_t, int64_t);
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -24,7 +23,6 @@ typedef double squares_function(const void *, int, int64_t, int64_t);
 #define WIDTH 16
 #define SQRT(x) ((FLOATS)_mm512_sqrt_ps((__m512)(x)))
 #define FMA(a, b, c) ((FLOATS)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
-#define TO_DOUBLES(x) ((DOUBLES)_mm512_cvtps_pd((__m256)(x)))
 #define FROM_HALF(x) ((FLOATS)_mm512_cvtph_ps((__m256i)(x)))
 #define TO_HALF(x) ((SHORTS)_mm512_cvtps_ph((__m512)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 #define STREAM(to, x) _mm512_stream_ps(to, (__m512)(x))
@@ -36,7 +34,6 @@ typedef double squares_function(const void *, int, int64_t, int64_t);
 #define WIDTH 8
 #define SQRT(x) ((FLOATS)_mm256_sqrt_ps((__m256)(x)))
 #define FMA(a, b, c) ((FLOATS)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
-#define TO_DOUBLES(x) ((DOUBLES)_mm256_cvtps_pd((__m128)(x)))
 #define FROM_HALF(x) ((FLOATS)_mm256_cvtph_ps((__m128i)(x)))
 #define TO_HALF(x) ((SHORTS)_mm256_cvtps_ph((__m256)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 #define STREAM(to, x) _mm256_stream_ps(to, (__m256)(x))
@@ -66,7 +63,6 @@ static int has_avx512(void) {
 #define WIDTH 4
 #define SQRT(x) ((FLOATS)vsqrtq_f32((float32x4_t)(x)))
 #define FMA(a, b, c) ((FLOATS)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
-#define TO_DOUBLES(x) ((DOUBLES)vcvt_f64_f32((float32x2_t)(x)))
 #define FROM_HALF(x) ((FLOATS)vcvt_f32_f16((float16x4_t)(x)))
 #define TO_HALF(x) ((SHORTS)vcvt_f16_f32((float32x4_t)(x)))
 #define STREAM(to, x) (*(NAME(floats_anywhere) *)(to) = (x))
@@ -81,15 +77,14 @@ static const struct {
     const char *name;
     int (*present)(void);
     update_function *update;
-    squares_function *squares;
 } sets[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, update_avx512, squares_avx512},
-    {"avx2", has_avx2, update_avx2, squares_avx2},
+    {"avx512", has_avx512, update_avx512},
+    {"avx2", has_avx2, update_avx2},
 #elif defined(__aarch64__) && defined(__AARCH64EL__)
-    {"neon", always, update_neon, squares_neon},
+    {"neon", always, update_neon},
 #endif
-    {NULL, NULL, NULL, NULL},
+    {NULL, NULL, NULL},
 };
 
 // The numbers that must be the same in Python: of the interface, of a row's bytes and of a piece's.
@@ -108,7 +103,6 @@ struct work {
     int32_t set, stream;
     const void *from;
     int64_t size;
-    int32_t type;
     void *results;
     const struct row *rows;
 };
@@ -153,19 +147,6 @@ void zeromesh_update(int32_t set, const struct row *rows, const struct piece *pi
                      int32_t threads) {
     struct work work = {.block = update_block, .set = set, .stream = stream, .from = pieces, .rows = rows};
     for (int64_t i = 0; i < count; i++) work.blocks += blocks_of(pieces[i].elements, BLOCK);
-    run(&work, threads);
-}
-
-static void squares_block(const struct work *work, int64_t index, int64_t *cursor) {
-    (void)cursor;
-    int64_t begin = index * BLOCK, end = begin + BLOCK < work->size ? begin + BLOCK : work->size;
-    ((double *)work->results)[index] = sets[work->set].squares(work->from, work->type, begin, end);
-}
-
-// The sum of squares of each BLOCK elements.
-void zeromesh_squares(int32_t set, const void *from, int32_t type, int64_t elements, double *sums, int32_t threads) {
-    struct work work = {.block = squares_block, .set = set, .from = from, .type = type, .size = elements,
-                        .results = sums, .blocks = blocks_of(elements, BLOCK)};
     run(&work, threads);
 }
 

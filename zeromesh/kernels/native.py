@@ -1,8 +1,4 @@
-"""The library of native kernels: found beside this file, checked and loaded; and what it and Python tell each other.
-
-It is compiled when the package is installed (setup.py), never later. Where it is missing, ``library`` says so once, and
-what asks for it uses torch instead.
-"""
+"""The library of native kernels: found beside this file, checked and loaded; and what it and Python tell each other."""
 
 from __future__ import annotations
 
@@ -18,10 +14,8 @@ import torch
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 4
-
-TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""The codes of dtypes; 0 is no tensor."""
+_INTERFACE = 4  # `INTERFACE` in native.h, to be counted up there and here when a structure or a function changes
+TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is no tensor
 
 
 class RuleRow(ctypes.Structure):
@@ -34,30 +28,20 @@ class RuleRow(ctypes.Structure):
     ]
 
 
+# `struct piece`: gradient, parameter, three read, three written, two remainders, elements; dtypes, row, unused.
 PIECE = "@11q4i"
-"""``struct piece``: gradient, parameter, three read, three written, two remainders, elements; dtypes, row, unused."""
-
 PIECE_BYTES = 104
 
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded library.
+    """The loaded library."""
 
-    Attributes:
-        handle: what ctypes calls. It holds no lock of Python's meanwhile.
-        sets: instruction sets that this processor has, by name, the best one first.
-    """
-
-    handle: ctypes.CDLL
-    sets: dict[str, int]
+    handle: ctypes.CDLL  # its functions run without Python's lock
+    sets: dict[str, int]  # instruction sets that this processor has, by name, the best one first
 
     def choose(self, name: str | None) -> int:
-        """The number of an instruction set; of the best one for None.
-
-        Raises:
-            ValueError: this processor does not have it.
-        """
+        """The number of an instruction set; of the best one for None."""
         if name is None:
             return next(iter(self.sets.values()))
         if name not in self.sets:
@@ -69,7 +53,8 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The native kernels, or None where there are none: then that is logged, once."""
+    """Return the native kernels, or None where there are none: then that is logged, once."""
+    # They are compiled when the package is installed, never later: a compiler at the first step would stall all ranks.
     try:
         return _load()
     except OSError as error:
@@ -86,11 +71,6 @@ def examine() -> tuple[str, str]:
 
 
 def _load() -> Library:
-    """The library beside this file.
-
-    Raises:
-        OSError: there is none that fits, with the reason and a remedy.
-    """
     path = next((path for suffix in EXTENSION_SUFFIXES if (path := FOLDER / f"_native{suffix}").exists()), None)
     if path is None:
         raise OSError(
@@ -98,6 +78,7 @@ def _load() -> Library:
             "Install one, such as gcc, and install ZeroMesh again"
         )
     handle = ctypes.CDLL(str(path))
+    # A library of another version would read other fields, and spoil memory rather than fail.
     expected = _INTERFACE << 16 | ctypes.sizeof(RuleRow) << 8 | PIECE_BYTES
     if not hasattr(handle, "zeromesh_interface") or handle.zeromesh_interface() != expected:
         raise OSError(f"{path.name} was compiled from another version of ZeroMesh; install ZeroMesh again")
@@ -113,12 +94,10 @@ def _load() -> Library:
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    """Declare the functions' arguments; see native.c."""
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     for name, result, arguments in (
         ("instructions", ctypes.c_char_p, [number]),
         ("update", None, [number, pointer, pointer, size, number, number]),
-        ("squares", None, [number, pointer, number, size, pointer, number]),
         ("checksum", None, [pointer, size, pointer, number]),
     ):
         function = getattr(handle, f"zeromesh_{name}")
@@ -126,11 +105,7 @@ def _declare(handle: ctypes.CDLL) -> None:
 
 
 def threads_of(threads: int | None) -> int:
-    """Return the number of threads to use: as given, else as many as torch uses.
-
-    Raises:
-        ValueError: there would be none.
-    """
+    """Return the number of threads to use: as given, else as many as torch uses."""
     if threads is None:
         return torch.get_num_threads()
     if threads < 1:
@@ -139,11 +114,7 @@ def threads_of(threads: int | None) -> int:
 
 
 def check(name: str, tensor: torch.Tensor, elements: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuse a tensor that is not 1-D, contiguous, of so many elements, of these dtypes and on the CPU.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Refuse a tensor that is not 1-D, contiguous, of so many elements, of these dtypes and on the CPU."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"the {name} is {tensor.dtype}, and the kernel takes {wanted}; use torch's own update")

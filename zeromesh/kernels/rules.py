@@ -8,22 +8,17 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-Group = Mapping[str, Any]
-"""Hyperparameters as an optimizer's ``param_groups`` hold them."""
+Group = Mapping[str, Any]  # hyperparameters as an optimizer's `param_groups` hold them
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        code: the rule's number in native.h.
-        states: names of the states that an optimizer of torch keeps with this group, in the kernel's order.
-        row: what the kernel computes with, from a group and the number of the step, the first being 1.
-    """
-
-    code: int
+    code: int  # the rule's number in native.h
+    # Names of the states that an optimizer of torch keeps with this group, in the kernel's order.
     states: Callable[[Group], tuple[str, ...]]
+    # What the kernel computes with, from a group and the number of the step, the first being 1.
     row: Callable[[Group, int], dict[str, float]]
 
 
@@ -86,6 +81,7 @@ RULES: dict[str, UpdateRule] = {
     "adagrad": UpdateRule(3, lambda group: ("sum",), _adagrad),
 }
 
+# Full names of classes, as this layer knows none of ZeroMesh's own. A subclass may compute something else.
 _OPTIMIZERS: dict[str, str] = {
     "torch.optim.adam.Adam": "adam",
     "torch.optim.adamw.AdamW": "adamw",
@@ -93,7 +89,6 @@ _OPTIMIZERS: dict[str, str] = {
     "torch.optim.adagrad.Adagrad": "adagrad",
     "zeromesh.optim.lion.Lion": "lion",
 }
-"""Full names of classes, as this layer knows none of ZeroMesh's own. A subclass may compute something else."""
 
 _REFUSED = ("amsgrad", "differentiable", "capturable")
 

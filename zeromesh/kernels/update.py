@@ -1,9 +1,7 @@
 """The update of an optimizer on the host: one pass over memory, for many pieces at once.
 
-It reads a 16- or 32-bit gradient, multiplies it with one factor (unscaling and clipping), updates the fp32 master and
-the fp32 states, and writes the parameter as it is computed with. Where no native kernel is there, torch does the same
-in several passes. The bits of the result depend neither on the number of threads, nor on how memory is cut into pieces,
-nor on the instruction set.
+The bits of the result depend neither on the number of threads, nor on how memory is cut into pieces, nor on the
+instruction set.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from zeromesh.kernels import fallback, halves
 from zeromesh.kernels.native import PIECE, PIECE_BYTES, TYPES, RuleRow, check, library, threads_of
 from zeromesh.kernels.rules import RULES, Group
 
+# From so many elements on, results that go elsewhere are written past the caches, which could not keep them.
 STREAMED = 1 << 20
-"""From so many elements on, results that go elsewhere are written past the caches, which could not keep them."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +42,23 @@ class UpdateStep:
 class UpdatePiece:
     """Elements that are updated alike: 1-D contiguous tensors on the CPU, all of the same length, which may be 0.
 
-    Attributes:
-        step: by which rule, with which hyperparameters.
-        gradient: fp32, bf16 or fp16.
-        master: fp32; or float64, the states, too, which torch updates; or, where there is a remainder, its upper half
-            in bf16, which is the parameter.
-        states: fp32, as ``RULES[step.rule].states(step.group)`` names them. At the first step they are zeros; SGD's
-            momentum may then be anything.
-        output: fp32, bf16 or fp16, where the new parameter goes, too, rounded to nearest even; None if nowhere.
-        new_master, new_states: where the new master and states go; None and () for where the old ones are. A step so
-            written can be dropped: what it was read from is left as it was.
-        remainder: int16, the lower half of the master, as ``zeromesh.kernels.halves`` splits it; None for a whole one.
-        new_remainder: where the new one goes, beside ``new_master``; None for where the old one is.
-
     What is written shares no memory with anything else, but for what is updated in place, and for an output of the
     gradient's dtype in the place of the gradient.
     """
 
     step: UpdateStep
-    gradient: torch.Tensor
+    gradient: torch.Tensor  # fp32, bf16 or fp16
+    # fp32; or float64, the states, too, which torch updates; or, with a remainder, the upper half: the bf16 parameter.
     master: torch.Tensor
+    # fp32, as the rule names them. At the first step they are zeros; SGD's momentum may then be anything.
     states: tuple[torch.Tensor, ...]
-    output: torch.Tensor | None = None
+    output: torch.Tensor | None = None  # fp32, bf16 or fp16: takes the new parameter, too, rounded to nearest even
+    # Take what is new; None and () for where the old ones are. A step so written can be dropped.
     new_master: torch.Tensor | None = None
     new_states: tuple[torch.Tensor, ...] = field(default=())
-    remainder: torch.Tensor | None = None
+    remainder: torch.Tensor | None = (
+        None  # int16, the lower half of the master as `halves` splits it; None: it is whole
+    )
     new_remainder: torch.Tensor | None = None
 
 
@@ -118,12 +108,13 @@ def update(
     table = ctypes.create_string_buffer(PIECE_BYTES * len(pieces))
     for index, piece in enumerate(pieces):
         struct.pack_into(PIECE, table, PIECE_BYTES * index, *_described(piece), numbers[id(piece.step)], 0)
+    # By all pieces together: what stays in the caches for the next reader is lost to the later pieces.
     stream = sum(piece.master.numel() for piece in pieces) >= STREAMED
     native.handle.zeromesh_update(native.choose(instructions), rows, table, len(pieces), stream, workers)
 
 
 def _update_by_torch(piece: UpdatePiece, factor: float) -> None:
-    """The same without the native library."""
+    """Take the step without the native library, in several passes over memory."""
     with torch.no_grad():
         kept = piece.master if piece.new_master is None else piece.new_master
         if piece.remainder is not None:
@@ -143,7 +134,6 @@ def _update_by_torch(piece: UpdatePiece, factor: float) -> None:
 
 
 def _row(step: UpdateStep, factor: float) -> RuleRow:
-    """Return the numbers that the kernel computes with."""
     rule = RULES[step.rule]
     values = {"decay": 1.0, "scale": -factor if step.group.get("maximize") else factor}
     return RuleRow(rule=rule.code, **values | rule.row(step.group, step.number))
@@ -169,7 +159,6 @@ _ANY = tuple(TYPES)
 
 
 def _check(piece: UpdatePiece) -> None:
-    """Refuse what the kernel would misread."""
     elements, names = piece.master.numel(), RULES[piece.step.rule].states(piece.step.group)
     if len(piece.states) != len(names):
         raise ValueError(f"{piece.step.rule} has {len(names)} state(s), {names}, and {len(piece.states)} are given")

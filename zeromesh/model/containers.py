@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -13,13 +13,25 @@ import torch
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in nested containers, in the order in which ``map_tensors`` comes to them."""
     found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
+    _collect(value, found, frozenset())
     return found
+
+
+def _collect(value: Any, found: list[torch.Tensor], around: frozenset[int]) -> None:
+    # Without the dictionaries of ``map_tensors``: every forward of every unit comes by here.
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return
+    items: Collection[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if items and id(value) not in around:  # a container may hold itself
+        for item in items:
+            _collect(item, found, around | {id(value)})
 
 
 def map_tensors(
@@ -35,7 +47,7 @@ def map_tensors(
     items: dict[Any, Any] = {}
     if isinstance(value, Mapping):
         items = dict(value.items())
-    elif isinstance(value, list) or type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+    elif isinstance(value, list | tuple):
         items = dict(enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
@@ -46,7 +58,8 @@ def map_tensors(
     if not changed:
         return value
     if isinstance(value, tuple):
-        return type(value)(*mapped.values()) if hasattr(value, "_fields") else tuple(mapped.values())
+        # Results of torch, such as that of ``max``, are tuples that are made of one.
+        return type(value)(*mapped.values()) if hasattr(value, "_fields") else type(value)(tuple(mapped.values()))
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return mapped
     copied = copy.copy(value)

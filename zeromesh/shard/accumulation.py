@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,15 +21,10 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True)
 class LossFactors:
-    """The factors that a loss already carries when its backward begins.
+    """The factors that a loss already carries when its backward begins."""
 
-    Attributes:
-        scale: loss scale that it was multiplied by.
-        steps: accumulation steps that it was divided by.
-    """
-
-    scale: float = 1.0
-    steps: int = 1
+    scale: float = 1.0  # loss scale that it was multiplied by
+    steps: int = 1  # accumulation steps that it was divided by
 
 
 class _Record:
@@ -41,7 +36,6 @@ class _Record:
 
     @contextmanager
     def during(self, applied: LossFactors) -> Iterator[None]:
-        """Around the backward of an engine."""
         before, self._engine = self._engine, applied
         try:
             yield
@@ -63,32 +57,20 @@ _record = _Record()
 
 
 class Accumulation:
-    """Counts micro-batches, and knows which of them is the last one before an update.
-
-    Args:
-        steps: micro-batches per update.
-        scaler: of the loss in fp16; None where the loss is not scaled.
-
-    Attributes:
-        boundary: whether the current micro-batch is the last one, if the user said so; None: it is counted.
-        syncs: False inside ``no_sync``.
-        counted: micro-batches since the last update for which ``step`` was called.
-        unsynced: backwards in ``no_sync`` since then; each is a micro-batch of its own.
-        synced: whether there was any other backward; all of them until ``step`` are one micro-batch.
-        running: whether a backward is running.
-        losses: of the micro-batches since the last update, detached; float64, 0-dim.
-        inputs: checksums of the inputs since then.
-    """
+    """Counts micro-batches, and knows which of them is the last one before an update."""
 
     def __init__(self, steps: int, scaler: Scaler | None = None) -> None:
-        self.steps = steps
-        self.scaler = scaler
+        self.steps = steps  # micro-batches per update
+        self.scaler = scaler  # of the loss in fp16; None where the loss is not scaled
+        # Whether the current micro-batch is the last one, if the user said so; None: it is counted.
         self.boundary: bool | None = None
-        self.syncs = True
-        self.counted, self.unsynced, self.synced = 0, 0, False
-        self.running = False
-        self.losses: list[torch.Tensor] = []
-        self.inputs: list[torch.Tensor] = []
+        self.syncs = True  # False inside `no_sync`
+        self.counted = 0  # micro-batches since the last update for which `step` was called
+        # Backwards since that call: in `no_sync` each is a micro-batch of its own, all others together are one.
+        self.unsynced, self.synced = 0, False
+        self.running = False  # a backward is running
+        self.losses: list[torch.Tensor] = []  # of the micro-batches since the last update, detached; float64, 0-dim
+        self.inputs: list[torch.Tensor] = []  # checksums of the inputs since then
 
     @property
     def waits(self) -> bool:
@@ -198,20 +180,17 @@ class Accumulation:
             scaled.register_hook(partial(_record.note, LossFactors(self.scaler.scale)))
         return scaled
 
-    @contextmanager
-    def differentiating(self, divided: bool) -> Iterator[None]:
+    def differentiating(self, divided: bool) -> AbstractContextManager[None]:
         """Around a backward of this engine, whose loss was ``scaled`` and perhaps ``divided`` by the steps."""
-        with _record.during(LossFactors(self.scale, self.steps if divided else 1)):
-            yield
+        return _record.during(LossFactors(self.scale, self.steps if divided else 1))
 
     def missing_factor(self) -> float:
         """Return the factor that gradients of a backward lack which this engine did not start.
 
-        DeepSpeed divides by the accumulation steps there, too.
-
         Raises:
             RuntimeError: the loss was to be scaled, and was not.
         """
+        # DeepSpeed, too, divides by the accumulation steps where the user calls `loss.backward()`.
         applied = _record.find()  # None: the backward is of a loss that no engine has scaled
         if self.scaler is not None and applied is None:
             raise RuntimeError(

@@ -1,17 +1,11 @@
-"""Reactions to backwards: gradients of outputs and of parameters arrive, units are reduced and evicted.
-
-Note on when a unit is reduced. A unit's gradient is complete when the backward of each of its calls has begun and then
-the backward of a unit outside of it begins. This depends on the structure of the program alone. Counting the gradients
-that arrived would be wrong, as a parameter may get none on one rank. What is left is reduced at the end, in order.
-"""
+"""Reactions to backwards: gradients of outputs and of parameters arrive, units are reduced and evicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -19,7 +13,7 @@ from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.grads import PLAIN_GRAD
-from zeromesh.shard.hooks import Call, check_version, computing_backward, passes_of
+from zeromesh.shard.hooks import CALL, Call, check_version, computing_backward, passes_of
 from zeromesh.shard.order import Order, Pass, Walk
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
@@ -29,44 +23,28 @@ from zeromesh.shard.unit import Unit
 class Phase(Enum):
     """Origin of the backward whose gradients are taken now."""
 
-    NONE = "none"
-    """There is none, or it accumulates no gradients, as ``torch.autograd.grad`` does not."""
-    ENGINE = "engine"
-    """The engine started it, and sees its end and its exceptions."""
+    NONE = "none"  # there is none, or it accumulates no gradients, as `torch.autograd.grad` does not
+    ENGINE = "engine"  # the engine started it, and sees its end and its exceptions
+    # The user called `loss.backward()`: its end is a callback of autograd's, which does not come if it raises.
     USER = "user"
-    """The user called ``loss.backward()``: its end is a callback of autograd's, which does not come if it raises."""
-
-
-class Forwards(Protocol):
-    """Forwards that may be going on."""
-
-    def unwinding(self) -> AbstractContextManager[None]:
-        """End the forwards inside the context that an exception has ended."""
-
-    def end_interrupted(self) -> None:
-        """End all forwards that were interrupted."""
 
 
 class Backward:
-    """Has parameters fetched and gradients reduced as backwards go on.
-
-    Attributes:
-        calls: by unit, its forwards whose backward has not begun.
-        latest: the pass of the last call whose backward began.
-    """
+    """Has parameters fetched and gradients reduced as backwards go on."""
 
     def __init__(
         self, units: Sequence[Unit], order: Order, residency: Residency, reducer: Reducer, accumulation: Accumulation,
-        forwards: Forwards,
+        unwinding: Callable[[], AbstractContextManager[None]], end_interrupted: Callable[[], None],
     ) -> None:  # fmt: skip
+        # By unit, its forwards whose backward has not begun.
         self.calls: dict[Unit, WeakSet[Call]] = {unit: WeakSet() for unit in units}
-        self.latest = order.current
+        self.latest = order.current  # the pass of the last call whose backward began
         self._units, self._root = units, units[0]
         self._order = order
         self._residency = residency
         self._reducer = reducer
         self._accumulation = accumulation
-        self._forwards = forwards
+        self._unwinding, self._end_interrupted = unwinding, end_interrupted  # see `Events`
         self._walks: dict[Pass, Walk] = {}
         self._reached: list[Pass] = []
         self._begun: list[Unit] = []
@@ -80,19 +58,15 @@ class Backward:
 
     @contextmanager
     def running(self, roots: Sequence[torch.Tensor], last: bool, reduces: bool = True) -> Iterator[None]:
-        """Around the backward of some tensors; ``last`` if an update follows.
-
-        Units are reduced as they are done with, unless weight gradients come later, in ``weights``.
-        """
+        """Around the backward of some tensors; ``last`` if an update follows."""
         self.drop_failed()
+        # Units are reduced as they are done with, unless weight gradients come later, in ``weights``.
         self._begin(Phase.ENGINE, roots, last, reduces)
         try:
-            with self._forwards.unwinding():
-                yield
-            self._end()
-        except BaseException:
-            self._reducer.reset()
-            raise
+            with self._reducer.resetting():
+                with self._unwinding():
+                    yield
+                self._end()
         finally:
             self._leave()
 
@@ -103,19 +77,17 @@ class Backward:
         self._reduced = set()
         self._reducer.begin(last)
         try:
-            yield
-            self._reduce_rest()
-            self._reducer.finish()
-        except BaseException:
-            self._reducer.reset()
-            raise
+            with self._reducer.resetting():
+                yield
+                self._reduce_rest()
+                self._reducer.finish()
         finally:
             self._phase, self._last = Phase.NONE, False
 
     def _begin(
         self, phase: Phase, roots: Sequence[torch.Tensor], last: bool, reduces: bool = True, factor: float = 1.0
     ) -> None:
-        self._forwards.end_interrupted()
+        self._end_interrupted()
         self._phase, self._last, self._reduces = phase, last, reduces
         self._accumulation.begin()
         self._begin_walks(roots)
@@ -145,11 +117,8 @@ class Backward:
         self._residency.leave_backward()
 
     def _begin_users(self) -> None:
-        """Begin a backward that the engine did not start.
-
-        One that accumulates gradients, as ``loss.backward()`` does, is a micro-batch like any other. For
-        ``torch.autograd.grad`` parameters are fetched, and nothing is reduced.
-        """
+        # One that accumulates gradients, as `loss.backward()` does, is a micro-batch like any other. For
+        # `torch.autograd.grad` parameters are fetched, and nothing is reduced.
         task = torch._C._current_graph_task_id()
         if task == self._users_task:
             return
@@ -170,9 +139,9 @@ class Backward:
             self._residency.leave_backward()
             return
         try:
-            self._end()
+            with self._reducer.resetting():
+                self._end()
         except BaseException:
-            self._reducer.reset()
             self._accumulation.restart()
             raise
         finally:
@@ -187,6 +156,31 @@ class Backward:
             self._accumulation.restart()
 
     # Hooks.
+
+    def listen(self, call: Call, outputs: Iterable[torch.Tensor]) -> None:
+        """Have the backward of a call noticed by the first gradient that arrives at one of its outputs."""
+        self.calls[call.unit].add(call)
+        weak = ref(self)  # the graph holds the hook, and must not hold the engine
+
+        def arrived(gradient: torch.Tensor) -> None:
+            alive = weak()
+            if alive is not None and call.is_reached():
+                alive.calls[call.unit].discard(call)
+                alive.backward_begins(call)
+
+        def note(output: torch.Tensor) -> None:
+            # Tensor hooks only: identity nodes and full backward hooks would break under in-place operations. That a
+            # gradient reaches an output of a unit means that every node created after it has run.
+            output.register_hook(arrived)
+            if output.grad_fn is not None:
+                output.grad_fn.metadata[CALL] = call  # type: ignore[index]
+
+        for output in outputs:
+            when_computed = getattr(output, "when_computed", None)
+            if when_computed is None:
+                note(output)
+            else:  # it is computed later, if at all, and is an output when it is there
+                when_computed(note)
 
     def gradient_arrived(self, gradient: Gradient, index: int, parameter: torch.Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
@@ -217,10 +211,7 @@ class Backward:
         self._residency.hold(unit, -1 if node is None else node._sequence_nr())
 
     def recomputes(self, unit: Unit) -> None:
-        """Take the steps before a unit that a checkpoint computes again.
-
-        With reentrant autograd it does so before the unit's backward begins.
-        """
+        """Take the steps before a unit that a checkpoint computes again; with reentrant autograd it does so first."""
         if self._phase is not Phase.NONE:
             for index in self._walk(self.latest).approach(unit.index):
                 self._backward_event(self._units[index])
@@ -287,6 +278,8 @@ class Backward:
 
     def _reduce_finished(self, current: Unit) -> None:
         """Reduce the units whose backward is over: each call's has begun, and that of a unit outside it begins now."""
+        # This depends on the structure of the program alone. To count the gradients that arrived would be wrong, as a
+        # parameter may get none on one rank, and a reduction is a collective.
         for unit in self._begun:
             if unit is self._root or unit in self._reduced or self._pending(unit):
                 continue

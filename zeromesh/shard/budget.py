@@ -12,54 +12,34 @@ from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.observe.units import bytes_text
 from zeromesh.shard.early import next_bytes
 from zeromesh.shard.flat import Flat
-from zeromesh.shard.rows import Rows, StateForm
 from zeromesh.shard.store import Tiers
-from zeromesh.shard.swap import unpacked_bytes
+from zeromesh.shard.swap import Rows, StateForm, unpacked_bytes
 
 NEXT = "next copies of optimizer states"
-
-PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)
-"""Uses of host memory."""
+PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)  # uses of host memory
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Memory budget of one rank off the device.
+    """Memory budget of one rank off the device."""
 
-    Attributes:
-        files: flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
-        packed: those of which they rest on the host, in fewer bytes.
-        form: in which both rest, but for the number of states.
-        stored: those whose parameters do.
-        parameter, gradient, master: bytes in host memory.
-        per_state: further ones for each state, like the parameter, that the optimizer has.
-        early: flat buffers whose update may begin during the backward, with the dtypes of the masters; those whose
-            gradients come first are the first.
-    """
-
+    # Flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
     files: dict[Flat, torch.dtype] = field(default_factory=dict)
-    parameter: int = 0
+    parameter: int = 0  # bytes in host memory, as the next two
     gradient: int = 0
     master: int = 0
-    per_state: int = 0
+    per_state: int = 0  # further ones for each state, like the parameter, that the optimizer has
+    # Those whose update may begin during the backward. Whose gradients come first is first: its update hides best.
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
-    stored: Sequence[Flat] = ()
-    packed: dict[Flat, torch.dtype] = field(default_factory=dict)
-    form: StateForm = field(default_factory=StateForm)
+    stored: Sequence[Flat] = ()  # those whose parameters rest on NVMe
+    packed: dict[Flat, torch.dtype] = field(default_factory=dict)  # whose masters rest on the host in halves
+    form: StateForm = field(default_factory=StateForm)  # of `files` and `packed`, but for the number of states
 
     @classmethod
     def of(
         cls, flats: Sequence[Flat], row: PlacementRow, mixed: bool, gradient: int, early: Sequence[Flat] = ()
     ) -> MemoryBudget:
-        """Return the budget of flat buffers that are laid out.
-
-        Args:
-            flats: all.
-            row: where they are.
-            mixed: whether 16-bit parameters have fp32 masters.
-            gradient: bytes.
-            early: those whose update may begin during the backward.
-        """
+        """Return the budget of flat buffers that are laid out."""
         files, packed, parameter, master, per_state = {}, {}, 0, 0, 0
         form = StateForm(split=row.split)
         for flat in flats:
@@ -85,7 +65,7 @@ class MemoryBudget:
         return [Rows(flat, dtype, form) for flat, dtype in (self.files | self.packed).items()]
 
     def first_early(self, share: float) -> list[Flat]:
-        """Those of ``early`` that come first, as many as are no more than this share of all their elements."""
+        """Return the first of ``early``, as many as are no more than this share of all their elements."""
         sizes = {flat: flat.own.stop - flat.own.start for flat in self.early}
         left, found = share * sum(sizes.values()), []
         for flat, size in sizes.items():
@@ -96,13 +76,7 @@ class MemoryBudget:
         return found
 
     def host(self, states: int, buffers: int = 0, early: Sequence[Flat] = ()) -> dict[str, int]:
-        """Bytes in host memory by what they are for.
-
-        Args:
-            states: of the optimizer, that are like the parameter.
-            buffers: bytes, of files.
-            early: what is updated during the backward.
-        """
+        """Return bytes in host memory by what they are for, with these states of a parameter, file buffers, updates."""
         copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in early)
         rows = self.rows(states)
         rest = self.master + states * self.per_state + (0 if self.files else sum(of.nbytes for of in rows))
@@ -110,18 +84,12 @@ class MemoryBudget:
         return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
 
 
+# Called by all ranks before anything is placed: checks the budget and opens the files, if any are needed.
 Prepare = Callable[[MemoryBudget], Tiers]
-"""Called by all ranks before anything is placed: checks the budget and opens the files, if any are needed."""
 
 
 def require_host_memory(parts: dict[str, int], available: int, limit: int | None) -> None:
-    """Raise ValueError if what all ranks of a node keep in host memory is more than there is, or may be.
-
-    Args:
-        parts: bytes by what they are for, of all ranks of the node.
-        available: bytes that are free, or become so when the model's parameters move to their places.
-        limit: bytes that the configuration allows; None for all that are available.
-    """
+    """Raise ValueError if the ``parts`` of all ranks of a node are more bytes than there are, or than ``limit``."""
     total, most = sum(parts.values()), available if limit is None else min(limit, available)
     if total <= most:
         return
@@ -136,7 +104,6 @@ def require_host_memory(parts: dict[str, int], available: int, limit: int | None
 
 
 def _what_fits(parts: dict[str, int], most: int) -> str:
-    """The remedy: what would fit instead."""
     moved = parts.get("gradients", 0) + parts.get("optimizer states", 0)
     rest = sum(parts.values()) - moved
     ways = []

@@ -11,24 +11,21 @@ from torch import nn
 
 from zeromesh.comm.mesh import Mesh
 
+# All dtypes, in an order that is the same on all ranks.
 DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
-"""All dtypes, in an order that is the same on all ranks."""
 MOST_DIMENSIONS = 64
 
-Form = tuple[torch.dtype, torch.Size] | None
-"""Shape and dtype of a buffer; None where there is none."""
+Form = tuple[torch.dtype, torch.Size] | None  # shape and dtype of a buffer; None where there is none
 
 
 class ModelBuffers:
-    """Notices which buffers changed and gives every rank the first rank's values, as DistributedDataParallel does.
-
-    Which places for buffers a model has is settled here. What is in them may become another tensor, or None.
-    Buffers that are registered later stay each rank's own.
-    """
+    """Notices which buffers changed and gives every rank the first rank's values, as DistributedDataParallel does."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model = model
         self._mesh = mesh
+        # Settled here: what is in these places may become another tensor, or None. Buffers that are registered later
+        # stay each rank's own.
         self._places = [_Place(module, name) for module in model.modules() for name in _persistent(module)]
         for place in self._places:
             if place.buffer is not None:
@@ -47,15 +44,12 @@ class ModelBuffers:
         ]
 
     def changed(self) -> list[bool]:
-        """Return notes for ``share`` on changes of this rank's buffers since the last one; of constant length.
-
-        For each place, whether the values in it may be others; then for each, whether its dtype or shape are others.
-        """
+        """Return notes for ``share``: which buffers may have changed since the last one, then which changed in form."""
         seen = list(zip(self._look(), self._shared, strict=True))
         return [not now.same(then) for now, then in seen] + [now.form != then.form for now, then in seen]
 
     def share(self, changed: Sequence[bool]) -> None:
-        """Give every rank the first rank's values of these; all ranks pass the same, of the form of ``changed()``."""
+        """Give every rank the first rank's values of these; all ranks pass the same notes, as from ``changed``."""
         count = len(self._places)
         ranks = self._mesh.group("stage")
         if ranks.size > 1:
@@ -96,8 +90,6 @@ class ModelBuffers:
 
 @dataclass(frozen=True)
 class _Place:
-    """Name of a buffer in a module."""
-
     module: nn.Module
     name: str
 
@@ -113,41 +105,30 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A place at some time.
-
-    Attributes:
-        buffer: which tensor it was. Its ``id`` would not do: that may be another one's once it is gone.
-        versions: of all the module's buffers. They go together: torch's batch normalisation counts batches in one, but
-            its kernels do not always mark the averages as changed. None for a tensor made in inference mode.
-        form: dtype and shape.
-    """
-
+    # Which tensor it was. Its `id` would not do: that may be another one's once it is gone.
     buffer: ref[torch.Tensor] | None
+    # Of all the module's buffers. They go together: torch's batch normalisation counts batches in one, but its kernels
+    # do not always mark the averages as changed. None for a tensor made in inference mode.
     versions: tuple[int | None, ...]
-    form: Form
+    form: Form  # dtype and shape
 
     @classmethod
     def of(cls, place: _Place) -> _Seen:
-        versions = tuple(_version(buffer) for buffer in place.module._buffers.values() if buffer is not None)
+        present = [buffer for buffer in place.module._buffers.values() if buffer is not None]
+        versions = tuple(None if buffer.is_inference() else buffer._version for buffer in present)
         return cls(None if place.buffer is None else ref(place.buffer), versions, place.form)
 
     def same(self, other: _Seen) -> bool:
         """Return whether it surely was the same tensor with the same values, or none both times."""
         if (self.versions, self.form) != (other.versions, other.form) or None in self.versions:
             return False
-        return self.form is None or self._tensor is other._tensor
-
-    @property
-    def _tensor(self) -> torch.Tensor | None:
-        return self.buffer() if self.buffer is not None else None
+        if self.buffer is None or other.buffer is None:
+            return self.buffer is other.buffer
+        return self.buffer() is other.buffer()
 
 
 def _persistent(module: nn.Module) -> Iterator[str]:
     return (name for name in module._buffers if name not in module._non_persistent_buffers_set)
-
-
-def _version(buffer: torch.Tensor) -> int | None:
-    return None if buffer.is_inference() else buffer._version
 
 
 def _own_memory(buffer: torch.Tensor) -> None:

@@ -1,15 +1,4 @@
-"""Building a model without holding it: its construction is recorded, and replayed parameter by parameter.
-
-Inside ``Recording`` large tensors are made on the meta device, and what is done to them is written on a tape. Later the
-parts of the tape that a parameter depends on are run for real. Random numbers are the very ones that an ordinary
-construction would have drawn, since each random operation is also run once for its effect on the generator, on a
-temporary of its own: so the weights are those of the ordinary construction, bit for bit, under every layout.
-
-A construction that looks at a value is given it: the tape so far is replayed for that tensor alone.
-
-Values may also come from a ``Source``, such as a file. Then what had been done to the tensor before is not run, and
-where nothing is done to it afterwards, a rank can read the part that it needs.
-"""
+"""Building a model without holding it: its construction is recorded, and replayed parameter by parameter."""
 
 from __future__ import annotations
 
@@ -29,11 +18,9 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_map
 
-LARGE = 1 << 13
-"""Elements from which a tensor is deferred. Smaller ones are real, which is faster than to record them."""
+LARGE = 1 << 13  # elements from which a tensor is deferred. Smaller ones are real, which is faster than to record them.
 
 _MARK = "_zeromesh_tape"
-
 _NUMBERS: Iterator[int] = count()
 
 
@@ -73,9 +60,8 @@ class _Operation:
     outputs: tuple[_View, ...]
     reads: frozenset[int]
     writes: frozenset[int]
-    random: torch.Tensor | None
-    source: Source | None = None
-    """Return the source of all values that are written."""
+    random: torch.Tensor | None  # state of the generator before
+    source: Source | None = None  # of all values that are written, as a file
     number: int = field(default_factory=_NUMBERS.__next__)
 
 
@@ -118,6 +104,7 @@ class Tape:
         for operation in reversed(self.operations):
             if operation.writes & wanted:
                 needed.append(operation)
+                # What was done to a tensor before its values came from a source does not matter.
                 wanted = wanted - operation.writes if operation.source is not None else wanted | operation.reads
         storages: dict[int, torch.UntypedStorage] = {}
         before = torch.get_rng_state()
@@ -170,6 +157,7 @@ class Recording(TorchDispatchMode):
         if not deferred:
             makes = not tensors and "device" in kwargs and _is_to_defer(func, args, kwargs)
             return self._record(func, args, kwargs, deferred) if makes else func(*args, **kwargs)
+        # A construction that looks at a value is given it: the tape so far is replayed for that tensor alone.
         writes_real = any(not is_deferred(tensor) for tensor in _written(func, args, kwargs))
         if writes_real or not any("Tensor" in str(output.type) for output in func._schema.returns):
             return func(*tree_map(replayed, args), **tree_map(replayed, kwargs))
@@ -185,6 +173,8 @@ class Recording(TorchDispatchMode):
                 raise RuntimeError(f"{func} cannot be deferred: torch does not have it for meta tensors") from None
             return func(*tree_map(replayed, args), **tree_map(replayed, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
+            # Run once more now, for its effect on the generator: the weights are to be those of an ordinary
+            # construction, bit for bit, under every layout.
             random = torch.get_rng_state()
             _draw(func, args, kwargs, written)
         outputs = _tensors(result)
@@ -250,10 +240,7 @@ def replayed(value: Any) -> Any:
 
 
 def read_from(tensor: torch.Tensor, source: Source) -> None:
-    """Let a tensor on the meta device have the values of a source, whatever it was to have before.
-
-    It is the whole of its storage, and in row-major order.
-    """
+    """Let a tensor on the meta device have the values of a source, whatever it was to have before."""
     view = _View.of(tensor)
     size = math.prod(view.size)
     assert tensor.is_contiguous()
@@ -319,7 +306,6 @@ def _stored(value: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operation changes in place."""
     found = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,14 +1,4 @@
-"""Updates that begin while the backward goes on: of what rests off the device, as soon as its gradient is whole.
-
-Whether such an update counts is known when all gradients are: if no number overflowed and their norm is below the limit
-of clipping. So it changes nothing. It reads the present masters and states and writes the *next* ones: on the host into
-copies of them, which change places with the present ones if the update counts; on NVMe into spare places of the file.
-What does not count is forgotten, and updated from the present ones as if nothing had been, so that the result is the
-same to the bit.
-
-It counts if the update that is asked for in the end is the one that was computed: with the same factor, the same
-hyperparameters, and the same tensors, which nobody has written to meanwhile. All of this concerns the states of this
-rank alone; no other rank needs to know.
+"""Updates of what rests off the device that begin during the backward, as soon as a gradient is whole.
 
 Sources: Ren et al., "ZeRO-Offload", 2021 (the update on the host); Lian et al., "SuperOffload", 2025, which begins
 before the norm is known, too, and undoes in place what did not count.
@@ -20,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from enum import Enum
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -31,24 +22,19 @@ from zeromesh.kernels.update import StepInput, UpdateStep, update
 from zeromesh.kernels.update import UpdatePiece as Elements
 from zeromesh.model.placement import Tier
 from zeromesh.shard.flat import Flat
-from zeromesh.shard.gradient import Gradient, Landing
+from zeromesh.shard.gradient import Arrival, Gradient
 from zeromesh.shard.store import Tiers
 from zeromesh.shard.swap import Swap
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import empty_on, zeros_on
 
-MOST_PAUSES = 31
-"""Updates without any that begins early, after several in a row that did not count."""
+MOST_PAUSES = 31  # updates without any that begins early, after several in a row that did not count
 
 
 class HostUpdate(Protocol):
-    """Update of an optimizer's pieces on the host.
+    """Update of an optimizer's pieces on the host."""
 
-    Attributes:
-        factor: gradients are multiplied with it.
-    """
-
-    factor: float
+    factor: float  # gradients are multiplied with it
 
     def takes(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
         """Return whether the parameter is updated so, from such a gradient."""
@@ -68,88 +54,71 @@ def can_begin_early(flat: Flat, mesh: Mesh) -> bool:
     gradient = flat.gradient
     if gradient is None or flat.optimizer_tier is Tier.DEVICE:
         return False
+    # Sums over replicas, tensor ranks and tied stages are made at the end, for all gradients together.
     return mesh.replicate.size == 1 and not gradient.shared and not gradient.tied_stages
 
 
 @dataclass
 class _Next:
-    """Host memory of one flat buffer for an update that may not count.
+    """Host memory of one flat buffer for an update that may not count."""
 
-    Attributes:
-        output: the parameter as it is computed with; None where that is the master.
-        sent: when ``output`` has left for the parameter's shard.
-        master, states: None and empty for what rests in files. States are in the order of pieces.
-    """
-
-    output: torch.Tensor | None
-    master: torch.Tensor | None = None
-    states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    sent: Copy = DONE
+    output: torch.Tensor | None  # the parameter as it is computed with; None where that is the master
+    master: torch.Tensor | None = None  # None for what rests in files, which have a spare place for the next master
+    states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # of each piece, in order; empty for files
+    sent: Copy = DONE  # the copy of `output` to the parameter's shard, which reads it
 
     def fit(self, states: list[tuple[torch.Tensor, ...]], device: torch.device) -> None:
-        """Have memory for new states like these."""
         if [len(new) for new in self.states] != [len(old) for old in states]:
             self.states = [
                 tuple(empty_on(Tier.HOST, old.numel(), old.dtype, device, False).view_as(old) for old in tensors)
                 for tensors in states
             ]
 
-    def change_places(self, flat: Flat) -> None:
-        """Let the next master be the flat buffer's, and the present one the memory of the next update."""
+    def publish(self, flat: Flat, link: Link) -> None:
+        """Let the next master be the flat buffer's, and begin to send the new parameters to the shard."""
         if self.master is not None:
+            # They change places: the present master is the memory of the next update, and nothing is copied.
             apart = flat.shard is not flat.master
             new, self.master = self.master, flat.master
             flat.bind_master(new)
             if not apart:
                 flat.bind_shard(new)
-
-    def send(self, flat: Flat, link: Link) -> None:
-        """Begin to send the new parameters to the shard."""
         if self.output is not None:
             self.sent = flat.send_shard(self.output, link)
 
 
 @dataclass(eq=False)
 class _Task:
-    """The update of one flat buffer.
-
-    Attributes:
-        steps: of each piece, in order.
-        states: of each piece, that are read.
-        seen: tensors whose version counts say whether somebody has written to them meanwhile, with these counts.
-        landed: to be waited for before ``shard`` is used; None: it is there.
-        done: whether it was computed.
-    """
-
     flat: Flat
-    shard: torch.Tensor
+    shard: torch.Tensor  # of the gradient
     factor: float
-    steps: list[UpdateStep]
-    states: list[tuple[torch.Tensor, ...]]
-    seen: list[tuple[torch.Tensor, int]]
+    steps: list[UpdateStep]  # of each piece, in order
+    states: list[tuple[torch.Tensor, ...]]  # of each piece, as they are read
+    seen: list[tuple[torch.Tensor, int]]  # tensors with their version counts: a later count tells of a write meanwhile
     next: _Next
-    landed: Landing | None
-    done: bool = False
+    landed: Arrival | None  # to be waited for before `shard` is used; None: it is there
+    done: threading.Event = field(default_factory=threading.Event)
 
-    def finish(self) -> None:
-        """Note that the update was computed."""
-        self.done = True
+
+class EarlyState(Enum):
+    """State of early updates between two updates of the optimizer."""
+
+    OPEN = "open"  # gradients come, and the updates of those that are whole may begin
+    SPOILT = "spoilt"  # a gradient or a state was changed under them: none begins before the next update
+    COUNTED = "counted"  # the update was asked for: what counts is adopted
 
 
 class EarlyUpdates:
-    """Begins updates during the backward, and knows afterwards which of them count.
+    """Begins updates during the backward, and knows afterwards which of them count."""
 
-    Args:
-        store: has the states that rest in files, and knows which flat buffers are updated so.
-        mesh: for its device.
-        link: to the device.
-        pinned: whether host memory is page-locked.
-
-    Attributes:
-        steps: asked for at the first gradient of an update that is whole; None: nothing begins early.
-    """
+    # Whether an update counts is known when all gradients are: none overflowed, and the norm is below the limit of
+    # clipping. So it changes nothing: it reads the present masters and states and writes the next ones, on the host
+    # into copies, on NVMe into spare places of the file. What does not count is computed again from the present ones,
+    # so that the result is the same to the bit. No other rank needs to know: all of it concerns the states of this rank
+    # alone.
 
     def __init__(self, store: Tiers, mesh: Mesh, link: Link, pinned: bool) -> None:
+        # Asked for at the first gradient of an update that is whole; None: nothing begins early.
         self.steps: Callable[[], HostUpdate | None] | None = None
         self._flats = {id(flat.gradient): flat for flat in store.early}
         self._swap = store.swap
@@ -161,9 +130,9 @@ class EarlyUpdates:
         self._update: HostUpdate | None = None
         self._arrived: list[Flat] = []
         self._ready: list[Flat] = []
-        self._order: list[Flat] = []
+        self._order: list[Flat] = []  # in which gradients became whole in the last update
         self._pauses, self._left = 0, 0
-        self._begun, self._spoilt, self._stopping = False, False, False
+        self._state = EarlyState.OPEN
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -177,12 +146,12 @@ class EarlyUpdates:
     # During the backward.
 
     def is_whole(self, gradient: Gradient) -> None:
-        """A gradient is summed over all ranks, and nothing is expected to be added: begin its update."""
+        """Begin the update from a gradient that is summed over all ranks, with nothing expected to be added."""
+        assert self._state is not EarlyState.COUNTED, self._state
         flat = self._flats.get(id(gradient))
         if flat is None or self.steps is None:
             return
-        if not self._begun:
-            self._begun = True
+        if not self._arrived:
             self._update = None if self._left else self.steps()
             self._left = max(0, self._left - 1)
         if flat in self._arrived:  # more was added after all
@@ -193,7 +162,7 @@ class EarlyUpdates:
                 self._queue.put(None)  # regions are read in an order in which it may be the next
             return  # whether another rank used the rest is not known yet
         self._ready.append(flat)
-        if self._update is None or self._spoilt:
+        if self._update is None or self._state is EarlyState.SPOILT:
             return
         task = self._task(flat, gradient, self._update)
         if task is None:
@@ -201,10 +170,11 @@ class EarlyUpdates:
         if self._thread is None:
             if self._swap is not None:
                 self._swap.flush()
-            self._stopping, self._error, self._queue = False, None, SimpleQueue()
+            self._error, self._queue = None, SimpleQueue()
+            # In a thread: the kernel and the disk leave Python's lock alone, so the backward goes on beside them.
             self._thread = threading.Thread(target=self._work, name="early update", daemon=True)
             self._thread.start()
-        self._tasks[flat] = task  # in a thread: the kernel and the disk leave Python's lock alone
+        self._tasks[flat] = task
         self._queue.put(task)
 
     def _task(self, flat: Flat, gradient: Gradient, steps: HostUpdate) -> _Task | None:
@@ -219,30 +189,28 @@ class EarlyUpdates:
             return None
         states = [tensors for _, tensors in found]
         on_disk = self._swap is not None and flat in self._swap
+        # Nobody can write to what rests in files without `_before_states`, so that version counts are not needed there.
         seen = [] if on_disk else [flat.master, *(piece.parameter for _, _, piece in flat.pieces)]
         seen += [tensor for tensors in states if not on_disk for tensor in tensors]
-        versions = [(tensor, tensor._version) for tensor in seen]
-        memory = self._memory(flat, states, on_disk)
-        taken = [step for step, _ in found]
-        return _Task(flat, shard, steps.factor, taken, states, versions, memory, gradient.landed)
-
-    def _memory(self, flat: Flat, states: list[tuple[torch.Tensor, ...]], on_disk: bool) -> _Next:
         if flat not in self._next:
             elements, place = flat.own.stop - flat.own.start, (self._device, self._pinned)
             output = zeros_on(Tier.HOST, elements, flat.shard.dtype, *place) if flat.shard is not flat.master else None
             master = None if on_disk else zeros_on(Tier.HOST, elements, flat.master.dtype, *place)
             self._next[flat] = _Next(output, master)
+        memory = self._next[flat]
         if not on_disk:
-            self._next[flat].fit(states, self._device)
-        return self._next[flat]
+            memory.fit(states, self._device)
+        versions = [(tensor, tensor._version) for tensor in seen]
+        taken = [step for step, _ in found]
+        return _Task(flat, shard, steps.factor, taken, states, versions, memory, gradient.landed)
 
     def _work(self) -> None:
-        """The thread: one update after the other, until None arrives."""
+        """Compute one update after the other, in the thread, until None arrives or nothing may begin any more."""
         try:
             if self._swap is None:
-                while (task := self._queue.get()) is not None and not self._stopping:
+                while (task := self._queue.get()) is not None and self._state is EarlyState.OPEN:
                     _compute(task)
-                    task.finish()
+                    task.done.set()
             else:
                 self._work_on_disk(self._swap)
         except BaseException as error:  # it is raised where the update is asked for
@@ -256,105 +224,100 @@ class EarlyUpdates:
         with closing(swap.provisional(order)) as regions:
             for flat, rows in regions:
                 if last is not None:
-                    last.finish()  # it is being written
+                    last.done.set()  # it is being written
                     last = None
                 while flat not in waiting:
                     task = self._queue.get()
-                    if task is None or self._stopping:
+                    if task is None or self._state is not EarlyState.OPEN:
                         return
                     waiting[task.flat] = task
                 _compute(waiting[flat], rows)
                 last = waiting[flat]
         if last is not None:
-            last.finish()
+            last.done.set()
 
     # When the update is asked for, or will not be.
 
     def counted(self, steps: HostUpdate | None) -> set[Flat]:
-        """Stop, and forget what does not count; ``adopt`` the rest, all of it, which this returns.
-
-        Args:
-            steps: the update that is asked for; None: none is.
+        """Stop, and forget what does not count of the update ``steps``; ``adopt`` the rest, all of it.
 
         Raises:
             OSError: the disk failed meanwhile.
         """
-        self._stop()
+        assert self._state is not EarlyState.COUNTED, self._state
+        self._stop(EarlyState.COUNTED)
         self._order = list(dict.fromkeys(self._ready)) or self._order
         error, self._error = self._error, None
         if error is not None:
-            self.drop()
+            self._forget()
             raise error
-        done = [task for task in self._tasks.values() if task.done]
+        done = [task for task in self._tasks.values() if task.done.is_set()]
         good = [] if steps is None else [task for task in done if _holds(task, steps)]
         if done:
             # Where most updates are clipped, little is to be computed twice.
             self._pauses = 0 if good else min(2 * self._pauses + 1, MOST_PAUSES)
             self._left = self._pauses
         if self._swap is not None:
-            if len(good) < len(done):  # in files all of it counts or nothing, as ``commit`` is one operation
+            if len(good) < len(done):  # in files all of it counts or nothing, as `commit` is one operation
                 good = []
             if good:
                 self._swap.commit()
         found = {task.flat for task in good}
         if not found:
-            self.drop()
+            self._forget()
         return found
 
     def adopt(self, steps: HostUpdate, flat: Flat) -> None:
         """Let the update of one flat buffer count, and send the new parameters to its shard."""
+        assert self._state is EarlyState.COUNTED, self._state
         task = self._tasks.pop(flat)
         memory = task.next
-        memory.change_places(flat)
+        memory.publish(flat, self._link)
         for number, (_, _, piece) in enumerate(flat.pieces):
             new = memory.states[number] if memory.states else ()
             steps.adopt(piece.parameter, new)
             if new:
                 memory.states[number] = task.states[number]
-        memory.send(flat, self._link)
-
-    def drop(self) -> None:
-        """Forget what was computed; what an update needs is as it was before the backward."""
-        self._stop()
-        self._error = None
-        if self._swap is not None:
-            self._swap.drop()
-        self._tasks.clear()
 
     def spoil(self) -> None:
         """Forget what was computed, as gradients change, and begin nothing more before the next update."""
-        self.drop()
-        self._spoilt = True
+        self._stop(EarlyState.SPOILT)
+        self._error = None
+        self._forget()
 
     def begin(self) -> None:
-        """An update is over, or was given up: the next gradients are another one's."""
-        self.drop()
+        """Forget what was computed: the next gradients are another update's."""
+        self.spoil()
         self._arrived, self._ready, self._update = [], [], None
-        self._begun, self._spoilt = False, False
+        self._state = EarlyState.OPEN
 
     def _before_states(self, flat: Flat) -> None:
         """Forget what was computed before anybody reads states from files: regions have one user at a time."""
         if self._tasks and self._swap is not None and flat in self._swap and id(flat.gradient) in self._flats:
             self.spoil()
 
-    def _stop(self) -> None:
+    def _forget(self) -> None:
+        """Drop the next masters and states; what an update needs is as it was before the backward."""
+        if self._swap is not None:
+            self._swap.drop()
+        self._tasks.clear()
+
+    def _stop(self, state: EarlyState) -> None:
+        """Enter a state in which nothing begins; the thread ends after the update that it computes now."""
+        self._state = state
         if self._thread is not None:
-            self._stopping = True
             self._queue.put(None)
             self._thread.join()
             self._thread = None  # not before: who interrupts the wait, and goes on, waits again
 
 
 def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
-    """Return the bytes in host memory for an early update: of masters and states, and of parameters.
-
-    ``dtype`` is the master's, ``states`` the number of optimizer states that are like the parameter.
-    """
+    """Return the bytes in host memory for an early update: of masters (in ``dtype``) and states, and of parameters."""
     elements = flat.own.stop - flat.own.start
     apart = flat.apart or dtype != flat.layout.dtype
     output = elements * flat.layout.dtype.itemsize if apart else 0
     if flat.optimizer_tier is Tier.NVME:
-        return 0, output
+        return 0, output  # its next masters and states go to spare places of the file
     owned = sum(stop - start for _, start, stop in flat.layout.owned(flat.own.start, flat.own.stop))
     return (elements + states * owned) * dtype.itemsize, output
 
@@ -362,9 +325,9 @@ def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
 def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
     """Compute the update of one flat buffer; ``rows``, if given, are its master and states, changed in place."""
     memory = task.next
-    memory.sent.wait()
+    memory.sent.wait()  # the host: the copy to the device of the last update still reads `output` until then
     if task.landed is not None:
-        task.landed.wait()
+        task.landed.wait()  # the host: the gradient is on its way from the device, on the stream of copies to the host
     task.seen.append((task.shard, task.shard._version))  # not before: what comes may be added to it
     pieces = []
     for number, (_, local, piece) in enumerate(task.flat.pieces):
@@ -382,7 +345,6 @@ def _compute(task: _Task, rows: Sequence[torch.Tensor] = ()) -> None:
 
 
 def _holds(task: _Task, steps: HostUpdate) -> bool:
-    """Return whether what was computed is what is asked for."""
     flat = task.flat
     if flat.gradient is None or flat.gradient.shard is not task.shard or steps.factor != task.factor:
         return False

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import nn
 
 from zeromesh.comm.mesh import Mesh
+from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.shard.accumulation import Accumulation
 from zeromesh.shard.backward import Backward
-from zeromesh.shard.hooks import Call, SavedTensors, computing_backward
+from zeromesh.shard.hooks import Call, Hook, SavedTensors, computing_backward
 from zeromesh.shard.order import Order
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
@@ -18,20 +21,16 @@ from zeromesh.shard.unit import Unit
 
 
 class Events:
-    """Listens to the units' forwards and has their parameters fetched.
-
-    Attributes:
-        order: in which units are used.
-        backward: listens to their backwards.
-        saved: how graphs keep views of parameters.
-    """
+    """Listens to the units' forwards and has their parameters fetched."""
 
     def __init__(
         self, units: Sequence[Unit], order: Order, residency: Residency, reducer: Reducer, mesh: Mesh,
         accumulation: Accumulation,
     ) -> None:  # fmt: skip
         self.order = order
-        self.backward = Backward(units, order, residency, reducer, accumulation, self)
+        self.backward = Backward(
+            units, order, residency, reducer, accumulation, self.unwinding, self.end_interrupted
+        )  # fmt: skip
         self.saved = SavedTensors(residency.unit_of, self.backward.unpack)
         self._units, self._root = units, units[0]
         self._inside = {unit: frozenset(u.index for u in units if unit in u.ancestors) for unit in units}
@@ -40,6 +39,35 @@ class Events:
         self._entered: list[Unit] = []
         self._depth = 0
         self._gathering = 0
+
+    def listen(self, unit: Unit) -> list[Any]:
+        """Register the hooks of a unit's forward; return their handles."""
+        members = {id(parameter) for parameter in unit.members}
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.forward_begins(unit)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            call, outputs, replaced = None, tensors_of(output), None
+            if torch.is_grad_enabled():
+                if unit.sharded and any(id(tensor) in members for tensor in outputs):
+                    # A view keeps the memory of the parameter, which leaves with the unit.
+                    replaced = map_tensors(output, lambda one: one.view_as(one) if id(one) in members else one)
+                    outputs = tensors_of(replaced)
+                inputs = {id(tensor) for tensor in tensors_of((args, kwargs))}
+                # A hook on a leaf would stay for ever, and below a leaf there is nothing of the unit's backward.
+                new = [one for one in outputs if one.requires_grad and not one.is_leaf and id(one) not in inputs]
+                if new:
+                    call = Call(unit, self.backward.latest if computing_backward() else self.order.current)
+                    self.backward.listen(call, new)
+            self.forward_ends(unit, call is not None)
+            return replaced
+
+        return [
+            # First, so that hooks of the user's see parameters; and always, so that an exception leaves no unit pinned.
+            unit.module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
+            unit.module.register_forward_hook(Hook(after), with_kwargs=True, always_call=True),
+        ]
 
     def forward_begins(self, unit: Unit) -> None:
         """Hook: have the unit's parameters in memory, and take part in the fetches of units that were skipped."""
@@ -54,7 +82,7 @@ class Events:
             self.order.begin_inside(self._inside[unit])
         self._residency.enter(unit)
 
-    def forward_ends(self, unit: Unit, call: Call | None) -> None:
+    def forward_ends(self, unit: Unit, has_graph: bool) -> None:
         """Hook: the unit's parameters may go."""
         if unit not in self._entered:
             return  # another hook raised before its forward began
@@ -65,9 +93,7 @@ class Events:
         elif not computing_backward():
             self._join(self.order.end_inside(self._inside[unit]))
             if unit.flats:
-                self.order.done(unit.index, call is not None if torch.is_grad_enabled() else None)
-        if call is not None:
-            call.belong_to(self.backward.latest if computing_backward() else self.order.current)
+                self.order.done(unit.index, has_graph if torch.is_grad_enabled() else None)
         # Last: a unit that was skipped inside of this one is fetched while this one is pinned, as on the other ranks.
         self._residency.leave(unit)
 
@@ -79,12 +105,12 @@ class Events:
             yield
         finally:
             while len(self._entered) > outside:
-                self.forward_ends(self._entered[-1], None)
+                self.forward_ends(self._entered[-1], False)
 
     def end_interrupted(self) -> None:
         """End all forwards that were called on the model itself and interrupted."""
         while self._entered:
-            self.forward_ends(self._entered[-1], None)
+            self.forward_ends(self._entered[-1], False)
 
     def begin(self) -> None:
         """The model begins to compute, through its forward or any other method."""
@@ -154,7 +180,8 @@ class Events:
         self._residency.plan([])
         for unit in units:
             self._residency.enter(unit)
-            self._residency.make_exact(unit)
+            if self._mesh.links.gather is not None:  # they are rounded on their way
+                unit.make_exact(self._mesh)
         try:
             yield
         finally:

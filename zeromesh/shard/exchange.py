@@ -12,8 +12,7 @@ from zeromesh.model.placement import Placement, PlacementRow
 from zeromesh.model.split import Held
 from zeromesh.shard.flat import Flat
 
-JOIN_TAG = 12
-"""Tag of whole parameters that are put together along the tensor axis."""
+JOIN_TAG = 12  # tag of whole parameters that are put together along the tensor axis
 
 
 def join(held: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -48,6 +47,7 @@ class FlatExchange:
         groups = [self._group] * self._shared + [self._mesh.group("tensor")]
         for group in groups:
             if group.size > 1:
+                # Every rank adds in the order of ranks, so that the sums are equal bit for bit.
                 vector = group.exchange(vector, tag=3).sum(0).to(vector.device)
         return vector
 

@@ -16,23 +16,17 @@ from zeromesh.model.tiled import Tile
 from zeromesh.shard.deferred import is_deferred
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Chain)
+# Modules that together hold less than the largest one by this factor cost more in messages than they save in memory.
+# Together, because they stay in memory with the root: each of a model's blocks may be small beside its embedding.
 SMALLEST_SHARE = 8
-"""Modules that together hold less than the largest one by this factor cost more in messages than they save in memory.
-
-Together, because they stay in memory with the root: each of a model's blocks may be small beside its embedding.
-"""
+# A unit that holds more than one in so many of the model's elements is cut further where it has blocks inside.
 LARGEST_SHARE = 4
-"""A unit that holds more than one in so many of the model's elements is cut further where it has blocks inside."""
 
 _PASS_PLAIN = "pass the plain one, and call engine.compile(), which compiles the forward of each unit"
 
 
 def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
     """The units of ``model`` but the root, in order of registration; none encloses another unless ``targets`` say so.
-
-    Without targets: the elements of lists of blocks (``ModuleList`` and the like, at any depth, so the model may hold a
-    Hugging Face model as a submodule), then the large modules that are left, such as an embedding or a head.
-    What is small stays with the root.
 
     Args:
         model: its parameters may be on any device, meta included.
@@ -43,11 +37,14 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
     """
     if targets:
         return list(_matching(model, targets))
+    # The elements of lists of blocks (`ModuleList` and the like, at any depth, so the model may hold a Hugging Face
+    # model as a submodule), then the large modules that are left, such as an embedding or a head.
     total = _elements(model)
     candidates = list(_candidates(model, "", total))
     floor = _largest_that_stays([_elements(module) for _, module in candidates])
     shared = _shared(model)  # belong to a common ancestor, so that a module with nothing else is no unit
-    return [(name, m) for name, m in candidates if _elements(m) > floor and any(p not in shared for p in _ids(m))]
+    large = [(name, module) for name, module in candidates if _elements(module) > floor]
+    return [(name, module) for name, module in large if any(id(p) not in shared for p in module.parameters())]
 
 
 def unit_modules(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
@@ -75,15 +72,12 @@ def _candidates(module: nn.Module, name: str, total: int) -> Iterator[tuple[str,
         if _elements(child) == 0:
             continue
         block = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS)
-        if _holds_most_itself(child) or (block and not _too_large(child, total)):
+        # A module whose parameters are its own, as an attention's are, is not cut further.
+        own = sum(parameter.numel() for parameter in child.parameters(recurse=False))
+        if 2 * own >= _elements(child) or (block and not _too_large(child, total)):
             yield path, child
         else:
             yield from _candidates(child, path, total)
-
-
-def _holds_most_itself(module: nn.Module) -> bool:
-    """Return whether the module's parameters are its own, as an attention's are; then it is not cut further."""
-    return 2 * sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= _elements(module)
 
 
 def _too_large(block: nn.Module, total: int) -> bool:
@@ -125,10 +119,6 @@ def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _ids(module: nn.Module) -> set[int]:
-    return {id(parameter) for parameter in module.parameters()}
-
-
 def _shared(model: nn.Module) -> set[int]:
     """Parameters that stand at several places: they belong to the nearest common ancestor."""
     places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -136,14 +126,9 @@ def _shared(model: nn.Module) -> set[int]:
 
 
 def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Return the parameters of each unit; the innermost unit that encloses all uses of a parameter owns it.
+    """Return the (fully qualified name, parameter) pairs of each unit by its name, the root's being empty.
 
-    Args:
-        model: the whole model.
-        units: names of the units without the root, whose name is the empty string.
-
-    Returns:
-        By unit name, the (fully qualified name, parameter) pairs in order of registration; a shared parameter once.
+    The innermost unit that encloses all uses of a parameter owns it.
     """
     places: dict[int, list[str]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
@@ -158,12 +143,7 @@ def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, 
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Check that the parameters can be laid out flat, and the model listened to.
-
-    Raises:
-        ValueError: no trainable parameter, parameters on several devices, or ones that are sparse, lazy, or share
-            memory with another; sparse buffers; a model that is compiled as a whole.
-    """
+    """Raise ValueError if the parameters cannot be laid out flat, or the model not be listened to."""
     if model._compiled_call_impl is not None or "_orig_mod" in model._modules:
         raise ValueError(f"the model is compiled as a whole; {_PASS_PLAIN}")
     devices: dict[torch.device, str] = {}
@@ -172,14 +152,22 @@ def check_parameters(model: nn.Module) -> None:
             devices.setdefault(parameter.device, name)
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}; only dense parameters can be sharded")
-        if _is_distributed(parameter):
+        distributed = sys.modules.get("torch.distributed.tensor")  # it is slow to import, and else there are none
+        if distributed is not None and isinstance(parameter, distributed.DTensor):
             raise ValueError(
                 f"parameter {name} is a DTensor, which somebody has spread over ranks; pass the model with plain "
                 "parameters, and say in the configuration how it is to be spread"
             )
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name} is lazy and has no shape yet; run one batch through the model first")
-    _check_buffers(model)
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            if persistent and buffer.layout is not torch.strided:
+                raise ValueError(
+                    f"buffer {name} has layout {buffer.layout}, and only dense ones can be kept the same on all ranks; "
+                    "register it with persistent=False, or as a dense tensor"
+                )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         count = len(list(model.parameters()))
         raise ValueError(
@@ -194,54 +182,24 @@ def check_parameters(model: nn.Module) -> None:
     _check_memory(model)
 
 
-def _is_distributed(parameter: nn.Parameter) -> bool:
-    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
-    return loaded is not None and isinstance(parameter, loaded.DTensor)
-
-
-def _check_buffers(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix=path, recurse=False):
-            persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
-            if persistent and buffer.layout is not torch.strided:
-                raise ValueError(
-                    f"buffer {name} has layout {buffer.layout}, and only dense ones can be kept the same on all ranks; "
-                    "register it with persistent=False, or as a dense tensor"
-                )
-
-
 def check_compiled(model: nn.Module, targets: Sequence[str] = ()) -> None:
-    """Check that no unit is fetched inside of what is compiled, as it must be where its parameters are sharded.
-
-    Modules that are compiled inside a unit are fine, and so are units whose forward is compiled.
-
-    Raises:
-        ValueError: a compiled module that is a unit with its hooks, or that has units inside.
-    """
+    """Raise ValueError if a unit would be fetched inside of what is compiled."""
+    # Modules that are compiled inside a unit are fine, and so are units whose forward is compiled.
     names = [name for name, _ in unit_modules(model, targets)]
     for path, module in model.named_modules():
         # The wrapper that torch.compile gives and a compiled forward leave the hooks of the module itself outside.
         whole = module._compiled_call_impl is not None and path in names
         inside = [name for name in names if name.startswith(f"{path}.") or not path]
-        if (whole or inside) and _compiled(module):
+        forward = module.__dict__.get("forward")
+        compiled = module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+        if (whole or inside) and compiled:
             raise ValueError(
                 f"{path or 'the model'} is compiled and holds the unit {(inside or [path])[0]}; {_PASS_PLAIN}"
             )
 
 
-def _compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` made the module, its ``compile`` was called, or its forward is compiled."""
-    forward = module.__dict__.get("forward")
-    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
-
-
 def _check_aliases(model: nn.Module, ranges: Mapping[int, Sequence[tuple[int, int, str]]]) -> None:
-    """Refuse buffers in the memory of a trainable parameter, which they would no longer follow.
-
-    Args:
-        model: whose buffers.
-        ranges: by storage, first byte, last byte + 1 and name of each parameter in it.
-    """
+    """Refuse buffers in the memory of a trainable parameter, which they would no longer follow."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided or buffer.is_meta or not buffer.numel():

@@ -1,16 +1,4 @@
-"""Flat buffers: the parameters of a unit that share one layout, where they rest and where they are computed with.
-
-Note on the names of tensors:
-
-- ``full``: the flat buffer of a layout, all parameters, as computed with. It is a view of the unit's own storage, to
-  which ``parameter.data`` is bound. Fetching puts memory into that storage and evicting takes it out, so that views
-  which the unit itself holds see the memory again when it is back. A storage that others hold views of is left to them,
-  and the unit gets another; what autograd saves is no view, but tells where one lies.
-- ``shard``: this rank's part of the parameters where they rest: a shard of its own, or its segment of ``full``.
-- ``master``: what the optimizer updates. For 16-bit parameters it is fp32: where parameters are sharded they rest in it
-  and are converted as they are fetched, elsewhere it is a copy beside them. For others it is ``shard`` itself. If the
-  optimizer's tier is not the parameters', or parameters rest on NVMe, it is a copy on that tier in any case.
-"""
+"""Flat buffers: the parameters of a unit that share one layout, where they rest and where they are computed with."""
 
 from __future__ import annotations
 
@@ -31,13 +19,11 @@ from zeromesh.shard.layout import Layout, Segment
 from zeromesh.tiers.link import DONE, Copy, Link
 from zeromesh.tiers.memory import zeros_on
 
-VALUES_TAG = 11
-"""Tag on the pipeline axis of the values of parameters that several stages have."""
-
+VALUES_TAG = 11  # tag on the pipeline axis of the values of parameters that several stages have
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
+# Function of a parameter's name and the parameter: gives it its value if it has none, or returns its source.
 Materialise = Callable[[str, nn.Parameter], Source | None]
-"""Function of a parameter's name and the parameter: gives it its value if it has none, or returns its source."""
 
 
 def rebind(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -54,55 +40,52 @@ class Store(Protocol):
     def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have this rank's parameters in memory."""
 
-    def keeps_states(self, flat: Flat) -> bool:
-        """Return whether the states are in memory only while they are loaded."""
-
-    def splits(self, flat: Flat) -> bool:
-        """Return whether the master is kept in halves, one of which is the parameter."""
+    def form(self, flat: Flat) -> tuple[bool, bool]:
+        """Return whether states are in memory only while they are loaded, and whether the master is in halves."""
 
 
 class Flat:
-    """The parameters of a unit that share one layout, with their shard, master and gradient.
-
-    Args:
-        layout: where each parameter lies.
-        parameters: in the order of the layout's segments.
-        number: unique over the model, the same on every rank.
-        tied_stages: places along the pipeline whose stages have these parameters, where several do.
-    """
+    """The parameters of a unit that share one layout, with their shard, master and gradient."""
 
     def __init__(
         self, layout: Layout, parameters: Sequence[nn.Parameter], number: int, row: PlacementRow, mesh: Mesh,
         tied_stages: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.layout = layout
+        # Pipeline stages that have these parameters, where several do. The first of them counts what all have: in
+        # norms, in numbers of elements, and in what is saved.
         self.tied_stages = tuple(tied_stages)
-        self.parameters = tuple(parameters)
-        self.tag = 16 + 4 * number
+        self.is_first = not tied_stages or tied_stages[0] == mesh.group("pipeline").rank
+        self.parameters = tuple(parameters)  # in the order of the layout's segments
+        self.tag = 16 + 4 * number  # the same on every rank, and 4 messages of a flat buffer may be under way at once
         start = mesh.shard.rank * layout.shard_size
         self.shard_range = slice(start, start + layout.shard_size)
         self.own = self.shard_range if row.optimizer is Placement.SHARDED else slice(0, layout.size)
         self.parameter_tier = row.parameter_tier
         self.optimizer_tier = row.optimizer_tier if layout.trainable else row.parameter_tier
         self.store: Store | None = None  # from ``fill`` on
+        self.keeps_states = False  # the master and the optimizer states are in memory only while they are loaded
+        self.splits = False  # one half of the master is the parameter
         self.gradient: Gradient | None = None
+        # All parameters as computed with: a view of the unit's own storage, to which `parameter.data` is bound.
+        # Fetching puts memory into that storage and evicting takes it out, so that the unit's views see it again when
+        # it is back.
         self.full = torch.empty(0)
         self.views: tuple[torch.Tensor, ...] = ()
         self.versions: list[int] = []
+        # This rank's part of the parameters where they rest: memory of its own, or its segment of `full`.
         self._shard = torch.empty(0)
         self._copy = DONE  # the last to or from the shard's memory
+        # What the optimizer updates, in fp32 for 16-bit parameters. Where parameters are sharded they rest in it and
+        # are converted as they are fetched; elsewhere it is a copy beside them. Of others it is the shard itself,
+        # unless the optimizer's tier is not the parameters', or parameters rest on NVMe.
         self.master = torch.empty(0)
-        self.pieces: tuple[tuple[int, slice, Piece], ...] = ()
+        self.pieces: tuple[tuple[int, slice, Piece], ...] = ()  # index of the parameter, place in `master`, piece
         self.exposed: set[int] = set()  # parameters whose ``data`` somebody has asked for, and may have written to
         self.unbound: set[int] = set()  # parameters that are another tensor than their view for a while
 
     def load_states(self, write: bool = False, read: bool = True) -> None:
-        """Have the master and the optimizer states in memory until those of another flat buffer are loaded.
-
-        Args:
-            write: write the memory back to where the states rest afterwards.
-            read: False: the stored values do not matter, as all of the memory will be overwritten.
-        """
+        """Have the master and the optimizer states in memory until those of another flat buffer are loaded."""
         if self.store is not None:
             self.store.load_states(self, write, read)
 
@@ -110,16 +93,6 @@ class Flat:
         """Have ``shard`` in memory until that of another flat buffer is loaded; see ``load_states``."""
         if self.store is not None:
             self.store.load_shard(self, write, read)
-
-    @property
-    def keeps_states(self) -> bool:
-        """True if the master and the optimizer states are in memory only while they are loaded."""
-        return self.store is not None and self.store.keeps_states(self)
-
-    @property
-    def splits(self) -> bool:
-        """True if one half of the master is the parameter."""
-        return self.store is not None and self.store.splits(self)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -154,12 +127,12 @@ class Flat:
         self.unbound.discard(index)
 
     def settle(self) -> None:
-        """Wait for the last copy to or from the shard: the host where it lies there, else the current stream."""
+        """Wait for the last copy to or from the shard."""
         copy, self._copy = self._copy, DONE
         if self.parameter_tier is Tier.DEVICE:
-            copy.order()
+            copy.order()  # the current stream waits: the shard is read and written by kernels and collectives behind it
         else:
-            copy.wait()
+            copy.wait()  # the host waits: the shard is host memory, which the update, or the disk, uses next
 
     def expect(self, copy: Copy) -> None:
         """Whoever uses the shard next waits for a copy of new parameters to it."""
@@ -168,7 +141,7 @@ class Flat:
     def send_shard(self, values: torch.Tensor, link: Link) -> Copy:
         """Begin to copy new parameters, on the host, of its shape, to the shard; they may be changed after the copy."""
         if self.parameter_tier is Tier.DEVICE:
-            copy = link.to_device(self.shard, values)
+            copy = link.to_device(self.shard, values)  # behind the current stream, which may still read the shard
             self.expect(copy)
             return copy
         self.load_shard(write=True, read=False)
@@ -180,10 +153,12 @@ class Flat:
         form = mesh.links.gather if self.rounds else None
         self.load_shard()
         if self.parameter_tier is Tier.DEVICE:
+            # The collective's stream waits for the current one, and so for the last kernels of the unit that had the
+            # slot.
             return [mesh.shard.all_gather(self.full, self.shard, self.tag, form)]
         part = self.full[self.shard_range]
-        # The copy waits for all that was launched so far, and so for the last kernels of the unit that had the slot;
-        # and for the last copy to the shard, which may be on the other stream.
+        # The stream of copies to the device waits for the current stream, and so for the last kernels of the unit that
+        # had the slot; and for the last copy to the shard, which may be on the stream of copies to the host.
         self._copy = copy = link.to_device(part, self._shard, self._copy)
         # The gather is begun on the copies' stream: it waits for the copy, and what is computed waits for neither.
         with link.behind():
@@ -196,6 +171,8 @@ class Flat:
             self.shard.copy_(self.full[self.own])
         else:
             self._copy = link.to_host(self._shard, self.full[self.own], self._copy)
+            # The current stream waits for the copy, which reads `full`: whoever gets the slot next is launched behind
+            # it.
             self._copy.order()
 
     @property
@@ -218,13 +195,9 @@ class Flat:
     def fill(
         self, row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None, store: Store
     ) -> None:  # fmt: skip
-        """Take the parameters' values, those of the first rank, into ``shard`` (or ``full``) and ``master``.
-
-        With ``mixed``, 16-bit parameters get an fp32 master, made of the values before they are rounded. Where
-        parameters are sharded, only one at a time is whole; of those that are read from a source, only the part that
-        this rank keeps.
-        """
+        """Take the parameters' values, those of the first rank, into ``shard`` (or ``full``) and ``master``."""
         self.store = store
+        self.keeps_states, self.splits = store.form(self)
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
         dtype, elements = self.master_dtype(mixed), self.own.stop - self.own.start
         if not sharded:
@@ -243,6 +216,8 @@ class Flat:
             self.master = zeros_on(self.optimizer_tier, elements, dtype, mesh.device, row.pinned)
         for start, stop in () if sharded else layout.gaps:
             self.full[start:stop] = 0
+        # One after the other, as only one may be whole where they are sharded; of one that is read from a source, no
+        # more than this rank keeps. The master is made of the value before it is rounded to 16 bits.
         for parameter, segment, view in zip(self.parameters, layout.segments, self.views, strict=True):
             unmade = parameter.is_meta
             source = materialise(segment.name, parameter) if materialise is not None else None
@@ -276,10 +251,7 @@ class Flat:
             self.versions = [parameter._version for parameter in self.parameters]
 
     def put(self, segment: Segment, value: torch.Tensor, first: int = 0) -> None:
-        """Take a parameter's value, 1-D, into shard and master, and into ``full`` where that is where it rests.
-
-        ``value`` begins with the parameter's element ``first``, and has all that this rank keeps.
-        """
+        """Take a parameter's value, 1-D from element ``first`` on, into master and shard, or ``full`` if that is it."""
         start = segment.start + first
         if not self.splits:
             sharded = not _shares(self.shard, self.full)
@@ -290,14 +262,7 @@ class Flat:
             _put(value, start, self.master, self.own.start, self.splits)
 
     def take_changes(self) -> None:
-        """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into shard and master.
-
-        In place only while the parameters are in memory. Torch does not count changes through ``parameter.data``, so
-        that the values of parameters whose ``data`` was asked for are taken in any case.
-
-        Raises:
-            RuntimeError: a parameter got another shape, dtype or device, or is trainable now and was not.
-        """
+        """Take what others wrote to the parameters, in place or by ``parameter.data = ...``, into shard and master."""
         changed = False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             members = zip(self.parameters, self.views, self.versions, self.layout.segments, strict=True)
@@ -309,9 +274,10 @@ class Flat:
                         f"parameter {segment.name} was frozen when initialize was called, and is trainable now; set "
                         "requires_grad before initialize, or freeze later what shall not be trained yet"
                     )
-                bound = parameter.is_set_to(view)
+                bound = parameter.is_set_to(view)  # else somebody wrote `parameter.data = ...`
                 # A view that somebody kept shares the version count, and may be written to while there is nothing here.
                 there = view.untyped_storage().nbytes() > 0
+                # Torch does not count changes through `parameter.data`: where it was asked for, the value is taken.
                 unchanged = parameter._version == version and index not in self.exposed
                 if bound and (unchanged or not there):
                     continue
@@ -333,7 +299,6 @@ class Flat:
 
 
 def _read(flat: Flat, segment: Segment, source: Source, kept: slice) -> None:
-    """Read the part of a parameter that lies in a range of the layout."""
     start, stop = max(segment.start, kept.start), min(segment.stop, kept.stop)
     if start < stop:
         first = start - segment.start
@@ -355,7 +320,7 @@ def _cut_pieces(layout: Layout, own: slice, master: torch.Tensor) -> Iterator[tu
 
 
 def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, tied_stages: Sequence[int]) -> torch.Tensor:
-    """1-D, on the mesh's device, in the parameter's own dtype. What was ``unmade`` is of nobody else's memory."""
+    """Return the value, 1-D, on the mesh's device; what was ``unmade`` is of nobody else's memory."""
     value = parameter.detach().to(mesh.device).reshape(-1)
     stages = mesh.group("pipeline")
     first = mesh.group("stage").rank == 0
@@ -370,15 +335,12 @@ def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, tied_s
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors lie in the same memory."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _put(value: torch.Tensor, at: int, buffer: torch.Tensor, first: int, split: bool = False) -> None:
-    """Copy what lies in ``buffer`` of a value; they begin with the layout's elements ``at`` and ``first``.
-
-    ``split``: the buffer is the master of a parameter that is one half of it, and rounded so.
-    """
+    """Copy what lies in ``buffer`` of a value; they begin with the layout's elements ``at`` and ``first``."""
+    # ``split``: the buffer is the master of a parameter that is one half of it, and rounded so.
     start, stop = max(at, first), min(at + value.numel(), first + buffer.numel())
     if start < stop:
         target, part = buffer[start - first : stop - first], value[start - at : stop - at].to(buffer.device)

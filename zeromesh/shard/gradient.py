@@ -1,14 +1,9 @@
-"""Gradients of flat buffers: their states between autograd and the update, and the policy that all follow.
+"""Gradients of flat buffers, which ``backward.py`` takes from autograd and ``reducer.py`` sums over the ranks.
 
-The way of a gradient is in three files: ``zeromesh.shard.backward`` takes it from autograd and says when its unit is
-complete, ``zeromesh.shard.reducer`` sums it over the ranks, and this file holds it:
-
-    arrives -> full gradient: EMPTY -> FILLING -> EMPTY           (copied or added into a slot, parameter by parameter)
-                                          |
-                              reduced -> shard: EMPTY -> REDUCING -> READY              (on the device)
-                                                                  -> LANDING -> READY   (copied to the host)
-
-The two states are independent, since the next full gradient fills while the sum of the one before is under way.
+arrives -> full gradient: EMPTY -> FILLING -> EMPTY           (copied or added into a slot, parameter by parameter)
+                                      |
+                          reduced -> shard: EMPTY -> REDUCING -> READY              (on the device)
+                                                              -> LANDING -> READY   (copied to the host)
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from threading import Lock
 from weakref import WeakMethod
 
 import torch
@@ -24,44 +19,58 @@ import torch
 from zeromesh.model.placement import Placement, PlacementRow, Tier
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.slots import Slot
+from zeromesh.tiers.link import Copy
 from zeromesh.tiers.memory import empty_on
 
-ALONE = 2
-"""References to the memory of a tensor that one variable holds, while it is asked for."""
+ALONE = 2  # references to the memory of a tensor that one variable holds, while it is asked for
 
 
-class Landing(Protocol):
-    """A sum on its way to the host."""
+class Arrival:
+    """A sum on its way to its shard on the host, into which it is copied or added when it is there."""
+
+    def __init__(
+        self, copy: Copy, landing: torch.Tensor, shard: torch.Tensor, adds: bool, before: Arrival | None = None
+    ) -> None:
+        self._copy = copy
+        self._way: tuple[torch.Tensor, torch.Tensor] | None = (landing, shard)  # one tensor where it is copied straight
+        self._adds = adds
+        self._before = before
+        self._lock = Lock()  # early updates wait in a thread of their own
 
     def wait(self) -> None:
         """Block until the shard holds the sum. Any thread may call it, and again."""
+        with self._lock:
+            if self._way is None:
+                return
+            # In order, and each sum whole: states on the host are to equal those on the device bit for bit, whose sums
+            # over ranks are made before they are added to what earlier micro-batches left.
+            if self._before is not None:
+                self._before.wait()
+            self._copy.wait()
+            landing, shard = self._way
+            if self._adds:
+                shard.add_(landing)
+            elif landing is not shard:
+                shard.copy_(landing)
+            self._way = self._before = None
 
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """Placement and dtypes of gradients, and the number that is in the works at once.
+    """Placement and dtypes of gradients, and the number that is in the works at once."""
 
-    Attributes:
-        sharded: reduce after every micro-batch into a shard; else at the accumulation boundary.
-        owned: whether each rank ends up with its shard of the sum only (optimizer sharded), or with all of it.
-        wire: dtype on the wire; None is the parameters'.
-        accumulate: dtype of the sum; None is fp32 for 16-bit parameters, else the parameters'.
-        slots: how many full gradients exist at once; None is what ``sharded`` implies: two, or all.
-        predivide: gradients are divided by it as they arrive, before they are summed over the ranks; None divides by
-            the number of ranks where that is exact, so that the mean costs no pass over memory of its own.
-        kept: whether slots and shards keep their memory between updates. Where parameters are sharded it is given back,
-            as activations are at their most when there are no gradients; but not on the host, where there are none.
-        pinned: whether shards on the host are page-locked.
-    """
-
-    sharded: bool
-    owned: bool
-    wire: torch.dtype | None = None
-    accumulate: torch.dtype | None = None
-    slots: int | None = None
+    sharded: bool  # reduce after every micro-batch into a shard; else at the accumulation boundary
+    owned: bool  # whether each rank ends up with its shard of the sum only (optimizer sharded), or with all of it
+    wire: torch.dtype | None = None  # dtype on the wire; None is the parameters'
+    accumulate: torch.dtype | None = None  # dtype of the sum; None is fp32 for 16-bit parameters, else the parameters'
+    slots: int | None = None  # how many full gradients exist at once; None is what `sharded` implies: two, or all
+    # Gradients are divided by it as they arrive, before they are summed over the ranks; None divides by the number of
+    # ranks where that is exact, so that the mean costs no pass over memory of its own.
     predivide: float | None = None
+    # Whether slots and shards keep their memory between updates. Where parameters are sharded it is given back, as
+    # activations are at their most when there are no gradients; but not on the host, where there are none.
     kept: bool = True
-    pinned: bool = True
+    pinned: bool = True  # whether shards on the host are page-locked
 
     @classmethod
     def of(cls, row: PlacementRow, **options: object) -> GradientPolicy:
@@ -84,68 +93,55 @@ class GradientPolicy:
 class FullState(Enum):
     """State of the full gradient."""
 
-    EMPTY = "empty"
-    """No gradient has arrived since the last reduction began."""
-    FILLING = "filling"
-    """Gradients of some parameters have arrived."""
+    EMPTY = "empty"  # no gradient has arrived since the last reduction began
+    FILLING = "filling"  # gradients of some parameters have arrived
 
 
 class ShardState(Enum):
     """State of this rank's part of the sum over ranks and micro-batches."""
 
-    EMPTY = "empty"
-    """Nothing was summed since the last update."""
-    REDUCING = "reducing"
-    """A sum over the ranks is under way. It will be added to the shard, if there is one."""
-    LANDING = "landing"
-    """The last sum is on its way from the device to the shard on the host."""
-    READY = "ready"
-    """The shard holds all sums so far."""
+    EMPTY = "empty"  # nothing was summed since the last update
+    REDUCING = "reducing"  # A sum over the ranks is under way. It will be added to the shard, if there is one.
+    LANDING = "landing"  # the last sum is on its way from the device to the shard on the host
+    READY = "ready"  # the shard holds all sums so far
 
 
 class Gradient:
-    """The gradient of one flat buffer, between two updates.
+    """The gradient of one flat buffer, between two updates."""
 
-    Attributes:
-        unit: name of the unit that it is of.
-        full_state, shard_state: see the classes.
-        shard: this rank's part of the sum so far, in the shard dtype; None before the first reduction.
-        full: the full gradient while it is filled, else None; in ``slot``, or where autograd left it.
-        used: per parameter, whether a gradient arrived since the last update.
-        slot_dtype: of ``full``.
-        tied_stages: pipeline stages that have these parameters, where several do; the first counts what all have.
-        shard_in_full: whether ``shard`` lies in the full gradient, in ``held`` then; otherwise in ``buffer``.
-        tier: where ``shard`` rests.
-        landed: to be waited for before ``shard`` is used; None unless a sum is on its way to the host.
-    """
+    # The states of the full gradient and of the shard are independent: the next full gradient fills while the sum of
+    # the one before is under way.
 
     def __init__(
         self, layout: Layout, own: slice, shard_range: slice, tag: int, unit: str = "", tied_stages: Sequence[int] = (),
-        tier: Tier = Tier.DEVICE,
+        is_first: bool = True, tier: Tier = Tier.DEVICE,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.tier = tier
-        self.tied_stages = tuple(tied_stages)
+        self.tied_stages, self.is_first = tuple(tied_stages), is_first  # see `Flat`
         self.own = own
         self.shard_range = shard_range
         self.tag = tag
         self.unit = unit
         self.full_state, self.shard_state = FullState.EMPTY, ShardState.EMPTY
         self.buffer: torch.Tensor | None = None
+        # This rank's part of the sum so far, in the shard dtype; None before the first reduction.
         self.shard: torch.Tensor | None = None
-        self.landed: Landing | None = None
+        # To be waited for before `shard` is used; None unless a sum is on its way to the host.
+        self.landed: Arrival | None = None
+        # The full gradient while it is filled, else None; in `slot`, or where autograd left it.
         self.full: torch.Tensor | None = None
         self.slot: Slot | None = None
         self.held: Slot | None = None
         self.arrived = [False] * len(layout.segments)
-        self.used = [False] * len(layout.segments)
+        self.used = [False] * len(layout.segments)  # per parameter, whether a gradient arrived since the last update
         self.slot_dtype = layout.dtype
-        self.shard_in_full = True
-        self.counted = tuple(self._counted())
+        self.shard_in_full = True  # whether `shard` lies in the full gradient, in `held` then; otherwise in `buffer`
+        # Ranges of `shard` that no other rank counts, in norms for example.
+        self.counted = tuple(self._counted()) if is_first else ()
         self.shared = self._shared()
 
     def _counted(self) -> Iterator[tuple[int, int]]:
-        """Ranges of ``shard`` that are counted on this rank, together all that it has that no other rank counts."""
         boxes = list(self.layout.within(self.shard_range.start, self.shard_range.stop))
         if all(box.owned for _, box in boxes):  # what lies between is zero
             start = self.shard_range.start - self.own.start
@@ -162,10 +158,7 @@ class Gradient:
         return slice(start - self.own.start, stop - self.own.start)
 
     def _shared(self) -> dict[int, list[tuple[int, int, bool]]]:
-        """Return ranges of ``shard`` that ranks along the tensor axis share, by the number of these ranks.
-
-        Each is (start, stop, whether this rank is the first of those ranks).
-        """
+        """Return ranges of ``shard`` by how many tensor ranks share them: start, stop, whether this is the first."""
         found: dict[int, list[tuple[int, int, bool]]] = {}
         for segment, box in self.layout.within(self.own.start, self.own.stop):
             if box.sharers > 1:
@@ -190,6 +183,7 @@ class Gradient:
         memory = value.untyped_storage()
         if not (self.in_place and value.dtype == self.slot_dtype and value.is_contiguous()):
             return False
+        # Somebody who has another view of it, as a hook that kept the gradient, would see the sum over the ranks in it.
         if memory.nbytes() != value.nbytes or torch._C._storage_Use_Count(memory._cdata) > ALONE:
             return False
         if not memory.resizable():
@@ -230,7 +224,7 @@ class Gradient:
         self.arrived[index] = self.used[index] = True
 
     def zero_missing(self) -> None:
-        """Zero what no gradient arrived for, so that the whole buffer can be summed."""
+        """Zero what no gradient arrived for, and the padding: the slot still has what another unit left there."""
         assert self.full_state is FullState.FILLING, self.full_state
         assert self.full is not None
         missing = [(s.start, s.stop) for s, here in zip(self.layout.segments, self.arrived, strict=True) if not here]
@@ -251,19 +245,16 @@ class Gradient:
         return full, slot
 
     def keep(self, full: torch.Tensor, slot: Slot | None) -> Slot | None:
-        """Take the sum that was made in a full gradient: as the shard, or added to it; return the slot if it is free.
-
-        There is a shard already if more gradients came after a reduction.
-        """
+        """Take the sum that was made in a full gradient as the shard, or add it; return the slot if it is free."""
         assert self.shard_state is ShardState.REDUCING, self.shard_state
         self.shard_state = ShardState.READY
         if self.shard is None:
             self.shard, self.held = full[self.own], slot
             return None
-        self.shard.add_(full[self.own])
+        self.shard.add_(full[self.own])  # more gradients came after a reduction
         return slot
 
-    def expect(self, shard: torch.Tensor, landed: Landing | None = None) -> None:
+    def expect(self, shard: torch.Tensor, landed: Arrival | None = None) -> None:
         """Let the shard be this memory, with what is on its way to it."""
         assert self.shard_state in (ShardState.REDUCING, ShardState.EMPTY), self.shard_state
         self.shard, self.landed = shard, landed
@@ -316,12 +307,10 @@ class Gradient:
 
 
 class GradientArrival:
-    """The engine's hook on a parameter, which takes each gradient. It refers to the engine weakly.
-
-    The garbage collector does not see what a parameter's hook refers to: all would stay for ever.
-    """
+    """The engine's hook on a parameter, which takes each gradient."""
 
     def __init__(self, arrived: Callable[[Gradient, int, torch.Tensor], None], gradient: Gradient, index: int) -> None:
+        # Weakly: the garbage collector does not see what a parameter's hook refers to, so that all would stay for ever.
         self._arrived = WeakMethod(arrived)
         self._gradient, self._index = gradient, index
 

@@ -1,9 +1,9 @@
-"""Memory of gradients on the device, which is a budget: pools of buffers, their dtypes and their sizes."""
+"""Pools of device memory for full gradients and their sums, with a fixed number of buffers each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,32 +14,14 @@ from zeromesh.shard.slots import Pool, Slot, largest
 from zeromesh.tiers.link import Copy
 
 
-@dataclass(frozen=True, eq=False)
-class _Leaving:
-    """A sum that is copied to the host, in a slot of a pool; or, without one, where autograd left it."""
-
-    copy: Copy
+class _Leaving(NamedTuple):
+    copy: Copy  # of a sum, to the host
     pool: Pool
-    slot: Slot | None
+    slot: Slot | None  # that the sum lies in; None where autograd left it
 
 
 class GradientMemory:
-    """Lends the buffers that full gradients and their sums lie in.
-
-    Args:
-        gradients: all gradients of the model.
-        policy: placement, dtypes and the number of full gradients at a time.
-        mesh: the ranks.
-        accumulates: whether micro-batches are expected to be summed.
-        settle: finishes the oldest reduction under way, which frees its buffers; returns False if there is none.
-
-    Attributes:
-        limit: number of reductions under way at a time.
-        slots: full gradients.
-        wires: full gradients in the dtype that is sent, where that is another one.
-        receives: parts of other ranks.
-        landings: sums on their way to the host.
-    """
+    """Lends the buffers that full gradients and their sums lie in."""
 
     def __init__(
         self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool,
@@ -47,20 +29,26 @@ class GradientMemory:
     ) -> None:  # fmt: skip
         self._gradients, self._policy, self._mesh = gradients, policy, mesh
         self._group = mesh.shard
-        self._accumulates = accumulates
+        self._accumulates = accumulates  # whether micro-batches are expected to be summed
+        # Finishes the oldest reduction under way, which frees its buffers; returns False if there is none.
         self._settle = settle
         self._leaving: list[_Leaving] = []
         for gradient in gradients:
             self._choose_dtype(gradient)
         count = policy.slots or (2 if policy.sharded else len(gradients))
-        self.limit = max(1, min(2, count - 1))
+        self.limit = max(1, min(2, count - 1))  # number of reductions under way at a time
         sizes = [g.layout.size * g.slot_dtype.itemsize for g in gradients if not g.in_place]
         self.slots = Pool(largest(sizes, count), mesh.device)
+        # Full gradients in the dtype that is sent, where it is another one than that of the slots. A sum that is sent
+        # to all ranks stays in its buffer while the next ones are made.
         wires = [g.layout.size * policy.wire_dtype(g.layout).itemsize for g in gradients if self.converts(g)]
-        # A sum that is sent to all ranks stays in its buffer while the next ones are made.
         self.wires = Pool(largest(wires, self.limit if policy.owned else self.limit + 1), mesh.device)
-        self.receives = Pool(largest(map(self._receive_bytes, gradients), self.limit), mesh.device)
-        self.landings = Pool(largest(map(self._landing_bytes, gradients), self.limit), mesh.device)
+        self.receives = Pool(
+            largest(map(self._receive_bytes, gradients), self.limit), mesh.device
+        )  # other ranks' parts
+        self.landings = Pool(
+            largest(map(self._landing_bytes, gradients), self.limit), mesh.device
+        )  # on the way to hosts
 
     def _choose_dtype(self, gradient: Gradient) -> None:
         """Sum micro-batches in the dtype of the shard; keep what is reduced at once as narrow as the wire."""
@@ -115,37 +103,34 @@ class GradientMemory:
 
     # Loans.
 
-    def take(self, pool: Pool, nbytes: int) -> Slot:
-        """Return a slot of at least ``nbytes`` bytes; sums that leave or are under way are finished for it."""
+    def _lend(self, pool: Pool, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, Slot]:
+        """Return a tensor in a slot; sums that leave or are under way are finished for it."""
+        nbytes = elements * dtype.itemsize
         slot = pool.take(nbytes)
         # Sums that leave come first, as the host does not wait for them.
         while slot is None and (self.release(pool) or self._settle()):
             slot = pool.take(nbytes)
-        return slot or pool.grow(nbytes)
+        slot = slot or pool.grow(nbytes)
+        return slot.tensor(elements, dtype), slot
+
+    def _lend_full(self, gradient: Gradient) -> tuple[torch.Tensor, Slot]:
+        return self._lend(self.slots, gradient.layout.size, gradient.slot_dtype)
 
     def open(self, gradient: Gradient) -> None:
         """Let a gradient fill a slot from here on."""
-        slot = self._full_slot(gradient)
-        gradient.open(slot.tensor(gradient.layout.size, gradient.slot_dtype), slot)
+        gradient.open(*self._lend_full(gradient))
 
-    def _full_slot(self, gradient: Gradient) -> Slot:
-        return self.take(self.slots, gradient.layout.size * gradient.slot_dtype.itemsize)
-
-    def wire(self, gradient: Gradient) -> tuple[Slot, torch.Tensor]:
+    def wire(self, gradient: Gradient) -> tuple[torch.Tensor, Slot]:
         """Return memory for the full gradient in the dtype that is sent."""
-        dtype, elements = self._policy.wire_dtype(gradient.layout), gradient.layout.size
-        slot = self.take(self.wires, elements * dtype.itemsize)
-        return slot, slot.tensor(elements, dtype)
+        return self._lend(self.wires, gradient.layout.size, self._policy.wire_dtype(gradient.layout))
 
-    def receive(self, gradient: Gradient, dtype: torch.dtype) -> tuple[Slot, torch.Tensor]:
+    def receive(self, gradient: Gradient, dtype: torch.dtype) -> tuple[torch.Tensor, Slot]:
         """Return memory for the other ranks' parts."""
-        slot = self.take(self.receives, self._receive_bytes(gradient))
-        return slot, slot.tensor(self._group.receive_elements(gradient.layout.shard_size), dtype)
+        return self._lend(self.receives, self._group.receive_elements(gradient.layout.shard_size), dtype)
 
-    def landing(self, gradient: Gradient) -> tuple[Slot, torch.Tensor]:
+    def landing(self, gradient: Gradient) -> tuple[torch.Tensor, Slot]:
         """Return memory on the device for a sum that goes on to the host."""
-        slot = self.take(self.landings, self._landing_bytes(gradient))
-        return slot, slot.tensor(gradient.layout.shard_size, self._policy.shard_dtype(gradient.layout))
+        return self._lend(self.landings, gradient.layout.shard_size, self._policy.shard_dtype(gradient.layout))
 
     def shard(self, gradient: Gradient) -> torch.Tensor:
         """Return the shard's own memory, on its tier."""
@@ -164,11 +149,7 @@ class GradientMemory:
         return self.shard(gradient).copy_(shard)
 
     def widen(self, finish: Callable[[], None]) -> None:
-        """Sum micro-batches, which were not expected, in the dtype that sums are kept in from here on.
-
-        Args:
-            finish: finishes all reductions under way, if any gradient changes its dtype.
-        """
+        """Sum micro-batches, which were not expected, in the dtype that sums are kept in from here on."""
         if self._accumulates or self._policy.sharded:
             return
         self._accumulates = True
@@ -182,8 +163,7 @@ class GradientMemory:
                 continue
             gradient.renew_memory()
             if gradient.full is not None:
-                slot = self._full_slot(gradient)
-                self.give(self.slots, gradient.widen(slot.tensor(gradient.layout.size, gradient.slot_dtype), slot))
+                self.give(self.slots, gradient.widen(*self._lend_full(gradient)))
 
     # Returns.
 
@@ -200,10 +180,7 @@ class GradientMemory:
             self.release()
 
     def release(self, pool: Pool | None = None) -> bool:
-        """Return the slot of the oldest sum, or the oldest in a pool, that leaves the device; False: none does.
-
-        The host goes on.
-        """
+        """Return the slot of the oldest sum, or the oldest in a pool, that leaves the device; False: none does."""
         leaving = next((one for one in self._leaving if pool is None or one.pool is pool), None)
         if leaving is None:
             return False

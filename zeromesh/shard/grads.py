@@ -1,15 +1,4 @@
-"""The ``.grad`` and ``.data`` of parameters, which lie in flat buffers: read, written and dropped as in torch.
-
-Autograd's own ``.grad`` is empty between backwards, since each gradient is moved into its flat buffer as it arrives.
-The class of the parameters is therefore one whose ``grad`` is a property:
-
-- Read where the mean over the ranks is whole on this rank: a view of the flat buffer, so that in-place changes count.
-- Read where it is not: a stand-in without memory, which is not None and raises in any operation.
-- Written: the value becomes the gradient that the update uses; each rank keeps its part. None drops the gradient.
-
-Torch does not count what is written to ``parameter.data`` in place. Who reads ``data`` may write to it, so that the
-value is taken when the parameter leaves the memory, or at the update.
-"""
+"""The ``.grad`` and ``.data`` of parameters, which lie in flat buffers: read, written and dropped as in torch."""
 
 from __future__ import annotations
 
@@ -26,15 +15,15 @@ from zeromesh.shard.early import EarlyUpdates
 from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient, GradientArrival
 from zeromesh.shard.guard import HARMLESS, OWN_CLASS, change_class, changes_nothing
-from zeromesh.shard.norm import norm_of
 from zeromesh.shard.reducer import Reducer
+from zeromesh.shard.sums import norm_of
 
+# Autograd's own. Its `.grad` is empty between backwards: each gradient is moved into its flat buffer as it arrives.
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
 PLAIN_DATA: Any = torch._C.TensorBase.data
-"""Autograd's own ``.grad`` and ``.data``."""
 
+# Mesh axes along which a gradient is not final before the update, or is a part of the model's.
 SPREAD_AXES = ("replicate", "tensor", "pipeline")
-"""Mesh axes along which a gradient is not final before the update, or is a part of the model's."""
 
 
 class UnavailableGradient(torch.Tensor):
@@ -77,17 +66,7 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 
 
 class Grads:
-    """Answers for the ``.grad`` of the trainable parameters of one model.
-
-    Args:
-        flats: all flat buffers of the model.
-        names: fully qualified names by the parameters' ``id``.
-        reducer: has their gradients.
-        accumulation: of the micro-batches.
-        mesh: the ranks.
-        settle: drops what a backward has left that the user called and that raised.
-        early: updates that may have begun already.
-    """
+    """Answers for the ``.grad`` of the trainable parameters of one model."""
 
     def __init__(
         self, flats: Sequence[Flat], names: Mapping[int, str], reducer: Reducer, accumulation: Accumulation, mesh: Mesh,
@@ -96,11 +75,12 @@ class Grads:
         self._flats = {id(one): (flat, index) for flat in flats for index, one in enumerate(flat.parameters)}
         self._places = {key: (flat.gradient, index) for key, (flat, index) in self._flats.items() if flat.gradient}
         self._parameters = [p for flat in flats if flat.gradient is not None for p in flat.parameters]
-        self._names = names
+        self._names = names  # fully qualified names by the parameters' `id`
         self._reducer = reducer
         self._accumulation = accumulation
         self._mesh = mesh
-        self._settle = settle
+        self._spread = ", ".join(axis for axis in SPREAD_AXES if mesh.sizes[axis] > 1)
+        self._settle = settle  # drops what a backward has left that the user called and that raised
         self._early = early
         self._classes: dict[type, type[nn.Parameter]] = {}
 
@@ -126,12 +106,17 @@ class Grads:
 
     def expose(self, parameter: torch.Tensor) -> None:
         """Note that the parameter may be written to from now on without a trace."""
+        # Torch does not count writes to `parameter.data`. The value is taken when the parameter leaves the memory, or
+        # at the update.
         if id(parameter) in self._flats:
             flat, index = self._flats[id(parameter)]
             flat.exposed.add(index)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient, averaged over the ranks; or its stand-in; or None if there is none."""
+        """Return the gradient, averaged over the ranks: a view of the flat buffer, so that in-place changes count.
+
+        Where it is not whole on this rank: a stand-in without memory; None where there is no gradient.
+        """
         plain: torch.Tensor | None = PLAIN_GRAD.__get__(parameter)
         if plain is not None or id(parameter) not in self._places:
             return plain
@@ -178,11 +163,7 @@ class Grads:
             self._accumulation.note()
 
     def clip(self, parameters: Sequence[torch.Tensor], limit: float, order: float) -> float:
-        """Scale the gradients of some parameters so that their norm is at most ``limit``. All ranks call it.
-
-        Returns:
-            The norm before.
-        """
+        """Scale gradients so that their norm is at most ``limit``; return the norm before. All ranks call it."""
         self._settle()
         self._early.spoil()
         self._reducer.complete()
@@ -205,7 +186,7 @@ class Grads:
         used = gradient.used[index]
         self._early.spoil()
         self._reducer.drop(gradient, index)
-        gradient.used[index] = used
+        gradient.used[index] = used  # a gradient of zero is not the same as none: momentum and weight decay go on
 
     @property
     def _factor(self) -> float:
@@ -226,15 +207,12 @@ class Grads:
         )
         if self._accumulation.running:
             return "is not complete before the backward has ended"
-        if mesh.world_size > 1:
-            spread = [axis for axis in SPREAD_AXES if mesh.sizes[axis] > 1]
-            if spread:
-                axes = ", ".join(spread)
-                return f"is not whole on one rank before the update, where there are several along {axes}: {remedy}"
-            if reducer.policy.owned:
-                return f"is sharded over {mesh.shard.size} ranks: {remedy}"
-            if reducer.waits:
-                return f"is not summed over the ranks before the last micro-batch of the update: {remedy}"
+        if self._spread:
+            return f"is not whole on one rank before the update, where there are several along {self._spread}: {remedy}"
+        if mesh.world_size > 1 and reducer.policy.owned:
+            return f"is sharded over {mesh.shard.size} ranks: {remedy}"
+        if mesh.world_size > 1 and reducer.waits:
+            return f"is not summed over the ranks before the last micro-batch of the update: {remedy}"
         reducer.complete()  # without a message
         if gradient.shard is None or gradient.shard.device != mesh.device:
             return f"rests on the {gradient.tier.value}: {remedy}"
@@ -247,9 +225,8 @@ class Grads:
         remedy = "use zeromesh.zero.safe_set_full_grad(parameter, value) on all ranks after the last backward"
         if self._accumulation.running:
             return f"cannot be replaced before the backward has ended: {remedy}"
-        spread = [axis for axis in SPREAD_AXES if self._mesh.sizes[axis] > 1]
-        if spread:
-            return f"cannot be replaced in this way where there are several ranks along {', '.join(spread)}: {remedy}"
+        if self._spread:
+            return f"cannot be replaced in this way where there are several ranks along {self._spread}: {remedy}"
         if self._mesh.world_size > 1 and self._reducer.begun and self._reducer.waits:
             return f"cannot be replaced before it is summed over the ranks: {remedy}"
         return None
@@ -268,17 +245,11 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
         else:
             alive.write(self, value)
 
-    def drop(self: nn.Parameter) -> None:
-        write(self, None)
-
     def read_data(self: nn.Parameter) -> torch.Tensor:
         if (alive := grads()) is not None:
             alive.expose(self)
         data: torch.Tensor = PLAIN_DATA.__get__(self)
         return data
-
-    def write_data(self: nn.Parameter, value: torch.Tensor) -> None:
-        PLAIN_DATA.__set__(self, value)
 
     def register(self: nn.Parameter, hook: Any) -> Any:
         """Let the user's hook see the gradient before the engine takes it."""
@@ -297,8 +268,8 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
         return made
 
     members = {
-        "grad": property(read, write, drop),
-        "data": property(read_data, write_data),
+        "grad": property(read, write, lambda self: write(self, None)),
+        "data": property(read_data, PLAIN_DATA.__set__),
         "register_post_accumulate_grad_hook": register,
         "__deepcopy__": copy,
         "__module__": own.__module__,

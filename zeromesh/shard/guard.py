@@ -1,9 +1,4 @@
-"""Guards against computing with parameters that are not in memory.
-
-While a unit's parameters are unloaded, or may be soon, their class has a ``__torch_function__``, which torch calls
-before any operation: it has the unit fetched if the model is computing, and raises with the parameter's name otherwise.
-In the unit's own forward they have their own class again, which costs nothing.
-"""
+"""Guards against computing with parameters that are not in memory."""
 
 from __future__ import annotations
 
@@ -19,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from zeromesh.shard.unit import Unit
 
+# Attributes and methods that need a tensor's description only, and no memory.
 _ATTRIBUTES = (
     "shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names", "itemsize",
     "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu",
@@ -32,8 +28,7 @@ _METHODS = (
 )  # fmt: skip
 
 
-OWN_CLASS = "_own_class"
-"""Attribute of a class that replaces a parameter's own: that class."""
+OWN_CLASS = "_own_class"  # attribute of a class that replaces a parameter's own: that class
 
 Saving = Callable[[], AbstractContextManager[None]]
 
@@ -44,14 +39,11 @@ def change_class(parameter: torch.Tensor, chosen: type) -> None:
 
 
 class Presence(Enum):
-    """State of a unit's parameters for code that uses them."""
+    """State of a unit's parameters for code that uses them, which has a class of its own for each."""
 
-    UNLOADED = "unloaded"
-    """They are not in memory, or perhaps not for long."""
-    LOADED = "loaded"
-    """They are in memory, as long as what computes with them now."""
-    GATHERED = "gathered"
-    """They are in memory as long as a context of the user's is active."""
+    UNLOADED = "unloaded"  # they are not in memory, or perhaps not for long
+    LOADED = "loaded"  # they are in memory, as long as what computes with them now
+    GATHERED = "gathered"  # they are in memory as long as a context of the user's is active
 
 
 def _harmless() -> frozenset[Any]:
@@ -85,10 +77,8 @@ def changes_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | 
 
 
 def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of ``torch.autograd.grad`` with edges of the graph in the place of parameters.
-
-    The gradient of a parameter does not depend on whether it is in memory.
-    """
+    """Return the arguments of ``torch.autograd.grad`` with edges of the graph in the place of parameters."""
+    # The gradient of a parameter does not depend on whether it is in memory.
     with torch._C.DisableTorchFunctionSubclass():
         changed, named = list(args), dict(kwargs or {})
         inputs = changed.pop(1) if len(changed) > 1 else named.pop("inputs")
@@ -100,15 +90,9 @@ def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[l
 def unloaded_class(
     base: type[nn.Parameter], unit: Unit, names: Mapping[int, str], touch: Callable[[Unit, str], None]
 ) -> type[nn.Parameter]:
-    """The class that the unit's parameters have while they are unloaded.
-
-    Args:
-        base: answers for their ``grad``.
-        unit: whose parameters they are.
-        names: fully qualified names by the parameters' ``id``.
-        touch: a method, called with the unit and the name before an operation; loads the unit or raises.
-    """
-    # Weakly, as a graph refers to its leaves, and they to their class; see ``hooks``.
+    """The class that the unit's parameters have while they are unloaded, or may be soon."""
+    # Torch calls its `__torch_function__` before any operation: it has the unit fetched if the model is computing, and
+    # raises with the parameter's name otherwise. Weakly, as a graph refers to its leaves, and they to their class.
     label, weak_unit, weak_touch = str(unit), ref(unit), WeakMethod(touch)
 
     class Unloaded(base):  # type: ignore[valid-type,misc]
@@ -145,15 +129,9 @@ def unloaded_class(
 
 
 def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Parameter]:
-    """The class that parameters have while a context has gathered them.
-
-    A graph that is made there may be needed when they are unloaded again. Autograd keeps a leaf as it is, so nobody
-    could see that its memory is still needed; with hooks for saved tensors around each operation it is fetched again.
-
-    Args:
-        base: answers for their ``grad``.
-        saving: a method that gives the context of these hooks.
-    """
+    """The class that parameters have while a context has gathered them."""
+    # A graph that is made there may be needed when they are unloaded again. Autograd keeps a leaf as it is, so nobody
+    # could see that its memory is still needed; with hooks for saved tensors around each operation it is fetched again.
     weak_saving = WeakMethod(saving)
 
     class Gathered(base):  # type: ignore[valid-type,misc]
@@ -178,13 +156,7 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
 
 
 class Guard:
-    """Switches the class of a unit's parameters as they come and go; at first they are here.
-
-    Args:
-        unit: whose parameters they are.
-        unloaded: their class while they are unloaded.
-        gathered: their class while a context has gathered them.
-    """
+    """Switches the class of a unit's parameters as they come and go; at first they are here."""
 
     def __init__(self, unit: Unit, unloaded: type[nn.Parameter], gathered: type[nn.Parameter]) -> None:
         self._parameters = [parameter for flat in unit.flats for parameter in flat.parameters]

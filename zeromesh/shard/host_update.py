@@ -26,20 +26,10 @@ def pieces_on_host(flat: Flat, steps: HostUpdate | None) -> Iterator[tuple[int, 
 
 
 class HostUpdates:
-    """Updates masters on the host and writes the new parameters in the same pass.
-
-    Args:
-        store: has states that rest in files or in halves.
-        link: to the device.
-        pinned: whether host memory is page-locked.
-
-    Attributes:
-        nbytes: bytes that all updates so far have read and written.
-        seconds: time that they took.
-    """
+    """Updates masters on the host and writes the new parameters in the same pass."""
 
     def __init__(self, store: Tiers, link: Link, pinned: bool) -> None:
-        self.nbytes, self.seconds = 0, 0.0
+        self.nbytes, self.seconds = 0, 0.0  # read and written by all updates so far, and the time that they took
         self._store = store
         self._staging = Staging(link, pinned)
 
@@ -58,30 +48,24 @@ class HostUpdates:
             flat.expect(self._staging.send(out, flat.shard))
 
     def _step(self, steps: HostUpdate, flat: Flat, out: torch.Tensor | None) -> None:
-        """Update the masters; the new parameters go to ``out``, too."""
         gradient = flat.gradient
         assert gradient is not None
         shard = gradient.shard
         assert shard is not None
-        outs = {index: None if out is None else out[local] for index, local, _ in flat.pieces}
-        inputs = {
-            index: StepInput(piece.parameter, shard[local], outs[index], self._store.halves(flat, index))
-            for index, local, piece in flat.pieces
-            if gradient.used[index] and steps.takes(piece.parameter, shard)
-        }
+        inputs = {}
+        for index, local, piece in flat.pieces:
+            output = None if out is None else out[local]
+            if gradient.used[index] and steps.takes(piece.parameter, shard):
+                halves = self._store.halves(flat, index)
+                inputs[index] = StepInput(piece.parameter, shard[local], output, halves)
+            elif output is not None:  # what has no gradient is sent all the same, with the rest
+                output.copy_(piece.parameter.detach().view(-1))
         began = time.perf_counter()
         with span("update_on_host", gradient.unit):
             steps.step(list(inputs.values()))
         self.seconds += time.perf_counter() - began
-        self.nbytes += sum(map(self._moved, inputs.values()))
-        if out is None:
-            return
-        for index, local, piece in flat.pieces:
-            if index not in inputs:
-                out[local].copy_(piece.parameter.detach().view(-1))
-
-    def _moved(self, one: StepInput) -> int:
-        """Bytes that an update reads and writes: gradient, master and states twice, and the new parameter."""
-        parameter, gradient, out, _ = one  # both halves of a master are as large as the whole
-        rest = (1 + self._store.states) * parameter.nbytes
-        return gradient.nbytes + 2 * rest + (0 if out is None else out.nbytes)
+        for one in inputs.values():
+            # The gradient is read, master and states are read and written (both halves of a master are as large as the
+            # whole), and the new parameter is written.
+            rest = 2 * (1 + self._store.states) * one.parameter.nbytes
+            self.nbytes += one.gradient.nbytes + rest + (0 if one.output is None else one.output.nbytes)

@@ -1,9 +1,4 @@
-"""Layout of a unit's parameters in its flat buffers: pure arithmetic.
-
-All parameters of a unit with the same dtype and the same ``requires_grad`` lie in one flat buffer, each at a
-64-byte boundary, padded so that every rank of the shard group owns an equal range. Collectives work on
-the buffer as it is: nothing is copied to be communicated.
-"""
+"""Layout of a unit's parameters in its flat buffers: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,8 +10,7 @@ import torch
 
 from zeromesh.model.split import Held, HeldBox
 
-ALIGNMENT = 64
-"""Bytes. The widest vector registers and a cache line; CUDA's matrix kernels need 16."""
+ALIGNMENT = 64  # bytes. The widest vector registers and a cache line; CUDA's matrix kernels need 16.
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -37,20 +31,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """One flat buffer of a unit.
+    """One flat buffer of a unit, with all its parameters of one dtype and one ``requires_grad``."""
 
-    Attributes:
-        dtype: of the parameters as computed with.
-        trainable: whether its parameters get gradients.
-        segments: the parameters in order.
-        shards: over how many ranks it is sharded.
-        size: elements, padding included; a multiple of ``shards``.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # as computed with
     trainable: bool
     segments: tuple[Segment, ...]
-    shards: int
+    shards: int  # ranks that it is sharded over
+    # Elements, padded so that every rank owns an equal range: collectives work on the buffer as it is, and nothing is
+    # copied to be communicated.
     size: int
 
     @classmethod

@@ -16,15 +16,10 @@ from zeromesh.shard.deferred import Source, is_deferred, replayed, source_of
 
 
 def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter], Source | None]:
-    """A function that makes a parameter of the model real, in place: the object stays the same.
-
-    Where its values rest in a source, this is returned, and the parameter has no elements yet. Parameters made under
-    ``Recording`` are replayed. Others on the meta device are initialised by their modules'
-    ``reset_parameters`` and by ``_init_weights`` of a module around them (as Hugging Face models have it), each module
-    seeded by its name.
+    """A function that makes a parameter real, in place, or returns the source where its values rest.
 
     Raises:
-        ValueError: these leave a parameter or buffer without a value.
+        ValueError: a parameter or buffer is left without a value.
     """
     with torch.no_grad():
         for prefix, module in model.named_modules():
@@ -37,6 +32,8 @@ def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter
         elif is_deferred(parameter):
             replace(parameter, replayed(parameter))
         elif parameter.device.type == "meta":
+            # By its module's `reset_parameters`, and `_init_weights` of a module around it, as Hugging Face models have
+            # it; each module is seeded by its name, so that the order, and what other ranks make, do not matter.
             path, _, last = name.rpartition(".")
             values = _initialised(model, path, seed)
             _require_value(model, name, values[last])

@@ -11,46 +11,31 @@ from torch import nn
 
 from zeromesh.shard.unit import Unit
 
-FAR = 1 << 30
-"""A position that is never reached."""
-
-BLIND = (nn.Embedding,)
-"""Modules whose backward does not look at their parameters: an embedding's needs the indices only."""
+FAR = 1 << 30  # a position that is never reached
+BLIND = (nn.Embedding,)  # the backward does not look at the parameters: an embedding's needs the indices only
 
 
 class Need(enum.IntEnum):
     """Need of a unit after its forward; the largest of several answers counts."""
 
     UNKNOWN = -1
-    NO_BACKWARD = 0
-    """No gradient reaches it: what it computes with is frozen."""
+    NO_BACKWARD = 0  # no gradient reaches it: what it computes with is frozen
     BACKWARD = 1
 
 
 class Pass:
-    """One forward of the model. Unit indices, those of skipped units included.
-
-    Attributes:
-        number: of forwards before it.
-        begun: in the order in which their forwards began.
-        ended: in the order in which they ended.
-        used: those that this rank did not skip.
-        outside: units whose parameters were used outside of their forwards.
-    """
+    """One forward of the model. Unit indices, those of skipped units included."""
 
     def __init__(self, number: int = 0) -> None:
-        self.number = number
-        self.begun: list[int] = []
-        self.ended: list[int] = []
-        self.used: set[int] = set()
-        self.outside: set[int] = set()
+        self.number = number  # of forwards before it
+        self.begun: list[int] = []  # in the order in which their forwards began
+        self.ended: list[int] = []  # in the order in which they ended
+        self.used: set[int] = set()  # those that this rank did not skip
+        self.outside: set[int] = set()  # units whose parameters were used outside of their forwards
 
 
 class Walk:
-    """Progress of a pass's backward through its expected steps.
-
-    This rank takes itself the steps of the units that it has ``used``.
-    """
+    """Progress of a pass's backward through its expected steps."""
 
     def __init__(self, steps: Sequence[int], used: Collection[int]) -> None:
         self.steps = tuple(steps)
@@ -89,47 +74,32 @@ class Walk:
 
 
 class Order:
-    """The order in which units are used, and what this rank skipped of it.
-
-    Attributes:
-        canonical: the order of first use that all ranks have agreed on: that of registration at first.
-        needs: by unit index, what the ranks have agreed on that its backward needs.
-        current: the latest pass whose backward may come.
-        forward: forwards since the last backward, in order of their beginnings, those of skipped units included.
-        last_forward: the same before the last backward.
-        part: of the units that are used, where only a part of the model computes, as one of several stages of a
-            pipeline does; None where all of it does. The others have not been skipped.
-        again: of the part, those that another one uses again before the update.
-        evaluates: no backward comes, though there may be graphs.
-    """
+    """The order in which units are used, and what this rank skipped of it."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        # Until ranks have agreed on an order of use, that of registration is the same on all of them.
+        # The order of first use that all ranks have agreed on: at first that of registration, the same on all of them.
         self.canonical: list[int] = [unit.index for unit in units]
         self.needs = dict.fromkeys(self.canonical, Need.BACKWARD)
         self._looks = {unit.index for unit in units if type(unit.module) not in BLIND}
-        self.current = Pass()
+        self.current = Pass()  # the latest pass whose backward may come
+        # Forwards since the last backward, in order of their beginnings, those of skipped units included.
         self.forward: list[int] = []
-        self.last_forward: list[int] = []
+        self.last_forward: list[int] = []  # the same before the last backward
+        # Of the units that are used, where only a part of the model computes, as one of several stages of a pipeline
+        # does; None where all of it does. The others have not been skipped.
         self.part: frozenset[int] | None = None
-        self.again: frozenset[int] = frozenset()
-        self.evaluates = False
-        self._recorded = True
+        self.again: frozenset[int] = frozenset()  # of the part, those that another one uses again before the update
+        self.evaluates = False  # no backward comes, though there may be graphs
+        self._recorded = True  # a backward of the forward that runs may come
         self._before = self.current
         self._passes = 1
-        self._seen: set[int] = set()
-        self._places: dict[int, int] = {}
-        self._observed: dict[int, Need] = {}
+        self._seen: set[int] = set()  # in the forward that runs
+        self._places: dict[int, int] = {}  # of first uses since the last agreement; less by `FAR` where skipped
+        self._observed: dict[int, Need] = {}  # since the last agreement
 
     @contextmanager
     def of_stage(self, part: frozenset[int] | None, again: frozenset[int], trains: bool) -> Iterator[None]:
-        """Compute one pipeline stage in this context.
-
-        Args:
-            part: indices of the units with parameters of the stage; None: all units.
-            again: units that other stages of this rank still use before the update.
-            trains: whether a backward follows.
-        """
+        """Compute one pipeline stage in this context."""
         self.part, self.again, self.evaluates = part, again, not trains
         try:
             yield
@@ -220,10 +190,7 @@ class Order:
         self.forward = []
 
     def report(self) -> list[float]:
-        """Return this rank's first uses since the last agreement and observed needs, by ascending unit index.
-
-        A use is its place in the pass; that of a unit which was skipped is less by ``FAR``.
-        """
+        """Return this rank's first uses since the last agreement and observed needs, by ascending unit index."""
         indices = sorted(self.canonical)
         places = {index: place - FAR for place, index in enumerate(self.canonical)} | self._places
         first = [float(places[index]) for index in indices]

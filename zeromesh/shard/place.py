@@ -13,16 +13,14 @@ from zeromesh.model.placement import PlacementRow
 from zeromesh.model.precision import Precision
 from zeromesh.model.split import Held
 from zeromesh.shard.find import assign, unit_modules
-from zeromesh.shard.flat import Flat, Materialise, Store
+from zeromesh.shard.flat import Flat
 from zeromesh.shard.gradient import Gradient
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.unit import Unit
-from zeromesh.tiers.link import Link
 
+# Contents of the messages with the tags of a flat buffer, for error texts.
 PURPOSES = ("parameters", "gradients", "summed gradients", "a whole tensor")
-"""Contents of the messages with the tags of a flat buffer, for error texts."""
 
-Named = Sequence[tuple[str, nn.Parameter]]
 Kind = tuple[torch.dtype, bool, tuple[int, ...]]
 
 
@@ -36,37 +34,23 @@ class Slots:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Placement of a model's states over the ranks.
-
-    Attributes:
-        row: placements of parameters, gradients and optimizer state.
-        precision: dtypes.
-        slots: budgets.
-        targets: what becomes a unit, see ``find_units``.
-        predivide: gradients are divided by it before they are summed over the ranks; see ``GradientPolicy``.
-    """
+    """Placement of a model's states over the ranks."""
 
     row: PlacementRow
     precision: Precision = field(default_factory=Precision)
     slots: Slots = field(default_factory=Slots)
-    targets: Sequence[str] = ()
-    predivide: float | None = None
+    targets: Sequence[str] = ()  # modules that become units, see `find_units`
+    predivide: float | None = None  # see `GradientPolicy`
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """This rank's part of a model that is split along the tensor axis or cut along the pipeline.
+    """This rank's part of a model that is split along the tensor axis or cut along the pipeline."""
 
-    Attributes:
-        split: by name, what this rank holds of parameters that are split, or used in different ways, along the tensor
-            axis; all others are whole on each of its ranks.
-        tied: by name, the pipeline stages that have a parameter, where several have it.
-        idle: names of buffers that are here, and that another stage computes with.
-    """
-
+    # By name, what this rank holds of parameters that are split, or used in different ways, along the tensor axis.
     split: Mapping[str, Held] = field(default_factory=dict)
-    tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    idle: Collection[str] = ()
+    tied: Mapping[str, Sequence[int]] = field(default_factory=dict)  # pipeline stages that have a parameter, if several
+    idle: Collection[str] = ()  # names of buffers that are here, and that another stage computes with
 
 
 def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
@@ -81,17 +65,8 @@ def make_units(model: nn.Module, targets: Sequence[str]) -> list[Unit]:
 def lay_out(
     units: Sequence[Unit], mesh: Mesh, sharding: Sharding, part: ModelPart
 ) -> list[tuple[Unit, list[Flat], PlacementRow]]:
-    """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet.
-
-    Args:
-        units: as from ``make_units``.
-        mesh: the ranks.
-        sharding: what is sharded, and the dtype to compute in.
-        part: the part of the model that this rank has.
-
-    Returns:
-        For ``place_units``: each unit with its flat buffers and its own row.
-    """
+    """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet."""
+    tensor = mesh.group("tensor")
     owned = assign(units[0].module, [unit.name for unit in units[1:]])
     rows = _rows([sum(parameter.numel() for _, parameter in owned[unit.name]) for unit in units], sharding.row)
     found: list[tuple[Unit, list[Flat], PlacementRow]] = []
@@ -101,13 +76,14 @@ def lay_out(
         kinds = _kinds(unit.module, owned[unit.name], sharding.precision, part.tied)
         for (dtype, trainable, tied_stages), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
-            held = {name: part.split.get(name) or _whole(shape, mesh) for name, shape in shapes}
+            whole = {name: Held(tuple(shape), rank=tensor.rank, ranks=tensor.size) for name, shape in shapes}
+            held = {name: part.split.get(name) or whole[name] for name in whole}
             layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
             flat = Flat(layout, [parameter for _, parameter in members], number, row, mesh, tied_stages)
             if trainable:
                 place = unit.name or "(root)"
                 flat.gradient = Gradient(
-                    layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, row.gradient_tier
+                    layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, flat.is_first, row.gradient_tier
                 )
             flats.append(flat)
             for offset, purpose in enumerate(PURPOSES):
@@ -117,26 +93,7 @@ def lay_out(
     return found
 
 
-def place_units(
-    laid_out: Sequence[tuple[Unit, list[Flat], PlacementRow]], mesh: Mesh, mixed: bool, materialise: Materialise | None,
-    link: Link, store: Store,
-) -> None:  # fmt: skip
-    """Give every unit its memory and values; only one parameter at a time is whole where they are sharded.
-
-    Args:
-        laid_out: as from ``lay_out``; the units are filled in place.
-        mesh: the ranks.
-        mixed: whether 16-bit parameters have fp32 masters.
-        materialise: called with each parameter's name and the parameter, before its value is used.
-        link: to the host, for what rests there.
-        store: has the states that rest off the device.
-    """
-    for unit, flats, row in laid_out:
-        unit.place(flats, row, mesh, mixed, materialise, link, store)
-
-
 def _rows(sizes: Sequence[int], row: PlacementRow) -> list[PlacementRow]:
-    """Return each unit's row."""
     # The first units stay on the device: their gradients come last, so their update could not run beside the backward.
     rows, stays = [], (1 - row.offloaded) * sum(sizes)
     for size in sizes:
@@ -145,17 +102,16 @@ def _rows(sizes: Sequence[int], row: PlacementRow) -> list[PlacementRow]:
     return rows
 
 
-def _whole(shape: torch.Size, mesh: Mesh) -> Held:
-    """Return the description of a parameter that all ranks along the tensor axis hold whole."""
-    group = mesh.group("tensor")
-    return Held(tuple(shape), rank=group.rank, ranks=group.size)
-
-
 def _kinds(
-    module: nn.Module, named: Named, precision: Precision, tied: Mapping[str, Sequence[int]]
+    module: nn.Module,
+    named: Sequence[tuple[str, nn.Parameter]],
+    precision: Precision,
+    tied: Mapping[str, Sequence[int]],
 ) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
     """The parameters by (dtype to compute in, trainable, places along the pipeline that have it, if several do)."""
-    keeps = _full_precision_parameters(module)
+    # Of normalisations with running statistics: torch's kernels take 16-bit inputs with these in fp32.
+    norms = [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+    keeps = {id(parameter) for one in norms for parameter in one.parameters(recurse=False)}
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         dtype = parameter.dtype
@@ -164,9 +120,3 @@ def _kinds(
             dtype = precision.compute
         kinds.setdefault((dtype, parameter.requires_grad, tuple(tied.get(name, ()))), []).append((name, parameter))
     return kinds
-
-
-def _full_precision_parameters(module: nn.Module) -> set[int]:
-    """Parameters of normalisations with running statistics: torch's kernels take 16-bit inputs with these in fp32."""
-    kinds = (nn.modules.batchnorm._BatchNorm,)
-    return {id(p) for m in module.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}

@@ -3,19 +3,13 @@
 - gradient sharded: after each micro-batch, into a shard with memory of its own, where micro-batches are summed;
 - gradient replicated: at the accumulation boundary; micro-batches are summed in the full gradient, and the shard lies
   in it where the dtypes allow.
-
-A shard on the host is filled from the device when the sum is there, and micro-batches are summed on the host
-(``zeromesh.shard.arrivals``). The copy runs beside the backward: its memory on the device is given back when the
-current stream waits for it. The host waits for it when the shard is used, or when memory for such sums has run out.
-
-Shards hold sums over ranks and micro-batches. A part of the division that makes a mean may have been done as gradients
-arrived (``predivide``); the update does the rest, once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,40 +28,20 @@ from zeromesh.tiers.link import Link
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The sum of a full gradient, under way.
-
-    Attributes:
-        slot: that ``full`` lies in; None where autograd left it.
-        wire: what is sent: ``full`` itself, or in ``wire_slot`` where the dtype is another.
-        receive_slot: where the other ranks' parts come in.
-        out: where the sum is put, or added to.
-        landing: that ``out`` lies in, where it goes on to the host.
-        last: whether no more is added before the update.
-    """
-
     gradient: Gradient
     full: torch.Tensor
-    slot: Slot | None
-    wire: torch.Tensor
+    slot: Slot | None  # of `full`; None where autograd left it
+    wire: torch.Tensor  # what is sent: `full` itself, or a copy in another dtype
     wire_slot: Slot | None
     pending: Pending
-    receive_slot: Slot
-    out: torch.Tensor
-    landing: Slot | None
-    last: bool
+    receive_slot: Slot  # for the other ranks' parts
+    out: torch.Tensor  # that the sum is put into, or added to
+    landing: Slot | None  # of `out`, where it goes on to the host
+    last: bool  # no more is added before the update
 
 
 class Reducer:
-    """Fills slots with gradients and reduces them into their shards.
-
-    Attributes:
-        memory: buffers on the device.
-        begun: whether a backward has begun since the last update.
-        predivide: gradients are divided by it as they arrive.
-        on_shard: called when the last sum before an update is on its way to a shard on the host, whose ``landed`` tells
-            when it is there; again if gradients of weights that are used outside of their unit come later. Sums over
-            replicas, shares and ties are made in ``complete``, after it.
-    """
+    """Fills slots with gradients and reduces them into their shards."""
 
     def __init__(
         self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool, link: Link
@@ -75,6 +49,8 @@ class Reducer:
         self.gradients = tuple(gradients)
         self.policy = policy
         self.memory = GradientMemory(self.gradients, policy, mesh, accumulates, self._settle)
+        # Called when the last sum before an update is on its way to a shard on the host; `landed` tells when it is
+        # there. It is called again if gradients of weights that are used outside of their unit come later.
         self.on_shard: Callable[[Gradient], None] | None = None
         self._link = link
         self._on_host = HostSums(self.gradients, policy, mesh.device, link)
@@ -82,18 +58,18 @@ class Reducer:
         self._group = mesh.shard
         self._in_flight: deque[_Reduction] = deque()
         self._gathering: deque[_Reduction] = deque()
+        # Gradients are divided by it as they arrive, so that the mean needs no pass over memory of its own. The update
+        # does the rest of the division, once.
         self.predivide = self._exact_divisor() if policy.predivide is None else policy.predivide
-        self.begun = False
+        self.begun = False  # a backward has begun since the last update
         self._completed = False
-        self._waiting = False
+        self._waiting = False  # some backward has ended without a reduction
         self._incoming = 1.0 / self.predivide  # factor of gradients that arrive
         self._averaged = 1.0  # factor that sums were multiplied by to be means
 
     def _exact_divisor(self) -> float:
-        """Return the number of ranks if gradients can be divided by it exactly, else 1.
-
-        Dividing by a power of two is exact, but not among fp16's smallest numbers.
-        """
+        """Return the number of ranks if gradients can be divided by it exactly, else 1."""
+        # Dividing by a power of two is exact, but not among fp16's smallest numbers.
         dtypes = {dtype for g in self.gradients for dtype in (g.slot_dtype, self.policy.wire_dtype(g.layout))}
         ranks = self._mesh.gradients
         return float(ranks) if ranks & (ranks - 1) == 0 and torch.float16 not in dtypes else 1.0
@@ -116,7 +92,7 @@ class Reducer:
     # During a backward.
 
     def listen(self, on_shard: Callable[[Gradient], None]) -> None:
-        """Call ``on_shard`` as the class says."""
+        """Set ``on_shard``."""
         self.on_shard = on_shard
 
     def begin(self, last: bool, factor: float = 1.0) -> None:
@@ -126,6 +102,7 @@ class Reducer:
         self.average(1.0 / self._averaged)
         self._waiting = self._waiting and not last  # at its end all are reduced
         if self._completed:
+            # The sums over replicas and shares were made: each counts once in those that follow.
             count_once(self.gradients, self._mesh)
         self._completed = False
 
@@ -143,10 +120,8 @@ class Reducer:
             gradient.fill(index, value, self._incoming)
 
     def reduce(self, gradients: Sequence[Gradient], last: bool) -> None:
-        """Start to sum these over the ranks, if it is time; ``last``: no more is added before the update.
-
-        All ranks call this in the same order.
-        """
+        """Start to sum these over the ranks, if it is time; ``last``: no more is added before the update."""
+        # All ranks call this in the same order, as each reduction is a collective.
         if not (self.policy.sharded or last):
             self._waiting = True
             return
@@ -171,16 +146,18 @@ class Reducer:
         full = wire = gradient.full
         wire_slot = landing = None
         if self.memory.converts(gradient):
-            wire_slot, wire = self.memory.wire(gradient)
+            wire, wire_slot = self.memory.wire(gradient)
             wire.copy_(full)
-        receive_slot, received = self.memory.receive(gradient, wire.dtype)
+        received, receive_slot = self.memory.receive(gradient, wire.dtype)
         out, add = full[gradient.shard_range], False
         if gradient.tier is not Tier.DEVICE:
             if self._group.size > 1:
-                landing, out = self.memory.landing(gradient)
+                out, landing = self.memory.landing(gradient)
         elif not gradient.shard_in_full:
             out, add = self.memory.shard(gradient), gradient.shard is not None
         form = self._mesh.links.reduce
+        # On CUDA the collective's stream waits here for the current one, which has written `wire`, and for the last
+        # readers of the slots of `received` and `out`.
         pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1, form)
         full, slot = gradient.begin_sum()
         done = _Reduction(gradient, full, slot, wire, wire_slot, pending, receive_slot, out, landing, last)
@@ -204,6 +181,9 @@ class Reducer:
         gradient, memory = done.gradient, self.memory
         with span("wait_reduce", gradient.unit):
             done.pending.wait()
+        # On CUDA the current stream now waits for the collective's stream. Whoever gets one of these slots next writes
+        # to it on the current stream, or in a collective that is begun behind it, and so after the collective has read
+        # it.
         memory.give(memory.receives, done.receive_slot)
         if gradient.tier is not Tier.DEVICE:
             self._send_to_host(done)
@@ -227,7 +207,8 @@ class Reducer:
             shard = memory.expect_sums(gradient)
             target = memory.shard(gradient) if shard is None else shard
             copy = self._on_host.send(gradient, done.out, target, adds=shard is not None)
-        memory.give(memory.wires, done.wire_slot)
+        memory.give(memory.wires, done.wire_slot)  # only the collective has read it, and the current stream has waited
+        # The stream of copies to the host still reads the sum: its slot waits in `leave` for that stream.
         most = memory.limit if self._link.apart else 0
         if done.landing is None:
             memory.leave(copy, memory.slots, done.slot, most)
@@ -238,12 +219,11 @@ class Reducer:
             self.on_shard(gradient)
 
     def _finish_gathering(self) -> None:
-        """Wait for the oldest sum that is sent to all ranks."""
         done = self._gathering.popleft()
         with span("wait_reduce", done.gradient.unit):
             done.pending.wait()
         if done.wire is not done.full:
-            done.full.copy_(done.wire)
+            done.full.copy_(done.wire)  # on the current stream, which the next writer of `wire` is launched behind
         self._keep(done)
 
     def _keep(self, done: _Reduction) -> None:
@@ -302,6 +282,15 @@ class Reducer:
             gradient.reset(keeps_memory=self.policy.kept or gradient.tier is not Tier.DEVICE)
         self.begun = self._completed = self._waiting = False
         self._averaged = 1.0
+
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """Forget all gradients if the context raises, as ranks may differ in which of them were summed."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     # Changes by the user.
 

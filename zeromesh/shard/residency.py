@@ -1,8 +1,4 @@
-"""Residency of units in slots: fetch, evict, prefetch.
-
-Fetching is a collective, so every decision follows from the sequence of events alone (a unit's forward begins, the
-gradient of its output arrives), which is the same on all ranks: ``Order`` fills in the events that a rank skipped.
-"""
+"""Residency of units in slots: fetch, evict, prefetch."""
 
 from __future__ import annotations
 
@@ -11,41 +7,35 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from zeromesh.comm.mesh import Mesh
 from zeromesh.observe.spans import span
 from zeromesh.shard.order import FAR
-from zeromesh.shard.slots import Pool
+from zeromesh.shard.slots import Pool, Slot
 from zeromesh.shard.unit import State, Unit
 
 
 class Residency:
-    """Loads units into slots and evicts them.
+    """Loads units into slots and evicts them."""
 
-    Attributes:
-        unit_of: the unit that a storage belongs to, by the storage's address.
-
-    Args:
-        root: always in memory while the model computes; it has a slot of its own.
-        units: all others.
-        pool: their slots.
-        root_pool: the root's slot.
-        on_change: called with a unit and whether its parameters may be used from now on: they are in memory, and stay.
-        read_ahead: called with the units that will be fetched next, in order, where parameters are to be read before.
-    """
+    # Fetching is a collective, so every decision follows from the sequence of events alone (a unit's forward begins,
+    # the gradient of its output arrives), which is the same on all ranks: `Order` fills in the events that a rank
+    # skipped.
 
     def __init__(
         self, root: Unit, units: Sequence[Unit], pool: Pool, root_pool: Pool, mesh: Mesh,
         on_change: Callable[[Unit, bool], None], read_ahead: Callable[[Iterator[Unit]], None] | None = None,
     ) -> None:  # fmt: skip
+        # The unit that a storage belongs to, by the storage's address.
         self.unit_of = {unit.storage._cdata: unit for unit in (root, *units)}
-        self._root = root
-        self._units = {unit.index: unit for unit in units}
+        self._root = root  # always in memory while the model computes; it has a slot of its own
+        self._units = {unit.index: unit for unit in units}  # all others
         self._pool = pool
         self._root_pool = root_pool
         self._mesh = mesh
-        self._active: list[Unit] = []
-        self._backward: set[Unit] = set()
-        self._held: set[Unit] = set()
+        self._active: list[Unit] = []  # whose forward is going on, in order
+        self._backward: set[Unit] = set()  # whose backward is going on, with those around and inside of them
+        self._held: set[Unit] = set()  # that the current node of the graph looks at
         self._node = -1
-        self._plan: list[int] = []
+        self._plan: list[int] = []  # the units that will be used, in order, the next one at `_position`
         self._position = 0
+        # Called with a unit and whether its parameters may be used from now on: they are in memory, and stay.
         self._on_change = on_change
         self._read = read_ahead
 
@@ -83,13 +73,7 @@ class Residency:
                 break
 
     def enter_backward(self, unit: Unit, needed: bool = True, last: Collection[Unit] = ()) -> None:
-        """Let units go that were used after this one, as the gradient of its output arrived.
-
-        Args:
-            unit: whose backward begins.
-            needed: its backward looks at its parameters.
-            last: units that will probably not be used again before an update.
-        """
+        """Let units go that were used after this one, as the gradient of its output arrived."""
         # A gradient of an output arrives when every node that was created after it has run. Units inside of this one
         # stay all the same: their output may be its own.
         before, self._held = self._backward, set()
@@ -105,14 +89,12 @@ class Residency:
         else:
             self._advance(unit)
             self._prefetch()
+        # Nothing more will be fetched before the update: the memory of free slots goes to gradients.
         if last and all(self._units[index].state is not State.AT_REST for index in self._plan[self._position :]):
             self._pool.trim()
 
     def hold(self, unit: Unit, node: int) -> None:
-        """Node number ``node`` of the graph looks at a view of the unit's parameters, and maybe at other units'.
-
-        The unit stays until another node looks at any.
-        """
+        """Node number ``node`` of the graph looks at a view of the unit's parameters, and maybe at other units'."""
         if node != self._node:  # another node runs, so the one before has read its views
             self._node, self._held = node, set()
         self._held.add(unit)
@@ -145,11 +127,6 @@ class Residency:
                 self._on_change(unit, True)
         self._prefetch()
 
-    def make_exact(self, unit: Unit) -> None:
-        """Have the true values of the unit's parameters in memory, where they are rounded on their way. All ranks."""
-        if self._mesh.links.gather is not None:
-            unit.make_exact(self._mesh)
-
     def _load(self, unit: Unit) -> None:
         self.need(unit)
         self._on_change(unit, True)
@@ -177,14 +154,19 @@ class Residency:
         slot = None
         if unit.sharded:
             pool = self._root_pool if unit is self._root else self._pool
-            slot = pool.take(unit.nbytes)
-            # Belady's choice: the unit whose next use is farthest. The next uses are known, since a backward uses the
-            # units in the reverse order of the forward before it, and a forward mostly repeats the one before.
-            while slot is None and (victim := self._victim(unit.nbytes, FAR)) is not None:
-                self.evict(victim)
-                slot = pool.take(unit.nbytes)
-            slot = slot or pool.grow(unit.nbytes)  # everything is pinned: rather more memory than a deadlock
+            # Where everything is pinned: rather more memory than a deadlock.
+            slot = self._slot(pool, unit.nbytes, FAR) or pool.grow(unit.nbytes)
         unit.begin_fetch(self._mesh, slot)
+
+    def _slot(self, pool: Pool, nbytes: int, sooner_than: int) -> Slot | None:
+        """Return a slot, for which units that are used later than ``sooner_than`` uses from now are evicted."""
+        slot = pool.take(nbytes)
+        # Belady's choice: the unit whose next use is farthest. The next uses are known, since a backward uses the units
+        # in the reverse order of the forward before it, and a forward mostly repeats the one before.
+        while slot is None and (victim := self._victim(nbytes, sooner_than)) is not None:
+            self.evict(victim)
+            slot = pool.take(nbytes)
+        return slot
 
     def _prefetch(self) -> None:
         self._read_ahead()
@@ -194,14 +176,9 @@ class Residency:
             unit = self._units[index]
             if unit.state is not State.AT_REST or not unit.sharded:
                 continue
-            slot = self._pool.take(unit.nbytes)
+            slot = self._slot(self._pool, unit.nbytes, distance)
             if slot is None:
-                victim = self._victim(unit.nbytes, distance)
-                if victim is None:
-                    return  # all others are used sooner than this one
-                self.evict(victim)
-                slot = self._pool.take(unit.nbytes)
-                assert slot is not None
+                return  # all others are used sooner than this one
             unit.begin_fetch(self._mesh, slot)
             self._read_ahead()
 
@@ -236,6 +213,8 @@ class Residency:
         self._on_change(unit, False)  # first: from here on a use of its parameters asks for them
         pool = self._root_pool if unit is self._root else self._pool
         before = unit.storage._cdata  # the unit gets another storage if somebody holds views of this one
+        # On CUDA the unit's last kernels may still run. The slot's next writer waits for the current stream, which has
+        # been given all of them.
         with span("evict", unit.name or "(root)"):
             pool.give(unit.evict())
         self.unit_of[unit.storage._cdata] = self.unit_of.pop(before)

@@ -26,47 +26,34 @@ from zeromesh.shard.flat import Flat, Materialise
 from zeromesh.shard.gradient import GradientArrival, GradientPolicy
 from zeromesh.shard.grads import Grads
 from zeromesh.shard.guard import Guard, Presence, gathered_class, unloaded_class
-from zeromesh.shard.hooks import listen
 from zeromesh.shard.host_update import HostUpdates, pieces_on_host
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.norm import squared_norm
 from zeromesh.shard.order import Order
-from zeromesh.shard.place import ModelPart, Sharding, lay_out, make_units, place_units
+from zeromesh.shard.place import ModelPart, Sharding, lay_out, make_units
 from zeromesh.shard.reducer import Reducer
 from zeromesh.shard.residency import Residency
 from zeromesh.shard.slots import Pool, largest
 from zeromesh.shard.store import Tiers
+from zeromesh.shard.sums import squared_norm
 from zeromesh.shard.unit import State, Unit
 from zeromesh.tiers.link import Link
 
+# Function of a flat buffer, a range of this rank's part and the piece there; returns a tensor of the piece's size.
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]
-"""Function of a flat buffer, a range of this rank's part and the piece there; returns a tensor of the piece's size."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Knowledge that all ranks share after an accumulation boundary.
+    """Knowledge that all ranks share after an accumulation boundary."""
 
-    Attributes:
-        norm: global norm of the gradients, as summed (before any division).
-        notes: one row per rank, as given to ``complete``; float64.
-    """
-
-    norm: float
-    notes: torch.Tensor
+    norm: float  # global norm of the gradients, as summed, before any division
+    notes: torch.Tensor  # one row per rank, as given to `complete`; float64
 
 
 class ShardedModel:
     """Places a model's states over the mesh and moves them as the model computes.
 
-    Args:
-        model: changed in place: its parameters become views of flat buffers; the modules stay as they are.
-        mesh: the ranks.
-        sharding: where states are placed.
-        part: the part of the model that this rank has; the default is all of it.
-        accumulation: of the micro-batches of an update; one by default.
-        materialise: called with each parameter's name and the parameter, before its value is used.
-        prepare: see ``Prepare``; None where nothing rests on NVMe.
+    The model is changed in place: its parameters become views of flat buffers; the modules stay as they are.
     """
 
     def __init__(
@@ -98,7 +85,8 @@ class ShardedModel:
         self.swap, self.stored = self.store.swap, self.store.stored
         assert self.swap is not None or not (budget.files or budget.packed), "states without a place for them"
         assert self.stored is not None or not budget.stored, "a tier of files without a place for them"
-        place_units(laid_out, mesh, mixed, materialise, self.link, self.store)
+        for unit, flats, its_row in laid_out:
+            unit.place(flats, its_row, mesh, mixed, materialise, self.link, self.store)
         self.early = EarlyUpdates(self.store, mesh, self.link, row.pinned)
         self.host_updates = HostUpdates(self.store, self.link, row.pinned)
         if self.store.early:
@@ -107,7 +95,9 @@ class ShardedModel:
         self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
         self._order = Order([unit for unit in rest if unit.flats])
-        self._guards: dict[Unit, Guard] = {}
+        self._guards: dict[
+            Unit, Guard
+        ] = {}  # filled below: guards call events, which call residency, which calls guards
         read_ahead = None if self.stored is None else self.stored.read_ahead
         self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, read_ahead)
         self.events = Events(self.units, self._order, self.residency, self.reducer, mesh, self.accumulation)
@@ -124,7 +114,7 @@ class ShardedModel:
         if mesh.sizes["pipeline"] > 1:  # stages have parts of the model of different sizes
             lengths = mesh.group("world").exchange(torch.tensor([self._most_flags]))
             self._most_flags = int(lengths.max())
-        self._counts = _count_elements([flat.layout for flat in self.flats if self.is_first(flat)], mesh)
+        self._counts = _count_elements([flat.layout for flat in self.flats if flat.is_first], mesh)
         if self.sharded:
             for unit in self.units:
                 self._switch(unit, False)
@@ -136,7 +126,7 @@ class ShardedModel:
     def _listen(self) -> list[Any]:
         handles = []
         for unit in self.units:
-            handles += listen(unit, self.events, self.events.backward)
+            handles += self.events.listen(unit)
             for flat in unit.flats:
                 if flat.gradient is None:
                     continue
@@ -148,11 +138,7 @@ class ShardedModel:
     # The update.
 
     def take_changes(self) -> None:
-        """Take what others wrote to the parameters since the last time; see ``Flat.take_changes``.
-
-        Raises:
-            RuntimeError: a parameter was replaced or added, or became something that it was not placed as.
-        """
+        """Take what others wrote to the parameters since the last time; see ``Flat.take_changes``."""
         self._finish_fetches()  # what is on its way would land upon what was written
         for unit in self.units:
             unit.take_changes()
@@ -176,8 +162,8 @@ class ShardedModel:
         return self._counts[trained]
 
     def is_first(self, flat: Flat) -> bool:
-        """Return whether it is the first rank along the pipeline that has these; of tied ones, there are several."""
-        return not flat.tied_stages or flat.tied_stages[0] == self.mesh.group("pipeline").rank
+        """Return whether this is the first rank along the pipeline that has these parameters."""
+        return flat.is_first
 
     @property
     def is_split(self) -> bool:
@@ -200,13 +186,10 @@ class ShardedModel:
         return found
 
     def complete(self, notes: Sequence[float]) -> Agreement:
-        """Finish the reductions at the accumulation boundary, and exchange notes. Collective.
-
-        Args:
-            notes: this rank's, the same number on every rank.
-        """
+        """Finish the reductions at the accumulation boundary, and exchange notes. Collective."""
         self.reducer.complete()
         flags = self._flags()
+        # In float64: float32 cannot tell apart places in the order of use that are as large as `FAR`.
         vector = torch.tensor([*notes, *flags, *[0.0] * (self._most_flags - len(flags))], dtype=torch.float64)
         # One message carries the norm, the notes, and all that ranks have to agree on: gradients that arrived, buffers
         # that changed, the order of use.
@@ -240,14 +223,12 @@ class ShardedModel:
         return ""
 
     def set_gradients(self, factor: float, later: HostUpdate | None = None) -> None:
-        """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one.
-
-        But for those on the host that are ``later`` updated from their shards: they have none here.
-        """
+        """Multiply the gradients by ``factor`` and hand them to the pieces; None where no rank had one."""
         for flat in self.flats:
             gradient = flat.gradient
             if gradient is None or gradient.shard is None:
                 continue
+            # These are updated from their shards on the host, in `updated`: the optimizer itself is to skip them.
             late = {index for index, *_ in pieces_on_host(flat, later)}
             if len(late) == len(flat.pieces):
                 continue
@@ -259,11 +240,7 @@ class ShardedModel:
                 piece.set_gradient(shard[local].view_as(piece.parameter) if here else None)
 
     def updated(self, steps: HostUpdate | None = None) -> None:
-        """After an update: update the rest from the shards of gradients, publish the masters, forget the gradients.
-
-        Args:
-            steps: updates what ``set_gradients`` left for later.
-        """
+        """After an update: update the rest from the shards of gradients, publish the masters, forget the gradients."""
         try:
             counted = self.early.counted(steps)
             if steps is None:
@@ -277,19 +254,18 @@ class ShardedModel:
         self, update: Callable[[Flat], None] | None = None, counted: Collection[Flat] = (),
         adopt: Callable[[Flat], None] | None = None,
     ) -> None:  # fmt: skip
-        """Write the masters, which have changed, to the shards, and send the new parameters, in the order of use.
-
-        Args:
-            update: changes the masters of a flat buffer and writes its shard.
-            counted: those that were updated during the backward.
-            adopt: writes their shards.
-        """
+        """Write the masters, which have changed, to the shards, and send the new parameters, in the order of use."""
         # Slots hold parameters from before the update, and would be sent from, or land in, memory that changes.
         self.rest()
         for unit in self.units:
             unit.count_update()
         units = [self.units[index] for index in (self.root.index, *self._order.canonical)]
-        idle = {flat for flat in self.flats if update is not None and self._rests_unchanged(flat)}
+        # What rests on the disk, and has no gradient, is not brought from there.
+        idle = {
+            flat
+            for flat in self.flats
+            if update is not None and flat.keeps_states and not (flat.gradient and any(flat.gradient.used))
+        }
         flats = [flat for unit in units for flat in unit.flats if flat not in idle and flat not in counted]
         with closing(self.store.stream(flats, write=update is not None)) as present:
             for unit in units:
@@ -302,27 +278,19 @@ class ShardedModel:
                 # At once, in the order of use, while the next unit is updated; each forward waits for its own. Posting
                 # in the forward would overlap no better, and a weight that one rank reads between steps would hang.
                 if not self.sharded and any(flat.gathers for flat in unit.flats):
-                    self._renew(unit)
+                    unit.expire()
+                    self._switch(unit, False)
+                    unit.begin_fetch(self.mesh, None)
             next(present, None)
         if self.stored is not None:
             self.stored.read_ahead(units)  # the next forward begins with these
         self._settle()  # the next forward waits for the last copies, the host does not
-
-    def _rests_unchanged(self, flat: Flat) -> bool:
-        """Return whether it is on the disk, and no gradient says that it should be brought from there."""
-        return self.swap is not None and flat in self.swap and not (flat.gradient and any(flat.gradient.used))
 
     def rest(self) -> None:
         """Evict every unit: what rests there is about to change."""
         self._finish_fetches()
         if self.sharded:
             self.residency.evict_all()
-
-    def _renew(self, unit: Unit) -> None:
-        """Start to gather what changed; the unit's forward waits for it."""
-        unit.expire()
-        self._switch(unit, False)
-        unit.begin_fetch(self.mesh, None)
 
     def forget_gradients(self) -> None:
         """Drop the gradients of the micro-batches so far, as ``zero_grad``."""
@@ -335,13 +303,11 @@ class ShardedModel:
     # Whole tensors, for those who look at or change single parameters.
 
     def assemble(self, flat: Flat, index: int, pick: Pick) -> torch.Tensor | None:
-        """A whole tensor of parameter ``index``'s shape from what ``pick`` gives of each rank's piece.
-
-        None if ``pick`` gives None for every piece. All ranks call this.
-        """
+        """A whole tensor of parameter ``index``'s shape from what ``pick`` gives of each rank's piece; collective."""
         flat.load_states()
         segment = flat.layout.segments[index]
         mine = [(piece, pick(flat, local, piece)) for position, local, piece in flat.pieces if position == index]
+        # A rank may hold no piece, or none with a state yet: all of them together say whether there is anything.
         known = torch.tensor([float(any(value is not None for _, value in mine))], dtype=torch.float64)
         if not bool(self.mesh.shard.exchange(known).any()):
             return None
@@ -365,7 +331,11 @@ class ShardedModel:
                 if segment.held.split is not None and index not in flat.unbound
             ]
             try:
-                for flat, index, segment in split:
+                for (
+                    flat,
+                    index,
+                    segment,
+                ) in split:  # whoever gathers a parameter expects all of it, not a tensor rank's part
                     flat.unbind(index, join(segment.held, flat.views[index], self.mesh))
                 yield
             finally:
@@ -385,7 +355,7 @@ class ShardedModel:
 
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
-        self.early.drop()
+        self.early.spoil()
         self.reducer.finish()
         self._finish_fetches()
         self.link.synchronize()

@@ -1,11 +1,4 @@
-"""Slots: full-size working buffers that are lent out.
-
-A pool is a budget. When everything that it has is in use and cannot be given up, it grows rather than deadlock; what it
-grew by is counted and used again, until ``shrink``: when somebody had many whole parameters at once, and has no more.
-
-A slot has memory from its first loan on, and keeps it, so that training neither fragments memory nor pays for page
-faults; unless ``trim`` takes the memory of those that are free, because something else needs it meanwhile.
-"""
+"""Slots: full-size working buffers that are lent out from pools, which are budgets."""
 
 from __future__ import annotations
 
@@ -15,15 +8,12 @@ import torch
 
 from zeromesh.tiers.memory import allocate
 
+# Since torch 2.13 memory moves from one storage to another. Before, a lent slot is only a right to allocate.
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Since torch 2.13 memory moves from one storage to another. Before, a lent slot is only a right to allocate."""
 
 
 class Slot:
-    """One buffer of ``nbytes`` bytes; with ``lent`` it goes into other storages and is empty where that is no move.
-
-    ``extra`` says that it is beyond its pool's budget.
-    """
+    """One buffer of ``nbytes`` bytes; with ``lent`` it goes into other storages and is empty where that is no move."""
 
     def __init__(self, nbytes: int, device: torch.device, lent: bool, extra: bool = False) -> None:
         self.nbytes = nbytes
@@ -33,6 +23,7 @@ class Slot:
 
     def fill(self) -> Slot:
         """Have memory."""
+        # From the first loan on it is kept, so that training neither fragments memory nor pays for page faults.
         if self.storage.nbytes() == 0 and (CAN_SWAP or not self._lent):
             self.storage = allocate(self.nbytes, self.storage.device)
         return self
@@ -48,16 +39,11 @@ class Slot:
 
 
 class Pool:
-    """Slots of given sizes.
-
-    Args:
-        sizes: bytes of each slot.
-        device: where they lie.
-        lent: whether the memory goes into the units' storages (parameters) or is used where it is (gradients).
-    """
+    """Slots of given sizes."""
 
     def __init__(self, sizes: Iterable[int], device: torch.device, lent: bool = False) -> None:
-        self._device = device
+        self._device = device  # where they lie
+        # Whether the memory goes into the units' storages (parameters) or is used where it is (gradients).
         self._lent = lent
         self._free = sorted((Slot(size, device, lent) for size in sizes if size > 0), key=lambda slot: slot.nbytes)
         self.nbytes = sum(slot.nbytes for slot in self._free)
@@ -71,6 +57,8 @@ class Pool:
 
     def grow(self, nbytes: int) -> Slot:
         """A new slot beyond the budget."""
+        # Rather than a deadlock. It is counted and used again until `shrink`: somebody has many whole parameters at
+        # once.
         self.nbytes += nbytes
         return Slot(nbytes, self._device, self._lent, extra=True).fill()
 
@@ -86,8 +74,9 @@ class Pool:
 
     def give(self, slot: Slot) -> None:
         """Return a slot."""
-        # On CUDA its next writer is launched after its last reader on the current stream, or is a collective, whose
-        # stream waits for the current one when it is launched.
+        # On CUDA its next writer is launched behind its last reader on the current stream, or is a collective or a
+        # copy, whose stream waits for the current one when it is begun. Who gives it back has made the current stream
+        # wait for all other streams that use it.
         self._free.append(slot)
         self._free.sort(key=lambda free: free.nbytes)
 

@@ -1,8 +1,4 @@
-"""Storage of flat buffers whose states rest off the device.
-
-``Flat.load_states`` and ``Flat.load_shard`` end here. ``Swap`` has masters and optimizer states that rest in files or
-in halves, ``Stored`` has parameters that rest in files; all else is always in memory.
-"""
+"""Storage of flat buffers whose states rest off the device, behind ``Flat.load_states`` and ``Flat.load_shard``."""
 
 from __future__ import annotations
 
@@ -19,20 +15,14 @@ from zeromesh.tiers.traffic import DiskTraffic
 
 
 class Tiers:
-    """Storage of all flat buffers of a model.
-
-    Args:
-        swap: has the masters and optimizer states of its flat buffers; None: all are in memory.
-        stored: has the parameters of its flat buffers; None: all are in memory.
-        early: flat buffers that are updated during the backward.
-        states: number of optimizer states, at the most, that are like the parameter.
-    """
+    """Storage of all flat buffers of a model."""
 
     def __init__(
         self, swap: Swap | None = None, stored: Stored | None = None, early: Sequence[Flat] = (), states: int = 0
     ) -> None:
-        self.swap, self.stored = swap, stored
-        self.early, self.states = early, states
+        self.swap = swap  # masters and optimizer states that rest in files or in halves; None: all are in memory
+        self.stored = stored  # parameters that rest in files; None: all are in memory
+        self.early, self.states = early, states  # updated during the backward; most optimizer states of a parameter
         self._files = [files for files in (swap, stored) if files is not None]
         self._before_states: list[Callable[[Flat], None]] = []
 
@@ -41,18 +31,9 @@ class Tiers:
         self._before_states.append(listener)
 
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have the master and the optimizer states in memory until those of another flat buffer are loaded.
-
-        Args:
-            flat: the flat buffer.
-            write: write the memory back to the tier afterwards.
-            read: False: the tier's contents do not matter, as all of the memory will be overwritten.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Have the master and the optimizer states in memory until those of another flat buffer are loaded."""
         for listener in self._before_states:
-            listener(flat)
+            listener(flat)  # early updates use the same regions of the file, and give way
         if self.swap is not None and flat in self.swap:
             self.swap.load(flat, write, read)
         elif not flat.layout.trainable:  # a frozen parameter is its own master
@@ -68,13 +49,9 @@ class Tiers:
         if self.stored is not None and flat in self.stored:
             self.stored.load(flat, write, read)
 
-    def keeps_states(self, flat: Flat) -> bool:
-        """Return whether the master and the optimizer states are in memory only while they are loaded."""
-        return self.swap is not None and flat in self.swap
-
-    def splits(self, flat: Flat) -> bool:
-        """Return whether the master is kept in halves, one of which is the parameter."""
-        return self.swap is not None and self.swap.splits(flat)
+    def form(self, flat: Flat) -> tuple[bool, bool]:
+        """Return whether states are in memory only while they are loaded, and whether the master is in halves."""
+        return (False, False) if self.swap is None else (flat in self.swap, self.swap.splits(flat))
 
     def halves(self, flat: Flat, index: int) -> Halves | None:
         """Return the halves of parameter ``index``'s master during ``stream``; None for a whole master."""

@@ -1,10 +1,5 @@
 """Parameters that rest on NVMe: in host memory only while they are read ahead, used, or written behind.
 
-Of each flat buffer the file has one region, with this rank's part of the parameters in the dtype that is computed with.
-While the region is in memory, ``Flat.shard`` is a view of the buffer that it was read into; at other times it is
-unloaded, as masters are in ``shard/swap.py``.
-What is read ahead follows the residency's plan.
-
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
 """
 
@@ -28,21 +23,7 @@ from zeromesh.tiers.swap_file import aligned
 
 
 class Stored:
-    """Loads the shards of flat buffers from NVMe into memory, one at a time, and back.
-
-    Args:
-        flats: whose.
-        disk: where. One of its buffers is left for what was not foreseen; with one alone nothing is read ahead.
-        mesh: the file's name has the rank.
-        pinned: whether host memory is page-locked where there is a GPU.
-
-    Attributes:
-        nbytes, folder: of the file.
-        host_bytes: size of the buffers.
-
-    Raises:
-        OSError: the folder cannot be used, or has too little space.
-    """
+    """Loads the shards of flat buffers from NVMe into memory, one at a time, and back."""
 
     def __init__(self, flats: Sequence[Flat], disk: Disk, mesh: Mesh, pinned: bool = True) -> None:
         self._store = FileStore(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
@@ -60,10 +41,10 @@ class Stored:
             raise
         self.nbytes, self.host_bytes, self.folder = self._store.nbytes, self._pool.nbytes, self._store.path.parent
         self.traffic, self.close = self._store.traffic, self._store.close
-        self._most_reading = disk.buffers - 1
+        self._most_reading = disk.buffers - 1  # one is left for what was not foreseen
         self._reading: dict[Flat, tuple[Buffer, PendingRequest]] = {}
         self._behind: deque[tuple[Buffer, PendingRequest]] = deque()
-        self._here: tuple[Flat, Buffer] | None = None
+        self._here: tuple[Flat, Buffer] | None = None  # whose `shard` is a view of the buffer
         self._dirty = self._known = False
         self._failure: OSError | None = None
 
@@ -73,13 +54,8 @@ class Stored:
     def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have one flat buffer's shard in memory until another one's is asked for, or others are read ahead.
 
-        Args:
-            flat: whose.
-            write: what is in memory then goes back to the disk, meanwhile with what comes next.
-            read: False: what is on the disk does not matter, and is zeros.
-
         Raises:
-            OSError: the disk failed, now or earlier: from then on nothing is loaded.
+            OSError: the disk failed, now or earlier.
         """
         # After a failure nothing is loaded any more: some parameters would be those from before the update.
         if self._failure is not None:
@@ -96,14 +72,11 @@ class Stored:
         self._known, self._dirty = self._known or write, self._dirty or write
 
     def read_ahead(self, units: Iterable[Unit]) -> None:
-        """Begin to read what units will need, in their order, as far as there is room; forget what others were to need.
-
-        Where the disk fails, the next ``load`` says so.
-        """
+        """Begin to read what units will need, in their order, as far as there is room; forget all else."""
         try:
             self._begin_reads(units)
         except OSError as error:
-            self._failure = self._failure or error
+            self._failure = self._failure or error  # whoever loads next says so: nobody expects it from a plan
 
     def _begin_reads(self, units: Iterable[Unit]) -> None:
         self._put_away()
@@ -166,6 +139,8 @@ class Stored:
         (flat, buffer), self._here = self._here, None
         dirty, self._dirty = self._dirty, False
         region = self._regions[flat]
+        # `flat.shard` has the host wait for the last copy between the buffer and the device: only then may the disk
+        # read from the buffer, or write to it.
         _bind(flat, unloaded(flat.shard))
         try:
             # What is frozen comes back after each use, as somebody might have changed it; nearly always it is the same.
@@ -178,7 +153,6 @@ class Stored:
         self._pool.give(buffer)
 
     def _finish_write(self) -> None:
-        """Wait for the oldest write."""
         buffer, pending = self._behind.popleft()
         try:
             pending.wait()
@@ -186,7 +160,7 @@ class Stored:
             self._pool.give_settled(buffer)
 
     def _forget(self, flat: Flat) -> None:
-        """Nobody will ask for what is read ahead, nor whether it went well."""
+        """Give up what is read ahead; nobody will ask whether it went well."""
         self._pool.give_settled(self._reading.pop(flat)[0])
 
 

@@ -1,13 +1,12 @@
-"""Sums of reduced gradients over ranks that hold the same parameters: replicas, tensor ranks, tied stages.
+"""Sums of reduced gradients over ranks with the same parameters (replicas, tensor ranks, tied stages), and their norms.
 
-They are made once per update, when each rank has its part of the sum over its shard group. All ranks call each
-function, with gradients that all have a shard.
+All ranks call each function, with gradients that all have a shard.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -16,25 +15,17 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.observe.spans import span
 from zeromesh.shard.gradient import Gradient, GradientPolicy
 
-SHARES = 1 << 22
-"""Elements that are summed over the tensor axis in one message, or one parameter's if that has more."""
+SHARES = 1 << 22  # elements that are summed over the tensor axis in one message, or one parameter's if that has more
 
-SHARES_TAG = 13
-"""Tag of these messages."""
+SHARES_TAG = 13  # tag of these messages
+TIES_TAG = 64  # first tag, on the pipeline axis, of gradients of parameters that several stages have
+NORM_ROW = 1024  # elements whose squares are summed in the gradient's own precision; their sums are added up in float64
 
-TIES_TAG = 64
-"""First tag, on the pipeline axis, of gradients of parameters that several stages have."""
+Place = tuple[Gradient, int]  # a parameter: its gradient's flat buffer, and its index there
 
 
 def sum_copies(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy, limit: int) -> None:
-    """Sum shards over all ranks that hold copies of them.
-
-    Args:
-        gradients: all gradients of the model, in the same order on every rank.
-        mesh: the ranks.
-        policy: for the dtype on the wire.
-        limit: how many sums over replicas are under way at once.
-    """
+    """Sum shards over all ranks that hold copies of them."""
     # The order is part of the result: sums in floating point depend on it, and the numerics tests repeat it.
     if mesh.replicate.size > 1:
         _sum_replicas(gradients, mesh, policy, limit)
@@ -47,17 +38,12 @@ def count_once(gradients: Sequence[Gradient], mesh: Mesh) -> None:
     for gradient in gradients:
         if gradient.shard is None:
             continue
-        if mesh.replicate.rank > 0 or not counts(gradient, mesh):
+        if mesh.replicate.rank > 0 or not gradient.is_first:
             gradient.shard.zero_()
         for ranges in gradient.shared.values():
             for start, stop, first in ranges:
                 if not first:
                     gradient.shard[start:stop] = 0
-
-
-def counts(gradient: Gradient, mesh: Mesh) -> bool:
-    """Return whether this rank's stage is the one that counts a parameter of several stages."""
-    return not gradient.tied_stages or gradient.tied_stages[0] == mesh.group("pipeline").rank
 
 
 def _sum_replicas(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy, limit: int) -> None:
@@ -77,7 +63,7 @@ def _end_sum(gradient: Gradient, wire: torch.Tensor, send: Callable[[], Pending]
     with span("sum_replicas", gradient.unit):
         send().wait()
         if wire is not gradient.shard:
-            gradient.shard.copy_(wire)
+            gradient.shard.copy_(wire)  # on the current stream, which waits for the collective that has made the sum
 
 
 def _sum_shares(gradients: Sequence[Gradient], mesh: Mesh) -> None:
@@ -126,3 +112,49 @@ def _sum_ties(gradients: Sequence[Gradient], mesh: Mesh) -> None:
             total += rows[place]
         gradient.shard.copy_(total[: gradient.shard.numel()])
         gradient.mark_used(total[gradient.shard.numel() :].bool().tolist())
+
+
+def squared_norm(gradients: Sequence[Gradient], mesh: Mesh) -> torch.Tensor:
+    """Return the sum of squares of all that this rank counts of the gradients; float64, shape (1,)."""
+    total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    if mesh.replicate.rank == 0:
+        for gradient in gradients:
+            assert gradient.shard is not None
+            for start, stop in gradient.counted:
+                total += _sum_of_squares(gradient.shard[start:stop])
+    return total
+
+
+def norm_of(places: Sequence[Place], order: float, mesh: Mesh) -> float:
+    """Return the norm of some parameters' gradients as they are kept, of any positive ``order`` or inf."""
+    own = torch.zeros(1, dtype=torch.float64)
+    for values in _counted(places, mesh):
+        if order == torch.inf:
+            own = torch.maximum(own, values.abs().max().double().cpu())
+        elif order == 2:
+            own += _sum_of_squares(values).cpu()
+        else:
+            own += values.double().abs().pow(order).sum().cpu()
+    rows = mesh.group("world").exchange(own)
+    return float(rows.max() if order == torch.inf else rows.sum() ** (1 / order))
+
+
+def _counted(places: Iterable[Place], mesh: Mesh) -> Iterator[torch.Tensor]:
+    for gradient, index in places if mesh.replicate.rank == 0 else ():
+        part = gradient.part(index)
+        assert gradient.shard is not None
+        for low, high in gradient.counted:
+            start, stop = max(low, part.start), min(high, part.stop)
+            if start < stop:
+                yield gradient.shard[start:stop]
+
+
+def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    # Row by row, because an fp32 sum over ten million elements is wrong in the fourth digit on a CPU, and in at least
+    # fp32, because a norm may be beyond the range of 16 bits when no element is.
+    wide = torch.promote_types(values.dtype, torch.float32)
+    whole = values.numel() // NORM_ROW * NORM_ROW
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, NORM_ROW), dim=1, dtype=wide)
+    rest = torch.linalg.vector_norm(values[whole:], dtype=wide)
+    total: torch.Tensor = norms.double().square().sum() + rest.double().square()
+    return total

@@ -1,8 +1,4 @@
-"""Masters and optimizer states that are in memory, as they are computed with, only while they are used.
-
-They rest on NVMe, or in fewer bytes on the host, or both: of each flat buffer one block, which ``zeromesh.shard.rows``
-lays out. While a block is used, the master, the pieces and the states are views of it, or of what was unpacked. At
-other times they are *unloaded*: of the same shape and dtype, without memory of their own, and NaN to whoever looks.
+"""Masters and optimizer states that rest on NVMe or in halves, and are in memory only while they are used.
 
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
 """
@@ -11,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.comm.mesh import Mesh
+from zeromesh.kernels import halves
 from zeromesh.kernels.update import Halves
 from zeromesh.model.placement import Tier
 from zeromesh.observe.spans import span
 from zeromesh.shard.flat import Flat
-from zeromesh.shard.rows import Rows, StateForm
+from zeromesh.shard.layout import round_up
 from zeromesh.shard.slots import largest
 from zeromesh.shard.stored import Stored
 from zeromesh.tiers.memory import empty_on, is_unloaded, unloaded
@@ -29,29 +27,74 @@ from zeromesh.tiers.nvme import Disk, FileStore
 from zeromesh.tiers.places import File, Memory, Place
 from zeromesh.tiers.swap_file import aligned
 
+RUN = 1 << 20  # elements that are joined or split at a time, which bounds the temporaries
+ALIGN = 64  # bytes at a multiple of which a row begins
+# Function from a parameter of the optimizer to the names of its states that rest with the master, in order.
 Names = Callable[[nn.Parameter], Sequence[str]]
-"""Function from a parameter of the optimizer to the names of its states that rest with the master, in order."""
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """Contents of a block."""
+
+    states: int = 0  # number of optimizer states of the parameter's shape, beside the master
+    # The row of an fp32 master has only its lower halves: the upper ones are the bf16 parameters at rest, as in
+    # `kernels/halves.py`. The kernel updates the halves in place; everybody else sees the master joined, in fp32.
+    split: bool = False
+
+    def of(self, flat: Flat, dtype: torch.dtype) -> StateForm:
+        """Return the form of a flat buffer with a master of ``dtype``: only fp32 masters of bf16 parameters split."""
+        return StateForm(self.states, self.split and dtype is torch.float32 and flat.layout.dtype is torch.bfloat16)
+
+
+def _runs(elements: int) -> Iterator[slice]:
+    for first in range(0, elements, RUN):
+        yield slice(first, min(first + RUN, elements))
+
+
+class Rows:
+    """Places of the rows of one flat buffer in its block."""
+
+    def __init__(self, flat: Flat, dtype: torch.dtype, form: StateForm) -> None:
+        self.form = form = form.of(flat, dtype)
+        self._flat = flat
+        self._elements = elements = flat.own.stop - flat.own.start
+        self._places: list[tuple[torch.dtype, int, int]] = []
+        self.nbytes = 0
+        for kind in (torch.int16 if form.split else dtype, *[dtype] * form.states):
+            self._places.append((kind, self.nbytes, self.nbytes + elements * kind.itemsize))
+            self.nbytes += round_up(elements * kind.itemsize, ALIGN)
+        self.unpacked_bytes = elements * dtype.itemsize if form.split else 0
+
+    def raw(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows, 1-D, in their own dtypes: the master or its lower halves, then the states."""
+        return [memory[start:stop].view(dtype) for dtype, start, stop in self._places]
+
+    def unpack(self, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
+        """Return the master and the states, 1-D, in the master's dtype."""
+        first, *states = self.raw(memory)
+        if not self.form.split:
+            return [first, *states]
+        master = torch.zeros(self._elements)
+        # In runs, so that the temporaries of a conversion stay in the cache.
+        for part in _runs(self._elements) if known else ():
+            master[part] = halves.join(self._flat.shard[part], first[part])
+        return [master, *states]
+
+    def pack(self, memory: torch.Tensor, master: torch.Tensor) -> None:
+        """Split a master that ``unpack`` joined; its upper halves become the parameters at rest."""
+        lower = self.raw(memory)[0]
+        for part in _runs(self._elements) if self.form.split else ():
+            self._flat.shard[part], lower[part] = halves.split(master[part])
+
+    def halves(self, memory: torch.Tensor, piece: int) -> Halves:
+        """Return both halves of the master of the piece with this number."""
+        local = self._flat.pieces[piece][1]
+        return Halves(self._flat.shard[local], self.raw(memory)[0][local])
 
 
 class Swap:
-    """Loads masters and states of flat buffers, in turn or one at a time, and takes them back.
-
-    Args:
-        dtypes: of the masters, by flat buffer.
-        form: in which they rest.
-        disk: where; None: on the host.
-        mesh: the file's name has the rank.
-        early: of which there is a spare place, for ``provisional``.
-        pinned: whether host memory is page-locked where there is a GPU.
-        stored: has parameters that rest in files; a master in halves is joined with its parameter.
-
-    Attributes:
-        nbytes: of all blocks.
-        tier: where they rest.
-
-    Raises:
-        OSError: the folder cannot be used, or has too little space.
-    """
+    """Loads masters and states of flat buffers, in turn or one at a time, and takes them back."""
 
     def __init__(
         self, dtypes: Mapping[Flat, torch.dtype], form: StateForm, disk: Disk | None, mesh: Mesh,
@@ -79,8 +122,8 @@ class Swap:
         self._dirty = self._known = False
         self._optimizer: Optimizer | None = None
         self._names: Names = lambda parameter: ()
-        self._stored = stored
-        self._streamed: tuple[Flat, torch.Tensor] | None = None
+        self._stored = stored  # a master in halves is joined with its parameter, which may rest in a file, too
+        self._streamed: tuple[Flat, torch.Tensor] | None = None  # a block whose master stays in halves
 
     def __contains__(self, flat: Flat) -> bool:
         return flat in self._rows
@@ -99,13 +142,7 @@ class Swap:
         self.flush()
 
     def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have one flat buffer's states in memory until another one's are asked for.
-
-        Args:
-            flat: whose.
-            write: what is in memory then goes back to where it rests.
-            read: False: what rests there does not matter.
-        """
+        """Have one flat buffer's states in memory until another one's are asked for; see ``Tiers.load_states``."""
         if self._here is None or self._here[0] is not flat or (read and not self._known):
             self.flush()
             memory = self._place.take(flat, read)
@@ -118,7 +155,7 @@ class Swap:
                     raise
             if write and not read:  # rows that nobody writes, as of states that do not exist yet, are read some time
                 memory.zero_()
-            self._here = flat, memory, self._bind(flat, memory, read)
+            self._here = flat, memory, self._bind(flat, memory, read, joined=True)
             self._known = read or write
         self._dirty = self._dirty or write
 
@@ -142,14 +179,7 @@ class Swap:
             self._place.give(flat, packed)
 
     def stream(self, flats: Sequence[Flat], write: bool) -> Generator[Flat]:
-        """Yield flat buffers in order; those that rest here are loaded until the next one is asked for.
-
-        Masters in halves stay so, see ``halves``; all else is bound. The next ones are read, and with
-        ``write`` the last ones are written, meanwhile.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Yield flat buffers in order; those that rest here are loaded until the next one is asked for."""
         self.flush()
         mine = [flat for flat in flats if flat in self._rows]
         with closing(self._place.stream(mine, write)) as blocks:
@@ -159,7 +189,7 @@ class Swap:
                     continue
                 with span("wait_disk"):
                     memory = next(blocks)
-                values = self._bind_packed(flat, memory)
+                values = self._bind(flat, memory, known=True, joined=False)
                 try:
                     yield flat
                 finally:
@@ -168,10 +198,7 @@ class Swap:
                 next(blocks, None)  # which waits for the last writes
 
     def provisional(self, flats: Sequence[Flat]) -> Generator[tuple[Flat, list[torch.Tensor]]]:
-        """Yield each flat buffer with its rows (master and states), to be changed in place unseen; see ``stream``.
-
-        What is written counts from ``commit`` on.
-        """
+        """Yield each flat buffer with its rows (master and states); changes count from ``commit`` on."""
         with closing(self._place.stream(flats, write=True, provisional=True)) as blocks:
             for flat, memory in zip(flats, blocks, strict=True):
                 assert not self._rows[flat].form.split
@@ -197,26 +224,22 @@ class Swap:
         if self._stored is not None and flat in self._stored:
             self._stored.load(flat, write, read)
 
-    def _bind(self, flat: Flat, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
-        """Let the master, the pieces and their states lie in a block, or in what is unpacked; the rows of these."""
-        values = self._rows[flat].unpack(memory, known)
-        flat.bind_master(values[0])
+    def _bind(self, flat: Flat, memory: torch.Tensor, known: bool, joined: bool) -> list[torch.Tensor]:
+        """Let the master, the pieces and their states lie in a block, or in what is joined; return these rows."""
+        rows = self._rows[flat]
+        if joined or not rows.form.split:
+            values = rows.unpack(memory, known)
+            flat.bind_master(values[0])
+        else:  # the kernel updates the halves where they are, which saves the memory of the joined master
+            values, self._streamed = rows.raw(memory), (flat, memory)
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):
-                _bind_state(state, name, row[local].view(piece.parameter.shape))
+                if name in state:
+                    value = row[local].view(piece.parameter.shape)
+                    if not is_unloaded(state[name]):  # it was made while nothing was loaded
+                        value.copy_(state[name])
+                    state[name] = value
         return values
-
-    def _bind_packed(self, flat: Flat, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Let what is not in halves lie in a block, for the update; the rows of these, the first is the master's."""
-        rows = self._rows[flat]
-        if not rows.form.split:
-            return self._bind(flat, memory, True)
-        raw = rows.raw(memory)
-        for _, local, piece in flat.pieces:
-            for (state, name), row in zip(self._states(piece.parameter), raw[1:], strict=False):
-                _bind_state(state, name, row[local].view(piece.parameter.shape))
-        self._streamed = flat, memory
-        return raw
 
     def _unbind(self, flat: Flat, values: Sequence[torch.Tensor]) -> None:
         """Take what may lie elsewhere into the rows, and let everything be unloaded."""
@@ -234,13 +257,6 @@ class Swap:
         """The states of a parameter that have rows, which the optimizer may not have made yet."""
         state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
         return ((state, name) for name in self._names(parameter))
-
-
-def _bind_state(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
-    if name in state:
-        if not is_unloaded(state[name]):
-            value.copy_(state[name])
-        state[name] = value
 
 
 def buffer_bytes(rows: Sequence[Rows], disk: Disk) -> list[int]:

@@ -23,38 +23,29 @@ from zeromesh.tiers.memory import allocate
 class State(enum.Enum):
     """State of a unit's parameters."""
 
+    # They are at rest: the unit's storage is empty (sharded) or holds values from before the update (replicated).
     AT_REST = "at rest"
-    """They are at rest: the unit's storage is empty (sharded) or holds values from before the update (replicated)."""
-    FETCHING = "fetching"
-    """They are on their way into the unit's storage."""
-    FETCHED = "fetched"
-    """They are whole and current in the unit's storage."""
+    FETCHING = "fetching"  # they are on their way into the unit's storage
+    FETCHED = "fetched"  # they are whole and current in the unit's storage
 
 
 class Unit:
-    """One unit of the model.
-
-    Args:
-        index: position in the order of registration; the root has index 0.
-        name: of the module in the model; empty for the root.
-        module: whose forward needs the parameters.
-        parent: the unit that encloses it, None for the root.
-    """
+    """One unit of the model."""
 
     def __init__(self, index: int, name: str, module: nn.Module, parent: Unit | None) -> None:
-        self.index = index
-        self.name = name
+        self.index = index  # position in the order of registration; the root has index 0
+        self.name = name  # of the module in the model; empty for the root
         self.module = module
-        self.parent = parent
+        self.parent = parent  # the unit that encloses it, None for the root
         self.flats: tuple[Flat, ...] = ()
         self.nbytes = 0
         self.members: list[nn.Parameter] = []
-        self._offsets: list[int] = []
-        self._starts: list[int] = []
-        self._references = 0
+        self._offsets: list[int] = []  # of the flat buffers in the storage
+        self._starts: list[int] = []  # of the members in the storage
+        self._references = 0  # to the storage, from the unit's own views
         self.storage = torch.UntypedStorage(0)
         self.state = State.AT_REST
-        self.version = 0
+        self.version = 0  # updates so far
         self.sharded = False
         self.slot: Slot | None = None
         self._pending: list[Pending] = []
@@ -143,7 +134,6 @@ class Unit:
                 mesh.shard.all_gather(flat.full, flat.master, flat.tag).wait()
 
     def _bind(self, storage: torch.UntypedStorage) -> None:
-        """Let the parameters lie in another storage."""
         self.storage = storage
         for flat, offset in zip(self.flats, self._offsets, strict=True):
             flat.bind(storage, offset)
@@ -158,17 +148,15 @@ class Unit:
             flat.take_changes()
 
     def evict(self) -> Slot:
-        """Give the slot up; the storage is empty from here on. Only where parameters are sharded.
-
-        If somebody holds views of the parameters, the memory is left to them, and new memory goes into the slot.
-        """
+        """Give the slot up, where parameters are sharded; the storage is empty from here on."""
         assert self.state is State.FETCHED, (self, self.state)
         assert self.slot is not None
         self.take_changes()  # of what others wrote in place, nothing is left once the memory is gone
         for flat in self.flats:
             if not flat.layout.trainable:  # momentum encoders and codebooks are written through ``.data``, too
                 flat.write_back(self._link)
-        # A view of an empty storage would be a segmentation fault on a CPU, and silently wrong once it is refilled.
+        # A view of an empty storage would be a segmentation fault on a CPU, and silently wrong once it is refilled. So
+        # the memory is left to those who hold views, and new memory goes into the slot.
         if self.is_viewed:
             self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)

@@ -12,27 +12,15 @@ from zeromesh.tiers.nvme import MIB, FileStore
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bandwidth of a folder's disk.
+    """Bandwidth of a folder's disk."""
 
-    Attributes:
-        read, write: bytes per second, one direction at a time, in order.
-        direct: whether that passes by the page cache; else it may be the memory's.
-    """
-
-    read: float
+    read: float  # bytes per second, one direction at a time, in order
     write: float
-    direct: bool
+    direct: bool  # past the page cache; else it may be the memory's bandwidth
 
 
 def measure_bandwidth(folder: str | Path, nbytes: int = 128 * MIB, queue_depth: int = 8) -> Bandwidth:
-    """Write ``nbytes`` to a folder twice and read them once, as a ``FileStore`` does it, with checksums.
-
-    The first write is not counted: it is slower where the file system notes that the space now holds something. A disk
-    with a cache of its own, or one that may be quick for a while only, is slower in the long run.
-
-    Raises:
-        OSError: the folder cannot be used, or has too little space.
-    """
+    """Write ``nbytes`` to a folder twice and read them once, as a ``FileStore`` does it, with checksums."""
     with FileStore(folder, queue_depth=queue_depth) as store:
         region = store.allocate(nbytes)
         store.reserve()
@@ -40,6 +28,7 @@ def measure_bandwidth(folder: str | Path, nbytes: int = 128 * MIB, queue_depth: 
         part = buffer.memory[:MIB].random_()  # zeros could be left out by the disk
         for begin in range(MIB, buffer.nbytes, MIB):
             buffer.memory[begin : begin + MIB] = part[: buffer.nbytes - begin]
+        # Not counted: the first write is slower where the file system notes that the space now holds something.
         store.write(region, buffer).wait()
         start = time.perf_counter()
         store.write(region, buffer).wait()

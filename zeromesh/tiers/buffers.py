@@ -10,8 +10,8 @@ import torch
 
 from zeromesh.tiers.swap_file import ALIGNMENT, aligned
 
+# Makes host memory: from a number of bytes to a uint8 tensor of shape `(nbytes,)`.
 Allocate = Callable[[int], torch.Tensor]
-"""Makes host memory: from a number of bytes to a uint8 tensor of shape ``(nbytes,)``."""
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
@@ -30,26 +30,15 @@ class Transfer(Protocol):
 
 
 class Buffer:
-    """Host memory that begins at a page, in whole blocks.
-
-    Args:
-        nbytes: at least as many; they are rounded up.
-        allocate: where the memory comes from.
-
-    Attributes:
-        nbytes: its size.
-        memory: uint8, shape ``(nbytes,)``.
-        transfer: what a store does with it, or did last.
-    """
+    """Host memory that begins at a page, in whole blocks."""
 
     def __init__(self, nbytes: int, allocate: Allocate = host_memory) -> None:
         self.nbytes = aligned(nbytes)
         memory = allocate(self.nbytes + ALIGNMENT)
-        begin = -memory.data_ptr() % ALIGNMENT
+        begin = -memory.data_ptr() % ALIGNMENT  # direct I/O refuses other addresses
         self.memory = memory[begin : begin + self.nbytes]
         self.view = self.memory.numpy().data
-        self.transfer: Transfer | None = None
-        self._used: torch.Event | None = None
+        self.transfer: Transfer | None = None  # what a store does with it, or did last
 
     def tensor(self, elements: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
         """``elements`` of it from byte ``offset`` on, as ``(elements,)``: a view, which does not outlive the loan."""
@@ -59,30 +48,9 @@ class Buffer:
         """Note the transfer that a store does with it from here on."""
         self.transfer = transfer
 
-    def record(self) -> None:
-        """Say that copies between it and an accelerator were launched on the current stream.
-
-        The next transfer waits for them, in its own thread. Without an accelerator there is nothing to wait for.
-        """
-        if torch.accelerator.is_available():
-            self._used = torch.accelerator.current_stream().record_event()
-
-    def settle(self) -> None:
-        """Wait for the copies of ``record``."""
-        if self._used is not None:
-            self._used.synchronize()
-
 
 class Buffers:
-    """A pool of buffers, which is a budget: it does not grow.
-
-    Args:
-        sizes: bytes of each buffer.
-        allocate: where their memory comes from.
-
-    Attributes:
-        nbytes: of all of them.
-    """
+    """A pool of buffers, which is a budget: it does not grow."""
 
     def __init__(self, sizes: Iterable[int], allocate: Allocate = host_memory) -> None:
         self._free = sorted((Buffer(size, allocate) for size in sizes), key=lambda buffer: buffer.nbytes)

@@ -1,19 +1,4 @@
-"""Copies between a device and host memory that run beside what the device computes.
-
-Each direction has a stream of its own, so that a copy waits neither for what the device computes meanwhile nor for
-copies the other way, and nothing of it blocks the host. What is waited for instead:
-
-- A copy begins when all that the current stream was given before has run: its source has been written then, and nobody
-  reads any more what its target held before, as the parameters of a unit that had the slot. ``after`` names another
-  copy that it waits for, which may be on the other stream.
-- Whoever reads the target, or writes to the source or the target, waits for the copy: the host by ``Copy.wait``, what
-  the current stream is given next by ``Copy.order``, a collective by being begun in ``Link.behind``.
-- Memory is given up, be it a slot that goes back to its pool, a storage that ``resize_`` empties or a tensor that is
-  dropped, after ``Copy.order`` (on the device) or ``Copy.wait`` (on the host): who gets it next is behind the current
-  stream. ``record_stream`` would tell the allocator only, which does not know about slots.
-
-Where the device is the host a copy is made at once and there is nothing to wait for.
-"""
+"""Copies between a device and host memory that run beside what the device computes."""
 
 from __future__ import annotations
 
@@ -24,15 +9,11 @@ import torch
 
 
 class CopyStreams:
-    """Streams that copies run on.
-
-    Attributes:
-        to_host: the stream of one direction.
-        to_device: of the other.
-    """
+    """Streams that copies run on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # One for each direction: a copy waits neither for what the device computes nor for copies the other way.
         self.to_host: Any = torch.Stream(device)
         self.to_device: Any = torch.Stream(device)
 
@@ -41,13 +22,19 @@ class CopyStreams:
         return torch.accelerator.current_stream(self._device)
 
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Launch a copy; one from the device, too, blocks the host unless it is told not to."""
+        """Launch a copy."""
         with stream:
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)  # otherwise a copy from the device, too, blocks the host
 
 
 class Copy:
     """A copy that was begun. It keeps the memory of both tensors until it is waited for."""
+
+    # Whoever reads the target, or writes to the source or the target, waits: the host by `wait`, what the current
+    # stream is given next by `order`, a collective by being begun in `Link.behind`. Memory is given up, be it a slot, a
+    # storage that `resize_` empties or a tensor that is dropped, after `order` (on the device) or `wait` (on the host):
+    # who gets it next is behind the current stream. `record_stream` would tell the allocator only, which knows nothing
+    # of slots.
 
     def __init__(self, streams: CopyStreams | None = None, event: Any = None, *memory: torch.Tensor) -> None:
         self._streams = streams
@@ -72,24 +59,15 @@ class Copy:
             stream.wait_event(self._event)
 
 
-DONE = Copy()
-"""One that has run."""
+DONE = Copy()  # where the device is the host, a copy is made at once, and there is nothing to wait for
 
 
 class Link:
-    """Between a device and the host's memory.
-
-    Args:
-        device: that computes.
-        streams: what copies run on; None: streams of the device, or none where it is the host.
-
-    Attributes:
-        moved: bytes that were copied so far.
-    """
+    """Between a device and the host's memory."""
 
     def __init__(self, device: torch.device, streams: CopyStreams | None = None) -> None:
         self._streams = CopyStreams(device) if streams is None and device.type != "cpu" else streams
-        self.moved = 0
+        self.moved = 0  # bytes that were copied so far
 
     @property
     def apart(self) -> bool:
@@ -113,16 +91,16 @@ class Link:
         if self._streams is None:
             target.copy_(source)
             return DONE
+        # The stream of the copy waits for the current stream: the source has been written then, and nobody reads what
+        # the target held before, as the parameters of a unit that had the slot.
         stream.wait_event(self._streams.current().record_event())
-        after.precede(stream)
+        after.precede(stream)  # a copy that may be on the other stream
         self._streams.copy(stream, target, source)
         return Copy(self._streams, stream.record_event(), target, source)
 
     def behind(self) -> AbstractContextManager[Any]:
-        """Begin collectives in this context that wait for all copies to the device so far.
-
-        The stream of these copies is the current one in it, so that what is computed waits for neither.
-        """
+        """Begin collectives in this context that wait for all copies to the device so far."""
+        # The stream of these copies is the current one in it, so that what is computed waits for neither.
         return nullcontext() if self._streams is None else self._streams.to_device
 
     def synchronize(self) -> None:

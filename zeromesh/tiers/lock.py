@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LOCK = ".lock"
-"""File in a folder, as long as a process writes there; one that a killed process has left is taken over."""
-
+LOCK = ".lock"  # file in a folder, as long as a process writes there; one that a killed process has left is taken over
+# Seconds for which a lock of another host is waited for: a file server may need a while to notice that a machine is
+# gone.
 OTHER_HOST = 60.0
-"""Seconds for which a lock of another host is waited for."""
 
 _log = logging.getLogger("zeromesh")
 
@@ -28,11 +27,7 @@ class FolderInUse(OSError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which is made if it is missing.
-
-    The kernel gives the lock (``flock``) back however the process ends, so that none is left by one that was killed.
-    A file server may need a while to notice that another machine is gone, so a lock of another host is waited for. On a
-    file system without locks there is a warning, and no protection.
+    """Hold the lock of a folder, which is made if it is missing; without locks in its file system there is a warning.
 
     Raises:
         FolderInUse: another process has it; the message names process, host and time.
@@ -56,15 +51,16 @@ def _take(path: Path) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            # The kernel gives it back however the process ends, so that none is left by one that was killed.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(descriptor, 4096, 0)
+            host, holder = _holder(os.pread(descriptor, 4096, 0))
             os.close(descriptor)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                if _is_elsewhere(holder) and time.monotonic() < end:
+                if host not in (None, socket.gethostname()) and time.monotonic() < end:
                     time.sleep(1.0)
                     continue
-                raise FolderInUse(errno.EBUSY, f"{_described(holder)} writes to {path.parent}") from None
+                raise FolderInUse(errno.EBUSY, f"{holder} writes to {path.parent}") from None
             _log.warning("%s: the file system has no locks (%s); start no second run there", path, error.strerror)
             return None
         if _is_at(path, descriptor):
@@ -83,16 +79,10 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _is_elsewhere(holder: bytes) -> bool:
+def _holder(written: bytes) -> tuple[str | None, str]:
+    """Return the host of the process that has the lock, if it is known, and the process in words."""
     try:
-        return bool(json.loads(holder)["host"] != socket.gethostname())
+        words = json.loads(written)
+        return words["host"], f"process {words['process']} on {words['host']}, since {words['since']},"
     except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _described(holder: bytes) -> str:
-    try:
-        words = json.loads(holder)
-        return f"process {words['process']} on {words['host']}, since {words['since']},"
-    except (ValueError, KeyError, TypeError):
-        return "another process"
+        return None, "another process"  # it has just taken the lock, and not written yet who it is

@@ -1,8 +1,7 @@
-"""Memory for states that rest on the device or on the host.
+"""Memory for states that rest on the device or on the host."""
 
-On a machine without an accelerator the host's memory is a store of its own all the same: what rests there is copied to
-be computed with, so that what is tested there is what runs elsewhere.
-"""
+# On a machine without an accelerator the host's memory is a store of its own all the same: what rests there is copied
+# to be computed with, so that what is tested there is what runs elsewhere.
 
 from __future__ import annotations
 
@@ -38,21 +37,15 @@ def empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     )
 
 
-def device_of(tier: Tier, device: torch.device) -> torch.device:
-    """Return the device of a tier's tensors in a process that computes on ``device``."""
-    return device if tier is Tier.DEVICE else torch.device("cpu")
-
-
 def empty_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
     """Return an uninitialized tensor on a tier of a process that computes on ``device``; see ``empty``.
-
-    With ``pin``, memory of the host is page-locked where the device is a GPU, so that copies run while it computes. Not
-    by torch's own allocator for this, which takes up to twice as much, as it rounds up to powers of two.
 
     Raises:
         RuntimeError: it cannot be page-locked.
     """
-    found = empty(elements, dtype, device_of(tier, device))
+    found = empty(elements, dtype, device if tier is Tier.DEVICE else torch.device("cpu"))
+    # Page-locked, so that copies run while the device computes. Not by torch's own allocator for this, which takes up
+    # to twice as much, as it rounds up to powers of two.
     if pin and device.type == "cuda" and found.device.type == "cpu" and found.nbytes:
         _lock_pages(found.untyped_storage())
     return found
@@ -64,10 +57,7 @@ def zeros_on(tier: Tier, elements: int, dtype: torch.dtype, device: torch.device
 
 
 class Staging:
-    """Host memory in which new parameters are put together on their way to the device.
-
-    Where the device is the host, they are written to their place at once.
-    """
+    """Host memory in which new parameters are put together on their way to the device."""
 
     def __init__(self, link: Link, pin: bool = True) -> None:
         self._link = link
@@ -78,7 +68,8 @@ class Staging:
         """Memory on the host for what goes to ``target``, which rests on ``tier``; of its shape, 1-D, and dtype."""
         if tier is not Tier.DEVICE or not self._link.apart:
             return target
-        # Of two buffers, the one whose copy was begun first; it is free when that copy has run.
+        # Of two buffers, the one whose copy was begun first. The host waits for that copy, on the stream to the device,
+        # before it writes to the buffer again.
         memory, copied = self._buffers.pop(0) if len(self._buffers) > 1 else (torch.empty(0, dtype=torch.uint8), DONE)
         copied.wait()
         if memory.nbytes < target.nbytes:
@@ -96,7 +87,6 @@ class Staging:
 
 
 def _lock_pages(storage: torch.UntypedStorage) -> None:
-    """Lock the pages of a storage as long as it lives."""
     runtime, address = torch.cuda.cudart(), storage.data_ptr()
     error = int(runtime.cudaHostRegister(address, storage.nbytes(), 0))
     if error != 0:
@@ -109,6 +99,7 @@ def _lock_pages(storage: torch.UntypedStorage) -> None:
 
 def unloaded(like: torch.Tensor) -> torch.Tensor:
     """NaN (of whole numbers: 0) of the same shape and dtype, in the memory of one number; nobody can write to it."""
+    # NaN rather than no elements: code that looks at shapes goes on, and whoever computes with it notices.
     value = torch.nan if like.is_floating_point() or like.is_complex() else 0
     found = torch.full((), value, dtype=like.dtype).expand(like.shape)
     setattr(found, _UNLOADED, True)

@@ -1,12 +1,5 @@
 """The NVMe tier: states that rest in a swap file, and come and go by several direct requests at a time.
 
-A *region* holds the bytes of a state. It is read into, and written from, buffers that begin at pages. Both go on by
-themselves in threads, one request of a few blocks each: the kernel's calls leave Python's lock alone, so they overlap
-with each other and with what is computed. What is read is compared with the checksums of what was written.
-
-What an update computes may have to be dropped, such as when the gradient's norm is not finite. A *provisional* write
-leaves the region as it is and goes to a spare place; ``commit`` makes it what the region holds, ``drop`` forgets it.
-
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
 """
 
@@ -24,9 +17,13 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
+from zlib import crc32
 
+import torch
+
+from zeromesh.kernels import sums
+from zeromesh.kernels.native import library
 from zeromesh.tiers.buffers import Buffer
-from zeromesh.tiers.checksum import checksum
 from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, aligned
 from zeromesh.tiers.traffic import DiskTraffic, Meter
 
@@ -35,11 +32,18 @@ _log = logging.getLogger(__name__)
 MIB = 1 << 20
 
 
+def checksum(memory: memoryview) -> int:
+    """Return a number from all bytes and their order, the same for the same bytes within a process."""
+    if library() is None:
+        return crc32(memory)  # without Python's lock, too, but at 2 GB/s per core
+    return sums.checksum(torch.frombuffer(memory, dtype=torch.uint8), threads=1)
+
+
 class PendingRequest:
     """A read or write that was begun. Nothing else may touch its buffer until ``wait`` has returned."""
 
     def __init__(self, what: str, requests: int, meter: Meter, patience: float) -> None:
-        self._what = what
+        self.what = what
         self._requests = self._left = requests
         self._meter = meter
         self._patience = patience
@@ -71,7 +75,7 @@ class PendingRequest:
                     _log.warning(
                         "%s is not done after %.3g s of waiting: %d of %d requests are left; the disk has done %.3g "
                         "MB/s so far",
-                        self._what,
+                        self.what,
                         time.monotonic() - began,
                         self._left,
                         self._requests,
@@ -89,49 +93,33 @@ class PendingRequest:
             if not self._left:
                 self._ended.notify_all()
 
-    def end_closed(self) -> None:
-        """One of its requests will not be done."""
-        self.end_one(RuntimeError(f"{self._what} was not done: its store was closed before"))
-
 
 @dataclass(eq=False)
 class _Place:
-    """Place of a version of a region in the file.
+    """Place of a version of a region in the file."""
 
-    Attributes:
-        offset, nbytes: multiples of ``ALIGNMENT``.
-        checksums: of each request's bytes, as they were written; None if they were not. Empty before all writes.
-        transfer: what is done with it, or was done last.
-    """
-
-    offset: int
+    offset: int  # a multiple of `ALIGNMENT`, as `nbytes`
     nbytes: int
+    # Of each request's bytes, as they were written; None if they were not. Empty before all writes.
     checksums: list[int | None] = field(default_factory=list)
-    transfer: PendingRequest | None = None
+    transfer: PendingRequest | None = None  # what is done with it, or was done last
 
     @property
     def written(self) -> bool:
-        """True if all of it was."""
         return bool(self.checksums) and None not in self.checksums
 
     def begin(self, transfer: PendingRequest) -> None:
-        """Note the transfer that is done with it from here on."""
         self.transfer = transfer
 
     def forget(self, requests: int) -> None:
-        """Forget the checksums, as so many requests overwrite the place."""
         self.checksums = [None] * requests
 
 
 @dataclass(eq=False)
 class Region:
-    """Bytes of a store.
+    """Bytes of a store, which are read into, and written from, buffers."""
 
-    Attributes:
-        nbytes: as it was asked for.
-    """
-
-    nbytes: int
+    nbytes: int  # as it was asked for
     _current: _Place
     _next: _Place | None = field(default=None, repr=False)
 
@@ -142,6 +130,7 @@ class Region:
 
     def provide(self, spare: _Place) -> None:
         """Write provisionally to this place from here on."""
+        # What an update computes may have to be dropped, as when the norm is not finite: the region stays as it is.
         assert self._next is None
         self._next = spare
 
@@ -160,33 +149,17 @@ class Region:
 
 @dataclass(frozen=True)
 class Disk:
-    """Folder of a tier of files, and the use of the disk.
-
-    Attributes:
-        folder: on the device.
-        buffers: number of flat buffers whose states are in host memory at most: one is used, the next are read and the
-            last are written.
-        block_size: bytes of a request; see ``FileStore``.
-        queue_depth: requests at a time; see ``FileStore``.
-    """
+    """Folder of a tier of files, and the use of the disk."""
 
     folder: Path
+    # Flat buffers whose states are in host memory at most: one is used, the next are read and the last are written.
     buffers: int = 4
-    block_size: int = 1 << 20
-    queue_depth: int = 8
+    block_size: int = 1 << 20  # bytes of a request
+    queue_depth: int = 8  # requests at a time
 
 
 class FileStore:
     """Regions in a swap file of this process, which is deleted when the store is closed or forgotten, or Python ends.
-
-    One thread uses it. Of several operations on one region, or with one buffer, each waits for the one before it.
-
-    Args:
-        folder: on the disk that is used.
-        rank: stands in the file's name.
-        block_size: bytes of a request.
-        queue_depth: requests that are with the disk at a time.
-        patience: seconds of waiting for a transfer after which the log says that the disk is slow.
 
     Raises:
         ValueError: a number is out of range.
@@ -201,7 +174,7 @@ class FileStore:
         if queue_depth < 1:
             raise ValueError(f"queue_depth is {queue_depth}; at least one request is with the disk at a time, say 8")
         self._block_size = block_size
-        self._patience = patience
+        self._patience = patience  # seconds of waiting for a transfer after which the log says that the disk is slow
         self._file = SwapFile(Path(folder), rank)
         self._meter = Meter()
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
@@ -249,28 +222,16 @@ class FileStore:
         self._spare += [self._place(nbytes) for _ in range(count)]
 
     def reserve(self) -> None:
-        """Take the disk space of all that was allocated.
-
-        Raises:
-            OSError: there is not enough; the message has the numbers.
-        """
+        """Take the disk space of all that was allocated."""
         self._require_open()
         self._file.reserve(self._end)
 
     def read(self, region: Region, buffer: Buffer) -> PendingRequest:
-        """Begin to read a region, as it was last committed or written, into the front of a buffer.
-
-        Raises:
-            OSError: the file was changed by somebody else. What else goes wrong is raised by ``PendingRequest.wait``.
-        """
+        """Begin to read a region, as it was last committed or written, into the front of a buffer."""
         return self._begin(region._current, buffer, writes=False)
 
     def write(self, region: Region, buffer: Buffer, provisional: bool = False) -> PendingRequest:
-        """Begin to write a region from the front of a buffer; with ``provisional`` it counts from ``commit`` on.
-
-        Raises:
-            OSError: as ``read``.
-        """
+        """Begin to write a region from the front of a buffer; with ``provisional`` it counts from ``commit`` on."""
         place = region._current
         if provisional:
             if region._next is None:
@@ -283,21 +244,14 @@ class FileStore:
         return self._begin(place, buffer, writes=True)
 
     def holds(self, region: Region, buffer: Buffer) -> bool:
-        """Return whether what is in the front of a buffer was last committed or written to a region, by its checksums.
-
-        Waits for what is done with the region. Neither may be under way with the buffer.
-        """
+        """Return whether the front of a buffer is what a region was last written with, by its checksums."""
         place = region._current
         _settle(place)
         both = zip(self._blocks(place), place.checksums, strict=True) if place.written else ()
         return place.written and all(checksum(buffer.view[block]) == known for block, known in both)
 
     def commit(self) -> None:
-        """Let all regions hold what was written provisionally; waits until it is on the disk.
-
-        Raises:
-            OSError: a write failed; then all is dropped.
-        """
+        """Let all regions hold what was written provisionally; waits until it is on the disk."""
         try:
             for region in self._provisional:
                 assert region._next is not None
@@ -348,6 +302,8 @@ class FileStore:
         self._require_open()
         assert place.offset + place.nbytes <= self._file.nbytes, "a region is used that was not reserved"
         assert buffer.nbytes >= place.nbytes, f"a buffer of {buffer.nbytes} bytes for a region of {place.nbytes}"
+        # One thread uses the store. Of several operations on one region, or with one buffer, each waits for the last
+        # one.
         _settle(place)
         _settle(buffer)
         assert writes or place.written, "a region is read that was never written, or not to its end"
@@ -361,7 +317,8 @@ class FileStore:
         buffer.begin(pending)
         for index, block in enumerate(blocks):
             memory, offset = buffer.view[block], place.offset + block.start
-            self._requests.put(_Request(pending, place, buffer, index, offset, memory, writes))
+            # Several at a time: the kernel's calls leave Python's lock alone, so they overlap with each other.
+            self._requests.put(_Request(pending, place, index, offset, memory, writes))
         return pending
 
     def _blocks(self, place: _Place) -> Iterator[slice]:
@@ -378,27 +335,16 @@ def _settle(used: _Place | Buffer) -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """A part of a transfer, for one of the threads.
-
-    Attributes:
-        index: of the part.
-        offset: in the file, of bytes.
-        memory: bytes of the buffer.
-    """
-
     pending: PendingRequest
     place: _Place
-    buffer: Buffer
-    index: int
-    offset: int
-    memory: memoryview
+    index: int  # of the part
+    offset: int  # of its first byte in the file
+    memory: memoryview  # of the buffer
     writes: bool
 
     def run(self, file: SwapFile, meter: Meter) -> None:
-        """Do it."""
-        self.buffer.settle()
         if self.writes:
-            written = checksum(self.memory)
+            written = checksum(self.memory)  # before: what somebody changes meanwhile is noticed when it is read
             with meter.count(len(self.memory), writes=True):
                 file.write(self.memory, self.offset)
             self.place.checksums[self.index] = written
@@ -415,7 +361,6 @@ class _Request:
 
 
 def _work(requests: SimpleQueue[_Request | None], file: SwapFile, meter: Meter) -> None:
-    """Run requests until None arrives."""
     while (request := requests.get()) is not None:
         error: BaseException | None = None
         try:
@@ -431,7 +376,8 @@ def _close(requests: SimpleQueue[_Request | None], threads: Sequence[threading.T
     try:
         with suppress(Empty):
             while (request := requests.get_nowait()) is not None:
-                request.pending.end_closed()
+                error = RuntimeError(f"{request.pending.what} was not done: its store was closed before")
+                request.pending.end_one(error)
         for _ in threads:
             requests.put(None)
         for thread in threads:

@@ -1,111 +1,53 @@
-"""Blocks of bytes by key, where they rest: in host memory, or in a file from which they come and to which they go.
-
-Both lend a block's memory, uint8 and 1-D, until it is given back. In host memory that is where it rests.
-"""
+"""Blocks of bytes by key, in host memory or in a file; their memory, uint8 and 1-D, is lent until it is given back."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from zeromesh.tiers.buffers import Allocate, Buffer, Buffers
-from zeromesh.tiers.nvme import FileStore, Region
-from zeromesh.tiers.stream import stream
+from zeromesh.tiers.nvme import FileStore, PendingRequest, Region
 from zeromesh.tiers.traffic import DiskTraffic
 
 
-class Place(Protocol):
-    """Storage of blocks.
-
-    Attributes:
-        nbytes: of all blocks.
-        host_bytes: of host memory that they take on their way.
-        folder: of the file; None where there is none.
-    """
-
-    nbytes: int
-    host_bytes: int
-    folder: Path | None
-
-    def take(self, key: Hashable, read: bool) -> torch.Tensor:
-        """Return a block's memory, with its contents if ``read``. Raises OSError if the disk failed."""
-
-    def give(self, key: Hashable, write: bool) -> None:
-        """Return a block; with ``write`` it holds something else now. Raises OSError if the disk failed."""
-
-    def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
-        """Yield blocks in order, each until the next one is asked for. Raises OSError if the disk failed."""
-
-    def commit(self) -> None:
-        """Let what was written provisionally count. Raises OSError as ``FileStore.commit``."""
-
-    def drop(self) -> None:
-        """Forget what was written provisionally."""
-
-    def traffic(self) -> DiskTraffic | None:
-        """Return the traffic of the disk so far; None where there is none."""
-
-    def close(self) -> None:
-        """Delete the file."""
-
-
 class Memory:
-    """Blocks in host memory, which is zeros at first. Nothing in it is provisional.
+    """Blocks in host memory, which is zeros at first. Nothing in it is provisional, or could be closed."""
 
-    Args:
-        sizes: bytes of each block.
-        allocate: where its memory comes from.
-    """
+    folder: Path | None = None
+    host_bytes = 0
 
     def __init__(self, sizes: Mapping[Hashable, int], allocate: Allocate) -> None:
         self._blocks = {key: allocate(size).zero_() for key, size in sizes.items()}
         self.nbytes = sum(sizes.values())
-        self.host_bytes = 0
-        self.folder: Path | None = None
 
     def take(self, key: Hashable, read: bool) -> torch.Tensor:
-        """See ``Place.take``."""
+        """Return a block, where it rests."""
         return self._blocks[key]
 
     def give(self, key: Hashable, write: bool) -> None:
-        """See ``Place.give``."""
+        """Do nothing: the block is where it rests."""
 
     def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
-        """See ``Place.stream``."""
+        """Yield blocks in order."""
         assert not provisional
         yield from (self._blocks[key] for key in keys)
 
-    def commit(self) -> None:
-        """See ``Place.commit``."""
-
-    def drop(self) -> None:
-        """See ``Place.drop``."""
-
     def traffic(self) -> DiskTraffic | None:
-        """See ``Place.traffic``."""
+        """Return None: there is no disk."""
         return None
 
     def close(self) -> None:
-        """See ``Place.close``."""
+        """Do nothing: the memory goes with its last user."""
+
+    commit = drop = close
 
 
 class File:
-    """Blocks in a file: read ahead and written behind where they stream.
-
-    Args:
-        sizes: bytes of each block.
-        store: of the file; it is closed if there is no room.
-        buffers: bytes of each buffer in host memory, of which a block takes one while it is there.
-        allocate: where their memory comes from.
-        spares: keys of blocks of which there is a second place, for what is provisional.
-
-    Raises:
-        OSError: there is too little space.
-    """
+    """Blocks in a file: read ahead and written behind where they stream. All of it raises OSError if the disk fails."""
 
     def __init__(
         self, sizes: Mapping[Hashable, int], store: FileStore, buffers: Sequence[int], allocate: Allocate,
@@ -127,7 +69,7 @@ class File:
         self.commit, self.drop, self.traffic, self.close = store.commit, store.drop, store.traffic, store.close
 
     def take(self, key: Hashable, read: bool) -> torch.Tensor:
-        """See ``Place.take``."""
+        """Return a block's memory, with its contents if ``read``."""
         region = self._regions[key]
         buffer = self._pool.take(region.padded)
         assert buffer is not None, "a block is asked for while others stream"
@@ -141,7 +83,7 @@ class File:
         return buffer.memory
 
     def give(self, key: Hashable, write: bool) -> None:
-        """See ``Place.give``."""
+        """Return a block; with ``write`` it holds something else now."""
         buffer = self._lent.pop(key)
         try:
             if write:
@@ -150,7 +92,60 @@ class File:
             self._pool.give(buffer)
 
     def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
-        """Stream blocks; meanwhile the next are read, and with ``write`` the last are written. See ``Place.stream``."""
+        """Yield blocks in order, each until the next one is asked for; see ``stream``."""
         regions = [self._regions[key] for key in keys]
         with closing(stream(self._store, regions, self._pool, write, provisional)) as buffers:
             yield from (buffer.memory for buffer in buffers)
+
+
+Place = Memory | File
+
+
+def stream(
+    store: FileStore, regions: Iterable[Region], buffers: Buffers, write: bool = True, provisional: bool = False
+) -> Generator[Buffer]:
+    """Yield each region in a buffer, in order: while one is computed with, the next are read and the last are written.
+
+    The caller has a buffer until it asks for the next one. Where it leaves early, its last buffer is not written.
+
+    Raises:
+        OSError: the disk failed, or the file was changed.
+    """
+    # With three buffers all three go on at once; with one, which must be free and hold the largest region, by turns. No
+    # event of a device is waited for: masters and states are computed with on the host, and parameters are staged.
+    waiting = deque(regions)
+    reading: deque[tuple[Region, Buffer, PendingRequest]] = deque()
+    writing: deque[tuple[Buffer, PendingRequest]] = deque()
+    lent: list[Buffer] = []
+    try:
+        while waiting or reading:
+            while writing and writing[0][1].done():
+                _finish(writing, lent, buffers)
+            while waiting and (buffer := buffers.take(waiting[0].padded)) is not None:
+                lent.append(buffer)
+                reading.append((waiting[0], buffer, store.read(waiting[0], buffer)))
+                waiting.popleft()
+            if not reading:
+                assert writing, f"no buffer of the pool holds a region of {waiting[0].padded} bytes"
+                _finish(writing, lent, buffers)
+                continue
+            region, buffer, pending = reading.popleft()
+            pending.wait()
+            yield buffer
+            if write:
+                writing.append((buffer, store.write(region, buffer, provisional)))
+            else:
+                lent.remove(buffer)
+                buffers.give(buffer)
+        while writing:
+            _finish(writing, lent, buffers)
+    finally:
+        for buffer in lent:  # the first error, if any, is on its way to the caller
+            buffers.give_settled(buffer)
+
+
+def _finish(writing: deque[tuple[Buffer, PendingRequest]], lent: list[Buffer], buffers: Buffers) -> None:
+    buffer, pending = writing.popleft()
+    pending.wait()
+    lent.remove(buffer)
+    buffers.give(buffer)

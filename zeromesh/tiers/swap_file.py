@@ -1,9 +1,4 @@
-"""The file of a process on a disk: its name, its lock, its space, and direct reads and writes of whole blocks.
-
-A swap file is worth nothing without its process, which locks it (``flock``) as long as it lives. The kernel takes the
-lock away however the process ends. So a swap file whose lock can be had was left by a process that was killed; the next
-one that starts in the folder removes it.
-"""
+"""The file of a process on a disk: its name, its lock, its space, and direct reads and writes of whole blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +16,8 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
+# Bytes: addresses, offsets and lengths of direct I/O are multiples of it, on disks with sectors of 512 or 4096.
 ALIGNMENT = 4096
-"""Bytes: addresses, offsets and lengths of direct I/O are multiples of it, on disks with sectors of 512 or 4096."""
 
 _numbers = itertools.count()
 
@@ -40,15 +35,6 @@ def host_name() -> str:
 class SwapFile:
     """A file that is this process' own, empty at first, and deleted by ``delete``.
 
-    Args:
-        folder: where it lies.
-        rank: stands in its name, for people.
-
-    Attributes:
-        path: its name holds host, rank and process id.
-        nbytes: its size.
-        direct: whether reads and writes pass by the page cache.
-
     Raises:
         OSError: the folder is missing or cannot be written to, or its file system has no locks.
     """
@@ -58,6 +44,8 @@ class SwapFile:
             raise OSError(errno.ENOSYS, f"the NVMe tier needs Linux, and this is {sys.platform}; offload to the host")
         folder = folder.absolute()  # the process may go elsewhere before it deletes the file
         _require(folder)
+        # A file whose lock can be had was left by a process that was killed, as the kernel takes the lock away however
+        # a process ends. It is worth nothing without its process.
         sweep(folder)
         self.path, self._plain = _create(folder, rank)
         self.nbytes = 0
@@ -102,11 +90,7 @@ class SwapFile:
                 self._descriptor = descriptor
 
     def reserve(self, nbytes: int) -> None:
-        """Let the file have a size, and the disk space for it.
-
-        Raises:
-            OSError: there is not enough space; the file stays as it was.
-        """
+        """Let the file have a size, and the disk space for it."""
         missing, folder = nbytes - self.nbytes, self.path.parent
         if missing <= 0:
             return
@@ -126,11 +110,7 @@ class SwapFile:
         self.nbytes = nbytes
 
     def check(self) -> None:
-        """Notice that somebody changed the file's size or deleted it.
-
-        Raises:
-            OSError: its size is another one. That it was deleted is only said: this process keeps it.
-        """
+        """Notice that somebody changed the file's size or deleted it."""
         status = os.fstat(self._plain)
         if status.st_size != self.nbytes:
             raise OSError(
@@ -186,11 +166,8 @@ class SwapFile:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Remove the swap files that processes which were killed have left in a folder; returns which, and logs them.
-
-    On a file system that other hosts may share, they need not see each other's locks. There only files of this host are
-    removed, and the others named.
-    """
+    """Remove the swap files that processes which were killed have left in a folder; returns which, and logs them."""
+    # On a file system that other hosts may share, they need not see each other's locks: their files are only named.
     local = os.major(folder.stat().st_dev) != 0  # it lies on a block device of this machine
     mine = f"zeromesh-{host_name()}-rank"
     removed = []
@@ -222,7 +199,6 @@ def _require(folder: Path) -> None:
 
 
 def _create(folder: Path, rank: int) -> tuple[Path, int]:
-    """A new file, empty and locked."""
     while True:
         path = folder / f"zeromesh-{host_name()}-rank{rank}-pid{os.getpid()}-{next(_numbers)}.swap"
         try:
@@ -245,5 +221,4 @@ def _create(folder: Path, rank: int) -> tuple[Path, int]:
 
 
 def _because(error: OSError, what: str, remedy: str) -> OSError:
-    """An error of the same kind that says more."""
     return OSError(error.errno, f"{what} ({error.strerror}); {remedy}")

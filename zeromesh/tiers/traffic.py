@@ -11,19 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DiskTraffic:
-    """Traffic of a store so far.
-
-    Attributes:
-        bytes_read, bytes_written: in whole blocks.
-        read_seconds, write_seconds: in which at least one such request was with the disk.
-        busy_seconds: in which any was.
-    """
+    """Traffic of a store so far."""
 
     bytes_read: int
     bytes_written: int
-    read_seconds: float
+    read_seconds: float  # with at least one read at the disk
     write_seconds: float
-    busy_seconds: float
+    busy_seconds: float  # with any request at the disk: less than both together, where they overlap
 
     @property
     def rate(self) -> float:
