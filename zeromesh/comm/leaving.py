@@ -6,14 +6,12 @@ import atexit
 import time
 from pathlib import Path
 
-LIMIT = 1.0
-"""Seconds after which the process ends all the same."""
+LIMIT = 1.0  # seconds after which the process ends all the same
 
+# Consecutive times that no thread may be busy: one that waits for the lock looks idle between two tries.
 QUIET = 3
-"""Consecutive times that no thread may be busy: one that waits for the lock looks idle between two tries."""
 
-_GLOO = "pt_gloo_runloop"
-"""Name that torch gives the threads that run gloo's collectives."""
+_GLOO = "pt_gloo_runloop"  # torch's name of the threads that run gloo's collectives
 
 
 def prepare() -> None:
@@ -23,15 +21,13 @@ def prepare() -> None:
 
 
 def await_gloo() -> None:
-    """Wait until torch's threads of gloo have released the tensors of the last collectives.
-
-    They do so after a collective is reported as done, and need Python's lock for it. A thread that wants the lock when
-    the interpreter is gone is ended amid C++ code, which aborts the process. Where threads cannot be listed, only
-    those that wait for the lock already get it.
-    """
+    """Wait until torch's threads of gloo have released the tensors of the last collectives."""
+    # They do so after a collective is reported as done, and need Python's lock for it. A thread that wants the lock
+    # when the interpreter is gone is ended amid C++ code, which aborts the process.
     end, quiet = time.monotonic() + LIMIT, 0
     while quiet < QUIET and time.monotonic() < end:
-        time.sleep(0.01)  # without the lock
+        # Gives the lock away, which is all that helps where threads cannot be listed.
+        time.sleep(0.01)
         quiet = 0 if _busy() else quiet + 1
 
 

@@ -35,45 +35,26 @@ from zeromesh.comm.rendezvous import in_background, reach
 from zeromesh.launcher.output import PREFIX, OutputStreams
 from zeromesh.launcher.rendezvous import RUN, LoopbackRendezvous, signed_rendezvous
 
-KILLED_BEFORE = 1.0
-"""Seconds before a rank that ends the run goes, in which stopped ones are killed."""
+KILLED_BEFORE = 1.0  # seconds before a rank that ends the run goes, in which stopped ones are killed
 
+# Signals that are passed on to the ranks, and end the run.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that are passed on to the ranks, and end the run."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Ranks to start, and their rendezvous.
+    """Ranks to start, and their rendezvous."""
 
-    Attributes:
-        ranks: on this node.
-        least_nodes: with fewer nodes the run does not begin, or go on.
-        most_nodes: with more it does not go on.
-        master: ``HOST:PORT`` of the rendezvous; empty for one node, which uses a free port on loopback.
-        node_rank: 0 on the node that is the master; None to find out by its host name.
-        restarts: how often all ranks may be started again after one failed.
-        timeout: seconds that nodes have to find each other.
-        secret: of all nodes; empty for one node.
-        variables: environment variables of the ranks beside those of this process and torchrun's.
-        start_method: ``spawn`` or ``fork``, for functions.
-    """
-
-    ranks: int
-    least_nodes: int = 1
-    most_nodes: int = 1
-    master: str = ""
-    node_rank: int | None = None
-    restarts: int = 0
-    timeout: float = 300.0
-    secret: bytes = field(default=b"", repr=False)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    start_method: str = "spawn"
-
-    @property
-    def one_node(self) -> bool:
-        """True if the ranks of this node are all."""
-        return not self.master
+    ranks: int  # on this node
+    least_nodes: int = 1  # with fewer nodes the run does not begin, or go on
+    most_nodes: int = 1  # with more it does not go on
+    master: str = ""  # HOST:PORT of the rendezvous; empty for one node, which uses a free port on loopback
+    node_rank: int | None = None  # 0 on the node that is the master; None to find out by its host name
+    restarts: int = 0  # how often all ranks may be started again after one failed
+    timeout: float = 300.0  # seconds that nodes have to find each other
+    secret: bytes = field(default=b"", repr=False)  # of all nodes; must not get into logs
+    variables: Mapping[str, str] = field(default_factory=dict)  # for the ranks, beside this process's and torchrun's
+    start_method: str = "spawn"  # or fork, for functions
 
 
 def run(
@@ -101,10 +82,9 @@ def run(
         if plan.restarts:
             # Ranks that are started again must not find what those before left in the store, such as their addresses;
             # the one that torchrun's library shares with them by default stays the same.
-            stack.enter_context(_variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
-        if callable(command[0]):
-            for name, value in plan.variables.items():  # before spawned ranks import torch, which reads them
-                stack.enter_context(_variable(name, value))
+            stack.enter_context(_variables({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}))
+        if callable(command[0]):  # before spawned ranks import torch, which reads them
+            stack.enter_context(_variables(plan.variables))
         try:
             agent = _agent(command, plan, folder, report)
             stack.enter_context(_handlers(agent.pass_on, (signal.SIGUSR1,)))
@@ -147,8 +127,8 @@ def run(
 
 
 def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Callable[[str], None]) -> _Agent:
-    local = "127.0.0.1" if plan.one_node else _address_towards(plan)
-    rendezvous = LoopbackRendezvous(plan.timeout) if plan.one_node else _rendezvous(plan, local)
+    local = _address_towards(plan) if plan.master else "127.0.0.1"
+    rendezvous = _rendezvous(plan, local) if plan.master else LoopbackRendezvous(plan.timeout)
     spec = WorkerSpec(
         role="rank",
         local_world_size=plan.ranks,
@@ -164,7 +144,7 @@ def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Calla
 
 
 def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
-    """Join the rendezvous of the nodes, with a timeout also where the master is no store, and heeding Ctrl-C."""
+    """Join the rendezvous of the nodes."""
     if not plan.secret:
         raise ValueError("several nodes need a secret that they share")
     # A node that is gone is missed after six seconds, and after five more the others go on without it.
@@ -188,6 +168,7 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
         failure = reach(host.strip("[]"), int(port), end)[1]
     made: list[Any] = []
     if not failure:
+        # In a thread: torch waits for ever where the master is no store, and ignores Ctrl-C meanwhile.
         in_background(lambda: signed_rendezvous(parameters, plan.secret), made)(max(1.0, end - time.monotonic()))
         if made and not isinstance(made[0], Exception):
             handler: RendezvousHandler = made[0]
@@ -203,19 +184,14 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, which reports restarts and does not wait long for ranks that it ends.
-
-    Attributes:
-        rendezvous: the rendezvous of the nodes.
-        failure: the first one of the last start.
-    """
+    """torchrun's agent, which reports restarts and does not wait long for ranks that it ends."""
 
     def __init__(
         self, spec: WorkerSpec, streams: OutputStreams, start_method: str, folder: Path, report: Callable[[str], None]
     ) -> None:
         super().__init__(spec, streams, start_method, log_line_prefix_template=PREFIX)
         self.rendezvous = spec.rdzv_handler
-        self.failure: RankFailure | None = None
+        self.failure: RankFailure | None = None  # the first one of the last start
         self._folder = folder
         self._report = report
         self._left = spec.max_restarts
@@ -223,7 +199,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for file in (*self._folder.glob("*.failure"), *self._folder.glob("*.step")):
-            file.unlink()
+            file.unlink()  # of the ranks before
         world = worker_group.workers[0].world_size
         if self._world and self._world != world:
             self._report(f"the run goes on with {world} rank{'s' * (world > 1)} instead of {self._world}")
@@ -255,7 +231,8 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _kill_stopped(self) -> None:
-        """Kill stopped ranks of a run that another rank is about to end: torch would wait for them for 30 seconds."""
+        """Kill stopped ranks of a run that another rank is about to end."""
+        # They heed no SIGTERM, and torch would wait for them for 30 seconds. Not at once, as they may go on meanwhile.
         records = [json.loads(file.read_text(encoding="utf-8")) for file in self._folder.glob("*.failure")]
         ends = min((one["at"] + one["lingers"] for one in records if one["lingers"]), default=math.inf)
         if time.time() > ends - KILLED_BEFORE and self._pcontext is not None:
@@ -284,9 +261,10 @@ class _Agent(LocalElasticAgent):
 
 
 def _address_towards(plan: LaunchPlan) -> str:
-    """Return this machine's address on the way to the master; host names need not be known."""
+    """Return this machine's address on the way to the master."""
     host, port = plan.master.rsplit(":", 1)
     try:
+        # torch would give the others this machine's name, which they need not be able to look up.
         own = own_address(host.strip("[]"), int(port))
     except OSError as error:
         raise ConnectionError(
@@ -294,20 +272,18 @@ def _address_towards(plan: LaunchPlan) -> str:
             "or address of the first node as the other nodes know it, and a free port: --master HOST:29500"
         ) from None
     if plan.node_rank == 0:
-        _require_free(plan, int(port), socket.AF_INET6 if ":" in own else socket.AF_INET)
+        with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            # A run that has just ended leaves connections of the port behind, which do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", int(port)))
+            except OSError as error:
+                raise ConnectionError(
+                    f"port {port} of --master {plan.master} cannot be used on {socket.gethostname()} "
+                    f"({error.strerror}): another program, or another run, listens on it; choose another port on all "
+                    "nodes"
+                ) from None
     return own
-
-
-def _require_free(plan: LaunchPlan, port: int, family: socket.AddressFamily) -> None:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ConnectionError(
-                f"port {port} of --master {plan.master} cannot be used on {socket.gethostname()} ({error.strerror}): "
-                "another program, or another run, listens on it; choose another port on all nodes"
-            ) from None
 
 
 def _end(number: int, _: Any) -> None:
@@ -320,14 +296,12 @@ def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Sign
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
-        for number in numbers:
-            signal.signal(number, handler)
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old if old is not None else signal.SIG_DFL)
+            signal.signal(number, old if old is not None else signal.SIG_DFL)  # None: one that is not Python's
 
 
 @contextmanager
@@ -342,13 +316,12 @@ def _silence() -> Iterator[None]:
 
 
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable in this context, unless it is set."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables in this context, unless they are set."""
+    own = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(own)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in own:
+            del os.environ[name]

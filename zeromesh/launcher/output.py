@@ -9,22 +9,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from zeromesh.comm.rank import OUTPUT
 
-PREFIX = "[${rank}] "
-"""Begins each line of a rank whose output is copied."""
+PREFIX = "[${rank}] "  # begins each line of a rank whose output is copied
 
 
 class OutputStreams(DefaultLogsSpecs):
-    """Log settings for torchrun's agent.
-
-    Args:
-        folder: for the files that the copied output passes through.
-        variables: further environment variables of the ranks.
-        forks: True if ranks are forked; they then redirect their output themselves.
-    """
+    """Log settings for torchrun's agent."""
 
     def __init__(self, folder: Path, variables: dict[str, str], forks: bool) -> None:
-        super().__init__(log_dir=str(folder))
-        self._variables = variables
+        super().__init__(log_dir=str(folder))  # of the files that the copied output passes through
+        self._variables = variables  # torch has no other place for further variables of the ranks
         self._forks = forks
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:

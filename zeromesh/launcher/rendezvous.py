@@ -1,8 +1,4 @@
-"""Rendezvous of launchers: on loopback for one node, else over a store whose content is signed.
-
-torch's elastic rendezvous keeps its state pickled in a store that takes connections from everybody. One node needs no
-such state. Several nodes sign it with a secret that they share, and nothing is unpickled whose signature is wrong.
-"""
+"""Rendezvous of launchers: on loopback for one node, else over a store whose content is signed."""
 
 from __future__ import annotations
 
@@ -22,9 +18,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 RUN = "zeromesh"
-LEAST_SECRET = 16
-"""Bytes of the shortest secret."""
-
+LEAST_SECRET = 16  # bytes of the shortest secret
 VARIABLE = "ZEROMESH_SECRET"
 
 HOW = (
@@ -36,8 +30,7 @@ HOW = (
 def read_secret(file: Path | None) -> bytes:
     """Return the secret that the nodes share, of a file or of the variable ZEROMESH_SECRET; empty where there is none.
 
-    Raises:
-        ValueError: the file cannot be read, others may read it, or the secret is too short.
+    Raise ValueError if the file cannot be read, others may read it, or the secret is too short.
     """
     if file is None:
         secret, name = os.environ.get(VARIABLE, "").strip().encode(), VARIABLE
@@ -59,6 +52,8 @@ def read_secret(file: Path | None) -> bytes:
 class LoopbackRendezvous(RendezvousHandler):
     """Rendezvous of a single node. Each start of its ranks gets a new store on the loopback interface."""
 
+    # torch's own for one node keeps pickled state in a store that takes connections from everybody.
+
     def __init__(self, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
         self._server: Any = None
@@ -78,6 +73,7 @@ class LoopbackRendezvous(RendezvousHandler):
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         port = int(listener.getsockname()[1])
         store: Any = dist.TCPStore  # type: ignore[attr-defined]
+        # Kept here, as it ends with the object. The socket is made before, as TCPStore would listen on all interfaces.
         self._server = store(
             "127.0.0.1", port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -108,6 +104,9 @@ class LoopbackRendezvous(RendezvousHandler):
 
 class SignedBackend(C10dRendezvousBackend):
     """torch's backend for the state of a rendezvous, which is signed: HMAC-SHA256 with a secret of the nodes."""
+
+    # The state is pickled, in a store that takes connections from everybody; nothing is unpickled whose signature is
+    # wrong.
 
     def __init__(self, store: Any, secret: bytes) -> None:
         self._secret = secret

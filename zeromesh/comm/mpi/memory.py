@@ -10,8 +10,7 @@ from mpi4py import MPI
 
 Tensors = Sequence[torch.Tensor]
 
-CHUNK = 1 << 17
-"""Elements that are summed at once, so that what is converted stays in the processor's cache."""
+CHUNK = 1 << 17  # elements that are summed at once, so that what is converted stays in the processor's cache
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(("SUM", "AVG"), torch.add),
@@ -46,12 +45,13 @@ def require_operation(op: Any, tensors: Tensors) -> None:
 def reduce_parts(parts: Tensors, out: torch.Tensor, op: Any) -> None:
     """Reduce ``parts``, 1-D, first to last, into ``out``, which may be one of them; the others do not change."""
     name = _name(op)
+    # MPI's own reductions do not support 16 bits everywhere, and their order is not defined. In the order of ranks, 16
+    # bits in fp32 and rounded once, every rank has the same value.
     narrow = out.is_floating_point() and out.itemsize <= 2
-    combine = _COMBINE[name]
+    combine, dtype = _COMBINE[name], torch.float32 if narrow else out.dtype
     for result, *chunks in zip(out.split(CHUNK), *(part.split(CHUNK) for part in parts), strict=True):
         first, *rest = chunks
         read_later = any(chunk.data_ptr() == result.data_ptr() for chunk in rest[1:])
-        dtype = torch.float32 if narrow else out.dtype
         total = torch.empty_like(result, dtype=dtype) if narrow or read_later else result
         if not rest:
             total.copy_(first)
@@ -63,7 +63,7 @@ def reduce_parts(parts: Tensors, out: torch.Tensor, op: Any) -> None:
         deliver(result, total)
 
 
-def require_host(tensor: torch.Tensor) -> torch.Tensor:
+def _host(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without its graph; raise ValueError unless it is dense and in host memory."""
     if tensor.layout is not torch.strided or not tensor.is_cpu:
         kind = f"on {tensor.device}" if tensor.layout == torch.strided else f"of the layout {tensor.layout}"
@@ -80,13 +80,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def as_source(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy where its memory cannot be sent as it lies."""
-    plain = require_host(tensor)
+    plain = _host(tensor)
     return plain if _is_plain(plain) else plain.resolve_conj().resolve_neg().contiguous()
 
 
 def as_landing(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself, or a buffer where it cannot be received into."""
-    plain = require_host(tensor)
+    plain = _host(tensor)
     return plain if _is_plain(plain) else torch.empty(plain.shape, dtype=plain.dtype)
 
 
@@ -110,15 +110,10 @@ def require_share(what: str, full: torch.Tensor, own: torch.Tensor, size: int) -
         )
 
 
-def require_number(what: str, tensors: Tensors, size: int) -> None:
-    """Raise ValueError unless a list has one tensor for each rank."""
-    if len(tensors) != size:
-        raise ValueError(f"{what}: a list has {len(tensors)} tensors, but the group has {size} ranks")
-
-
 def require_rows(what: str, rows: Tensors, tensor: torch.Tensor, rank: int, size: int) -> None:
     """Raise ValueError unless a list has one tensor for each rank, this rank's like ``tensor``."""
-    require_number(what, rows, size)
+    if len(rows) != size:
+        raise ValueError(f"{what}: a list has {len(rows)} tensors, but the group has {size} ranks")
     own = rows[rank]
     if (own.dtype, own.numel()) != (tensor.dtype, tensor.numel()):
         raise ValueError(
