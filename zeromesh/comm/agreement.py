@@ -36,13 +36,7 @@ def catch(action: Callable[[], Result]) -> tuple[Result | None, Exception | None
 def agree_success(world: Group, what: str, failure: Exception | None) -> None:
     """Raise on every rank if one rank failed, so that the others do not wait for it. Collective.
 
-    Args:
-        world: all ranks.
-        what: the action that was tried, for the message.
-        failure: this rank's error, which it raises; None if it succeeded.
-
-    Raises:
-        RuntimeError: on the other ranks; it names the first rank that failed and quotes its error.
+    A rank with a ``failure`` raises it; the others raise a RuntimeError that quotes the first. ``what`` was tried.
     """
     failed = world.exchange(torch.tensor([float(failure is not None)], dtype=torch.float64))
     if not bool(failed.any()):
@@ -79,13 +73,7 @@ def describe(model: nn.Module) -> str:
 
 
 def require_agreement(world: Group, what: str, text: str) -> None:
-    """Raise ValueError, with the first lines that differ, unless all ranks have the same text. Collective.
-
-    Args:
-        world: all ranks.
-        what: what the text describes, for the message.
-        text: this rank's text.
-    """
+    """Raise ValueError, with the first lines that differ, unless all ranks have the same text. Collective."""
     data = text.encode()
     digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "big")  # 7 bytes fit into a signed 64-bit integer
     rows = world.exchange(torch.tensor([digest, len(data)], dtype=torch.int64))

@@ -51,8 +51,6 @@ class CollectiveMismatch(RuntimeError):
 def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None:
     """Compare from now on every collective that is called by its name in ``torch.distributed``.
 
-    A function that the program imported before, as in ``from torch.distributed import all_reduce``, is not compared.
-
     Args:
         store: the process group's key-value store.
         watched: is notified of waits; None with nccl, where nobody says what else a missing rank waits for.
@@ -83,7 +81,8 @@ def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None
 
     for name in CALLS:
         function = getattr(dist, name, None)
-        # An engine made before this one may have replaced it: compared twice, each call would count twice.
+        # A function that the program has imported by its name before is not compared. An engine made before this one
+        # may have replaced it here: compared twice, each call would count twice.
         if function is not None and function.__code__.co_filename != __file__:
             setattr(dist, name, comparing(name, function))
 
@@ -91,11 +90,7 @@ def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None
 def _compare(
     store: Any, watched: Watchdog | None, patience: float, group: Any, number: int, call: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Write this rank's call, and wait for those of the others as long as they may come.
-
-    Raises:
-        CollectiveMismatch: they are different, or a rank that has not come waits elsewhere.
-    """
+    """Raise CollectiveMismatch if other ranks' calls are different, or a rank that has not come waits elsewhere."""
     base, ranks, own = f"zeromesh/calls/{group.group_name}", dist.get_process_group_ranks(group), dist.get_rank()
     store.set(f"{base}/{number}/{own}", json.dumps(call))
     if watched is not None:  # with a later limit than this function's, which says more

@@ -45,11 +45,7 @@ class Pending:
     done: bool = False  # True after the wait
 
     def wait(self) -> None:
-        """Block until the result is there (on CUDA: make the current stream wait for it). May be called again.
-
-        Raises:
-            PeerLost: another rank ended, or did not answer within the process group's timeout.
-        """
+        """Block until the result is there (on CUDA: make the current stream wait for it). May be called again."""
         if self.done:
             return
         if self.watchdog is not None:
@@ -80,16 +76,12 @@ class Group:
     Args:
         axis: name of the mesh axis, for accounting.
         process_group: torch's group, or None for an axis of size 1.
-        device: where the tensors live.
+        device: where the tensors live; ValueError if the group has no backend for it.
         traffic: where bytes and calls are counted.
         watchdog: is notified of waits.
         node_of: the node of each group rank; None if all are on one.
         hierarchical: True for two-step collectives between nodes; None chooses them where all nodes have as many ranks
             and the backend does not know the nodes itself.
-
-    Raises:
-        ValueError: the process group has no backend for the device, or the nodes differ in their number of ranks and
-            ``hierarchical`` is true.
     """
 
     def __init__(
@@ -381,10 +373,7 @@ class Group:
         self.begin_all_reduce(tensor, tag, form)().wait()
 
     def begin_all_reduce(self, tensor: torch.Tensor, tag: int, form: Format | None = None) -> Callable[[], Pending]:
-        """Start the first half of an all-reduce; return a function that waits for it and starts the second half.
-
-        Starting several tensors before calling it overlaps their reduce-scatters. Both halves use ``tag``.
-        """
+        """Start the first half of an all-reduce; return a function that waits for it and starts the second half."""
         if self.size == 1:
             return Pending
         full = tensor

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import interface, leaving, peers
+from zeromesh.comm import interface, peers
 from zeromesh.comm.detect import VARIABLES, Environment, is_launched
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import MPI, TORCHRUN, names_of
@@ -25,15 +28,18 @@ __all__ = [
     "init_distributed", "is_launched", "shutdown",
 ]  # fmt: skip
 
+LEAVING = 1.0  # seconds after which a process that waits for gloo's threads ends all the same
+
+# Consecutive times that no thread may be busy: one that waits for the lock looks idle between two tries.
+QUIET = 3
+
+_GLOO = "pt_gloo_runloop"  # torch's name of the threads that run gloo's collectives
+
 _log = logging.getLogger("zeromesh")
 
 
 def default_backend(environment: Environment | None = None) -> str:
-    """Return the communication backend that ``"auto"`` stands for.
-
-    nccl for CUDA, or what else goes with this machine's accelerator; without one mpi for ranks that MPI started, where
-    it can be used, else gloo.
-    """
+    """Return the communication backend that ``"auto"`` stands for; see ``init_distributed``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         return dist.get_default_backend_for_device(accelerator)
@@ -46,11 +52,7 @@ def default_backend(environment: Environment | None = None) -> str:
 
 
 def device_for(environment: Environment, backend: str) -> torch.device:
-    """Return the device of this rank's tensors; the CPU without an accelerator that the backend serves.
-
-    Raises:
-        ValueError: if there are more ranks on this node than devices, and the backend needs one for each.
-    """
+    """Return the device of this rank's tensors; raise ValueError if the backend needs more devices than there are."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     # gloo carries CUDA tensors too (through the host), also of several ranks that share one device.
     if accelerator is None or (backend == "gloo" and accelerator.type != "cuda") or backend == "mpi":
@@ -125,7 +127,8 @@ def init_distributed(
         StartError: a RuntimeError: this machine's torch lacks the backend, ranks do not find each other in time, one
             of them cannot start, or their versions differ.
     """
-    leaving.prepare()
+    atexit.unregister(_await_gloo)  # this may be called again
+    atexit.register(_await_gloo)
     if dist.is_initialized():
         return environment or _environment_of_group()
     if dist_init_required is False:
@@ -320,3 +323,26 @@ def _environment_of_group() -> Environment:
         launcher=launcher,
     )
     return peers.with_topology(node, peers.gather(device))
+
+
+def _await_gloo() -> None:
+    """Wait until torch's threads of gloo have released the tensors of the last collectives."""
+    # They do so after a collective is reported as done, and need Python's lock for it. A thread that wants the lock
+    # when the interpreter is gone is ended amid C++ code, which aborts the process.
+    end, quiet = time.monotonic() + LEAVING, 0
+    while quiet < QUIET and time.monotonic() < end:
+        # Gives the lock away, which is all that helps where threads cannot be listed.
+        time.sleep(0.01)
+        quiet = 0 if _gloo_is_busy() else quiet + 1
+
+
+def _gloo_is_busy() -> bool:
+    """Return whether such a thread runs or wants to; one that waits for a message may go on doing so."""
+    for task in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended meanwhile
+            continue
+        if name == _GLOO and rest.split()[0] == "R":
+            return True
+    return False

@@ -61,9 +61,7 @@ class RankFailure(RuntimeError):
 def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
     """Return the failure to show: a rank that was killed or left no record, else the earliest record.
 
-    Args:
-        folder: with the records of the ranks, ``RANK.failure``.
-        exitcodes: by rank, of those that failed; the negative number of the signal where one ended it.
+    ``exitcodes`` are those of failed ranks; the negative number of the signal where one ended it.
     """
     records = {int(file.stem): json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.failure")}
     deciding = [rank for rank in records if records[rank]["lingers"]]

@@ -67,11 +67,7 @@ FORMATS: dict[str, Format] = {
         narrows=4,
     ),
     "8bit": Format(
-        "8bit",
-        lambda elements: _blocks(elements) * (BLOCK + _SCALE_BYTES),
-        _encode_blocks,
-        _decode_blocks,
-        narrows=2,
+        "8bit", lambda elements: _blocks(elements) * (BLOCK + _SCALE_BYTES), _encode_blocks, _decode_blocks, narrows=2
     ),
 }
 """Formats by their names in the configuration."""

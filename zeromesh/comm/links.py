@@ -38,16 +38,9 @@ def mesh_of_nodes(environment: Environment, device: torch.device) -> Mesh:
 def measure(mesh: Mesh, node_of: list[int], seconds: float = SECONDS) -> dict[str, Any]:
     """Measure bandwidth and latency of the links in about ``seconds``. Collective.
 
-    Args:
-        mesh: as ``mesh_of_nodes`` makes it.
-        node_of: the node of each rank.
-        seconds: half of it for all axes, half for all pairs.
-
-    Returns:
-        ``{axes, pairs, slowest_pair}``, on every rank the same. Of each axis ``{axis, ranks, where, all_gather,
-        latency_seconds, bandwidth_bytes_per_second}``: the time of the fastest all-gather, and the most bytes that a
-        rank receives per second in any. Of each pair ``{ranks, where, latency_seconds, bandwidth_bytes_per_second}``,
-        one way.
+    The mesh is one of ``mesh_of_nodes``, and ``node_of`` the node of each rank. Return ``{axes, pairs, slowest_pair}``,
+    on every rank the same: of each axis the time of the fastest all-gather, and the most bytes that a rank receives per
+    second in any; of each pair latency and bandwidth one way.
     """
     axes = [axis for axis, size in mesh.sizes.items() if size > 1]
     found = [_axis(mesh, mesh.group(axis), node_of, seconds / 2 / len(axes)) for axis in axes]

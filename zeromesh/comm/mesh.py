@@ -42,9 +42,6 @@ class Links:
 class Mesh:
     """The processes of a run, arranged by named axes.
 
-    Attributes:
-        node_of: the node of each rank.
-
     Args:
         sizes: number of ranks along each axis; axes left out have size 1. The product must be the world size.
         device: the device on which this rank's tensors live.
@@ -76,7 +73,7 @@ class Mesh:
         # nccl's waits are the device's, and an MPI that torch was built with has no store to say them in.
         if self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours())):
             self._watchdog = watchdog.Watchdog(self._store(), self.rank, self.world_size, watchdog.PATIENCE)
-        self.node_of = [0] * self.world_size
+        self.node_of = [0] * self.world_size  # by rank
         if self.links.node is not None:
             world = Group("world", dist.group.WORLD, device, self.traffic, self._watchdog)
             self.node_of = [int(node) for node in world.exchange(torch.tensor([self.links.node])).flatten()]

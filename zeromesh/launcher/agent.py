@@ -8,33 +8,36 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import MultiprocessContext, SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousParameters,
-    RendezvousStateError,
-    RendezvousTimeoutError,
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    MultiprocessContext,
+    SignalException,
+    Std,
 )
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
 from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
 from zeromesh.comm.interface import own_address
-from zeromesh.comm.rank import FAILURES
+from zeromesh.comm.rank import FAILURES, OUTPUT
 from zeromesh.comm.rendezvous import in_background, reach
-from zeromesh.launcher.output import PREFIX, OutputStreams
-from zeromesh.launcher.rendezvous import RUN, LoopbackRendezvous, signed_rendezvous
+from zeromesh.launcher.rendezvous import RUN, signed_rendezvous
 
+PREFIX = "[${rank}] "  # begins each line of a rank whose output is copied
 KILLED_BEFORE = 1.0  # seconds before a rank that ends the run goes, in which stopped ones are killed
 
 # Signals that are passed on to the ranks, and end the run.
@@ -62,11 +65,7 @@ def run(
 ) -> Mapping[int, Any]:  # fmt: skip
     """Run a command or a function as every rank of this node, wait for it, and return a function's results by rank.
 
-    Args:
-        command: a program, or a function that can be pickled, and its arguments.
-        plan: which ranks.
-        folder: an empty one for files that live as long as the run.
-        report: receives lines for the user: restarts, changes of the world.
+    ``folder`` is an empty one for files that live as long as the run. ``report`` receives lines for the user.
 
     Raises:
         RankFailure: a rank of this node raised or died, and no restarts were left. The others have been ended.
@@ -103,19 +102,19 @@ def run(
             if (folder / SAVED).exists():
                 raise SystemExit(SAVED_AND_ENDED) from None
             raise SystemExit(128 + error.sigval) from None
-        except RendezvousTimeoutError:
+        except elastic.RendezvousTimeoutError:
             raise TimeoutError(
                 f"fewer than {plan.least_nodes} nodes met at {plan.master} in {plan.timeout:.0f} s; start zeromesh "
                 "launch with the same --nnodes and --master on every node, or lower --nnodes"
             ) from None
-        except RendezvousStateError:
+        except elastic.RendezvousStateError:
             raise ConnectionError(
                 f"what nodes tell each other at {plan.master} is not signed with this node's secret: nodes have "
                 "different secrets, or a stranger writes there; pass the same --secret-file on every node"
             ) from None
-        except RendezvousClosedError:
+        except elastic.RendezvousClosedError:
             raise ConnectionError(f"the run at {plan.master} has ended already; start it anew on all nodes") from None
-        except RendezvousConnectionError:
+        except elastic.RendezvousConnectionError:
             raise ConnectionError(
                 f"the master {plan.master} has gone: zeromesh launch has ended there, or the network has failed; see "
                 "its output, and start the run anew on all nodes"
@@ -128,7 +127,7 @@ def run(
 
 def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Callable[[str], None]) -> _Agent:
     local = _address_towards(plan) if plan.master else "127.0.0.1"
-    rendezvous = _rendezvous(plan, local) if plan.master else LoopbackRendezvous(plan.timeout)
+    rendezvous = _rendezvous(plan, local) if plan.master else _Loopback(plan.timeout)
     spec = WorkerSpec(
         role="rank",
         local_world_size=plan.ranks,
@@ -139,11 +138,11 @@ def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Calla
         monitor_interval=0.1,
         local_addr=local,
     )
-    streams = OutputStreams(folder, {**plan.variables, FAILURES: str(folder)}, plan.start_method == "fork")
+    streams = _Output(folder, {**plan.variables, FAILURES: str(folder)}, plan.start_method == "fork")
     return _Agent(spec, streams, plan.start_method, folder, report)
 
 
-def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
+def _rendezvous(plan: LaunchPlan, local: str) -> elastic.RendezvousHandler:
     """Join the rendezvous of the nodes."""
     if not plan.secret:
         raise ValueError("several nodes need a secret that they share")
@@ -151,7 +150,7 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
     options: dict[str, Any] = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
     if plan.node_rank is not None:
         options["is_host"] = plan.node_rank == 0
-    parameters = RendezvousParameters(
+    parameters = elastic.RendezvousParameters(
         backend="c10d",
         endpoint=plan.master,
         run_id=RUN,
@@ -171,9 +170,9 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
         # In a thread: torch waits for ever where the master is no store, and ignores Ctrl-C meanwhile.
         in_background(lambda: signed_rendezvous(parameters, plan.secret), made)(max(1.0, end - time.monotonic()))
         if made and not isinstance(made[0], Exception):
-            handler: RendezvousHandler = made[0]
+            handler: elastic.RendezvousHandler = made[0]
             return handler
-        if made and not isinstance(made[0], RendezvousConnectionError):
+        if made and not isinstance(made[0], elastic.RendezvousConnectionError):
             raise made[0]
         failure = str(made[0].__cause__ or made[0]) if made else "what listens there is no zeromesh launch"
     raise ConnectionError(
@@ -183,11 +182,79 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
     )
 
 
+class _Loopback(elastic.RendezvousHandler):
+    """Rendezvous of a single node. Each start of its ranks gets a new store on the loopback interface."""
+
+    # torch's own for one node keeps pickled state in a store that takes connections from everybody.
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self._server: Any = None
+        self._closed = False
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        port = int(listener.getsockname()[1])
+        store: Any = dist.TCPStore  # type: ignore[attr-defined]
+        # Kept here, as it ends with the object. The socket is made before, as TCPStore would listen on all interfaces.
+        self._server = store(
+            "127.0.0.1", port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        own: Any = dist.HashStore()  # type: ignore[attr-defined]
+        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return RUN
+
+    def shutdown(self) -> bool:
+        self._closed, self._server = True, None
+        return True
+
+
+class _Output(DefaultLogsSpecs):
+    """Log settings for the agent: rank 0 keeps the terminal, torchrun's ``tee`` copies what the others write."""
+
+    def __init__(self, folder: Path, variables: dict[str, str], forks: bool) -> None:
+        super().__init__(log_dir=str(folder))  # of the files that the copied output passes through
+        self._variables = variables  # torch has no other place for further variables of the ranks
+        self._forks = forks
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the destinations for one start of the ranks, given their variables by local rank."""
+        replaced = sys.stdout is not sys.__stdout__  # as in a notebook, where descriptor 1 is not what the user sees
+        self._tee = {local: Std.ALL if replaced or int(env["RANK"]) else Std.NONE for local, env in envs.items()}
+        for variables in envs.values():
+            variables.update(self._variables)
+        destination = super().reify(envs)
+        if self._forks:
+            # torch redirects the descriptors of ``sys.stdout``, which a notebook's stream may not have.
+            for local in destination.tee_stdouts:
+                envs[local][OUTPUT] = str(Path(destination.stdouts[local]).parent)
+            destination.stdouts = destination.stderrs = dict.fromkeys(envs, "")
+        return destination
+
+
 class _Agent(LocalElasticAgent):
     """torchrun's agent, which reports restarts and does not wait long for ranks that it ends."""
 
     def __init__(
-        self, spec: WorkerSpec, streams: OutputStreams, start_method: str, folder: Path, report: Callable[[str], None]
+        self, spec: WorkerSpec, streams: _Output, start_method: str, folder: Path, report: Callable[[str], None]
     ) -> None:
         super().__init__(spec, streams, start_method, log_line_prefix_template=PREFIX)
         self.rendezvous = spec.rdzv_handler

@@ -52,7 +52,7 @@ def find_mpiexec() -> Mpiexec:
 def command_line(
     mpiexec: Mpiexec, command: Sequence[str], ranks: int, nodes: int, extra: Sequence[str]
 ) -> list[str]:  # fmt: skip
-    """Return the whole command; ``ranks`` are those of each node. Raise ValueError if Open MPI would refuse to start."""
+    """Return the whole command, of ``ranks`` per node; raise ValueError if Open MPI would refuse to start."""
     root = "--allow-run-as-root"
     if mpiexec.is_open_mpi and os.geteuid() == 0 and root not in extra:
         raise ValueError(

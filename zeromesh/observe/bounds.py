@@ -1,7 +1,7 @@
 """Resource that bounds a run, and its distance from its limit.
 
-Every second of an update is put down to one resource. The one with most seconds bounds the run: only more of it, or less
-use of it, makes the run much faster.
+Every second of an update is put down to one resource. The one with most seconds bounds the run: only more of it, or
+less use of it, makes the run much faster.
 """
 
 from __future__ import annotations

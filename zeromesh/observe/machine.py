@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -136,11 +137,7 @@ def memory_bandwidth(threads: int) -> float:
     try:
         source = torch.ones(count, dtype=torch.uint8)
         target = torch.zeros_like(source)
-        best = float("inf")
-        for _ in range(5):
-            start = time.perf_counter()
-            target.copy_(source)
-            best = min(best, time.perf_counter() - start)
+        best = min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=5))
     finally:
         torch.set_num_threads(before)
     return 2 * count / best
@@ -148,39 +145,30 @@ def memory_bandwidth(threads: int) -> float:
 
 def disk(folder: Path) -> dict[str, Any]:
     """Return ``{folder, free_bytes, write_bytes_per_second, read_bytes_per_second, error}``; None: unknown."""
-    found: dict[str, Any] = {
-        "folder": str(folder.absolute()),
-        "free_bytes": None,
-        "write_bytes_per_second": None,
-        "read_bytes_per_second": None,
-        "error": None,
-    }
+    unknown = ("free_bytes", "write_bytes_per_second", "read_bytes_per_second", "error")
+    found: dict[str, Any] = {"folder": str(folder.absolute()), **dict.fromkeys(unknown)}
     try:
         found["free_bytes"] = shutil.disk_usage(folder).free
         if found["free_bytes"] < 2 * DISK_BYTES:
             return found | {"error": f"less than {2 * DISK_BYTES} bytes are free, too few to measure its speed"}
         with tempfile.TemporaryFile(dir=folder, prefix=".zeromesh-", buffering=0) as file:
-            return found | _speed_of(file.fileno())
+            block = os.urandom(4 << 20)  # a disk may compress
+            written, start = 0, time.perf_counter()
+            while written < DISK_BYTES and time.perf_counter() - start < DISK_SECONDS:
+                written += file.write(block)
+                os.fsync(file)
+            found["write_bytes_per_second"] = written / (time.perf_counter() - start)
+            if hasattr(os, "posix_fadvise"):
+                # The system's own copy in memory must not be read. What a disk keeps in a memory of its own counts.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                file.seek(0)
+                count, start = 0, time.perf_counter()
+                while time.perf_counter() - start < DISK_SECONDS and (read := len(file.read(len(block)))):
+                    count += read
+                found["read_bytes_per_second"] = count / (time.perf_counter() - start)
     except OSError as error:
-        return found | {"error": error.strerror or str(error)}
-
-
-def _speed_of(file: int) -> dict[str, Any]:
-    block = os.urandom(4 << 20)  # a disk may compress
-    written, start = 0, time.perf_counter()
-    while written < DISK_BYTES and time.perf_counter() - start < DISK_SECONDS:
-        written += os.write(file, block)  # slow disks get to less than DISK_BYTES
-        os.fsync(file)
-    write = written / (time.perf_counter() - start)
-    if not hasattr(os, "posix_fadvise"):
-        return {"write_bytes_per_second": write}
-    # The system's own copy in memory must not be read. What a disk keeps in a memory of its own counts as its speed.
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.lseek(file, 0, os.SEEK_SET)
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < DISK_SECONDS and (read := len(os.read(file, len(block)))):
-        count += read
-    return {"write_bytes_per_second": write, "read_bytes_per_second": count / (time.perf_counter() - start)}
+        found["error"] = error.strerror or str(error)
+    return found
 
 
 def inventory(folder: Path) -> dict[str, Any]:
@@ -209,18 +197,18 @@ def inventory(folder: Path) -> dict[str, Any]:
 
 def problems(found: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the obstacles to training in an inventory, each as ``{problem, remedy}``."""
-    have, place, gpus = found["memory"], found["disk"], found["unused_gpus"]
-    torch_version = tuple(int(part) for part in found["versions"]["torch"].split("+")[0].split(".")[:2])
-    free, shared, available = place["free_bytes"], have["shared_bytes"], have["available_bytes"]
+    torch_version, gpus = found["versions"]["torch"], found["unused_gpus"]
+    folder, free, error = (found["disk"][name] for name in ("folder", "free_bytes", "error"))
+    shared, available = found["memory"]["shared_bytes"], found["memory"]["available_bytes"]
     checks = [
         (
-            torch_version < (2, 11),
-            f"torch is {found['versions']['torch']}, and ZeroMesh needs 2.11 or later",
+            tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) < (2, 11),
+            f"torch is {torch_version}, and ZeroMesh needs 2.11 or later",
             "pip install --upgrade torch",
         ),
         (
             gpus > 0,
-            f"the machine has {gpus} Nvidia device(s), and torch {found['versions']['torch']} cannot use them",
+            f"the machine has {gpus} Nvidia device(s), and torch {torch_version} cannot use them",
             "install a torch built for CUDA, and a driver that is as new; nvidia-smi shows the driver",
         ),
         (
@@ -234,18 +222,19 @@ def problems(found: Mapping[str, Any]) -> list[dict[str, str]]:
             "end what uses the memory, or take a machine with more",
         ),
         (
-            place["error"] is not None and free is None,
-            f"the folder {place['folder']} cannot be used: {place['error']}",
+            error is not None and free is None,
+            f"the folder {folder} cannot be used: {error}",
             "name another one with --folder",
         ),
         (
-            place["error"] is not None and free is not None and free >= 2 * DISK_BYTES,
-            f"the folder {place['folder']} cannot be written: {place['error']}",
+            # With less, the error says that there was too little to measure, which the next line tells better.
+            error is not None and free is not None and free >= 2 * DISK_BYTES,
+            f"the folder {folder} cannot be written: {error}",
             "name another one with --folder, where checkpoints are to be written",
         ),
         (
             free is not None and free < 5 << 30,
-            f"{(free or 0) >> 20} MiB are free in {place['folder']}",
+            f"{(free or 0) >> 20} MiB are free in {folder}",
             "make room before training, or write checkpoints elsewhere: a model's states take 16 bytes per parameter",
         ),
     ]

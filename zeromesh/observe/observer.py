@@ -20,22 +20,13 @@ _log = logging.getLogger("zeromesh")
 
 
 class Observer:
-    """Observer of one engine on one rank; by default it sees nothing and costs nothing.
-
-    Args:
-        model: whose operations may be counted, on ``device``.
-        device: of the engine.
-        rank: this one; the first writes.
-        monitor: of the run's values, if any.
-        every: updates between breakdowns; 0: none.
-        window: the updates to trace, if any.
-        flops: the update whose operations are counted, if any.
-        whole: True for a breakdown of the whole run.
-    """
+    """Observer of one engine on one rank; by default it sees nothing and costs nothing."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, rank: int = 0, monitor: Monitor | None = None, every: int = 0,
-        window: Window | None = None, flops: FlopsPlan | None = None, whole: bool = False,
+        self, model: nn.Module, device: torch.device, rank: int = 0, monitor: Monitor | None = None,
+        every: int = 0,  # updates between breakdowns; 0: none
+        window: Window | None = None, flops: FlopsPlan | None = None,
+        whole: bool = False,  # a breakdown of the whole run
     ) -> None:  # fmt: skip
         self.monitor = monitor or Monitor()
         self.spans = Spans(device, timed=bool(every or whole))

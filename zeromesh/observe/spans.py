@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -68,16 +67,14 @@ class Span:
             spans.open.append(self)
             self.begin = spans.clock.mark()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         spans = self._spans
         if self.begin is not None:
             self.end = spans.clock.mark()
             spans.open.pop()
             spans.add(self, self._outermost)
         if self._function is not None:
-            self._function.__exit__(kind, error, where)
+            self._function.__exit__(*error)
         if self._outermost:
             spans.unwatch(self._before)
 

@@ -57,13 +57,9 @@ def is_ours() -> bool:
 def install(timeout: timedelta | None = None) -> None:
     """Make the backend ``mpi`` known to torch, and start MPI; on all ranks.
 
-    From then on a process that ends because of an exception ends all the others.
-
-    Args:
-        timeout: how long a wait for a collective may take; None is torch's default, 30 minutes.
-
-    Raises:
-        RuntimeError: MPI is missing, or takes calls from the main thread only.
+    From then on a process that ends because of an exception ends all the others. ``timeout`` is that of a wait for a
+    collective; None is torch's default, 30 minutes. Raise RuntimeError if MPI is missing, or takes calls from the main
+    thread only.
     """
     global _timeout
     if c10d._MPI_AVAILABLE and not is_ours():  # torch was built with MPI

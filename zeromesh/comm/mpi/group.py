@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from zeromesh.comm.mpi.memory import (
+from zeromesh.comm.mpi.programs import (
+    Programs,
     Tensors,
     as_landing,
     as_source,
@@ -23,7 +24,6 @@ from zeromesh.comm.mpi.memory import (
     require_rows,
     require_share,
 )
-from zeromesh.comm.mpi.programs import Programs
 from zeromesh.comm.mpi.work import LEAVING, MpiWork, Program, runtime
 
 
@@ -33,13 +33,7 @@ def _single(coalesced: Callable[..., MpiWork]) -> Callable[..., MpiWork]:
 
 
 class MpiGroup(dist.ProcessGroup):
-    """The ranks of one communicator. Its methods are those that torch calls; see ``torch.distributed``.
-
-    Args:
-        comm: the communicator; it is the group's own.
-        ranks: their numbers in the whole run, by group rank.
-        timeout: how long a wait may take.
-    """
+    """The ranks of one communicator. Its methods are those that torch calls; see ``torch.distributed``."""
 
     def __init__(self, comm: MPI.Comm, ranks: Sequence[int], timeout: timedelta) -> None:
         self._programs = Programs(comm, ranks)

@@ -26,12 +26,10 @@ NO_TIMEOUT = timedelta(0)  # with which torch says that a wait has no timeout of
 
 @dataclass
 class Stage:
-    """Messages that are under way together. The lists have one entry for each."""
+    """Messages that are under way together: whether each is received, its peer in the whole run, and its memory."""
 
+    messages: list[tuple[bool, int, torch.Tensor]]  # MPI does not keep the memory alive
     requests: list[MPI.Request]
-    peers: list[int]  # the world rank that it goes to or comes from
-    memory: list[torch.Tensor]  # what it is sent from or received into, which MPI does not keep alive
-    received: list[bool]
 
     @functools.cached_property
     def statuses(self) -> list[MPI.Status]:
@@ -40,7 +38,7 @@ class Stage:
 
     def require_whole(self) -> None:
         """Raise RuntimeError where what came does not fill its memory, which MPI takes for right."""
-        for status, peer, memory, received in zip(self.statuses, self.peers, self.memory, self.received, strict=True):
+        for status, (received, peer, memory) in zip(self.statuses, self.messages, strict=True):
             if received and status.Get_count(MPI.BYTE) != memory.nbytes:
                 raise RuntimeError(
                     f"rank {peer} sent {status.Get_count(MPI.BYTE)} bytes where {memory.nbytes} were expected; ranks "
@@ -159,15 +157,7 @@ runtime = Runtime()
 
 
 class MpiWork(dist.Work):
-    """One collective, or one message, under way.
-
-    Args:
-        what: its name, for messages.
-        program: what is to be done.
-        limit: seconds that a wait for it may take.
-        outputs: the tensors that it fills.
-        where: the ranks that take part, in words.
-    """
+    """One collective, or one message, under way; ``limit`` is the seconds that a wait for it may take."""
 
     def __init__(self, what: str, program: Program, limit: float, outputs: Sequence[torch.Tensor], where: str) -> None:
         super().__init__()
@@ -240,11 +230,7 @@ class MpiWork(dist.Work):
             self._future.set_exception(self._error)  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until the work is done; return True.
-
-        Raises:
-            RuntimeError: it failed, was not done in time, or a rank that it needs has ended.
-        """
+        """Block until the work is done; raise RuntimeError if it fails, takes too long, or a needed rank has ended."""
         limit = timeout.total_seconds() or self._limit
         began = time.monotonic()
         look = began + NOTICE
@@ -276,17 +262,13 @@ class MpiWork(dist.Work):
         missing: list[int] = []
         with self._busy, runtime.calls:
             if (stage := self._stage) is not None:
-                pairs = zip(stage.peers, stage.requests, strict=True)
-                missing = sorted(gone & {peer for peer, request in pairs if not request.Get_status()})
+                pairs = zip(stage.messages, stage.requests, strict=True)
+                missing = sorted(gone & {peer for (_, peer, _), request in pairs if not request.Get_status()})
         if missing:
             raise RuntimeError(
                 f"{self._what} over {self._where} waits for rank {', '.join(map(str, missing))}, which has ended; "
                 "all ranks must run the same collectives, and what the first rank to end says is the cause"
             )
-
-    def synchronize(self) -> None:
-        """See ``wait``."""
-        self.wait()
 
     def is_completed(self) -> bool:
         """Return whether it is done."""
@@ -301,12 +283,8 @@ class MpiWork(dist.Work):
         """Return the error of a failed work."""
         return self._error
 
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that it fills."""
-        return self._outputs
-
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the tensors that it fills."""
+        """Return a future of the tensors that it fills."""
         if self._future is None:
             self._future = torch.futures.Future()
         self._settle()
