@@ -172,7 +172,7 @@ def network_bandwidth(mesh: Mesh) -> float:
     """Bytes per second that this rank sends when all ranks sum a large tensor. All call it."""
     group, tensor, traffic = mesh.group("world"), torch.ones(PROBE // 16, device=mesh.device), mesh.traffic
     kept = {name: copy(getattr(traffic, name)) for name in ("calls", "bytes", "across")}
-    listener, traffic.listener = traffic.listener, None
+    listener = traffic.listen(None)
     traffic.bytes.clear()
 
     def add_up() -> None:
@@ -183,7 +183,7 @@ def network_bandwidth(mesh: Mesh) -> float:
         seconds = _best(add_up)
         return sum(traffic.bytes.values()) / (TIMES + 1) / seconds
     finally:
-        traffic.listener = listener
+        traffic.listen(listener)
         for name, value in kept.items():
             setattr(traffic, name, value)
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,8 +168,8 @@ def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
 def test_mpi_without_mpi4py_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = SimpleNamespace(missing=lambda: "mpi4py is not installed; pip install zeromesh[mpi] brings it")
-    monkeypatch.setitem(sys.modules, "zeromesh.comm.mpi.backend", stand_in)
+    missing = "mpi4py is not installed; pip install zeromesh[mpi] brings it"
+    monkeypatch.setattr("zeromesh.comm.mpi.backend.missing", lambda: missing)
     with pytest.raises(RuntimeError, match="'mpi', but mpi4py is not installed; pip install .* brings it; or use gloo"):
         init_distributed("mpi")
 

@@ -314,7 +314,7 @@ def pretend_mpi(monkeypatch: pytest.MonkeyPatch, missing: str, found: tuple[int,
     stand_in = SimpleNamespace(
         missing=lambda: missing, rank_and_size=lambda: found, agree_on_master=lambda: ("head", 4321)
     )
-    monkeypatch.setitem(sys.modules, "zeromesh.comm.mpi.backend", stand_in)
+    monkeypatch.setattr(module, "mpi", stand_in)
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
 
 

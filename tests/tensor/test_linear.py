@@ -110,7 +110,7 @@ def order() -> list[str]:
     """What happens in a backward, in order."""
     mlp, heard = Split(False, None), []
     y = mlp(inputs())
-    mlp.mesh.traffic.listener = lambda collective, axis, sent: heard.append(f"{collective} {sent}")
+    mlp.mesh.traffic.listen(lambda collective, axis, sent: heard.append(f"{collective} {sent}"))
     computed = linear._gradients
 
     def gradients(*arguments: Any) -> Any:

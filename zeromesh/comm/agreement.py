@@ -17,8 +17,7 @@ from zeromesh.comm.traffic import Traffic
 
 Result = TypeVar("Result")
 
-SHOWN_VARIANTS = 3
-"""Largest number of differing texts that an error message quotes."""
+SHOWN_VARIANTS = 3  # differing texts that an error message quotes, at most
 
 
 def world_group(device: torch.device) -> Group:
@@ -37,18 +36,12 @@ def catch(action: Callable[[], Result]) -> tuple[Result | None, Exception | None
 def agree_success(world: Group, what: str, failure: Exception | None) -> None:
     """Raise on every rank if one rank failed, so that the others do not wait for it. Collective.
 
-    Args:
-        world: all ranks.
-        what: the action that was tried, for the message.
-        failure: this rank's error; None if it succeeded.
-
-    Raises:
-        Exception: ``failure`` itself, on the ranks that failed.
-        RuntimeError: on the other ranks; it names the first rank that failed and quotes its error.
+    A rank with a ``failure`` raises it; the others raise a RuntimeError that quotes the first. ``what`` was tried.
     """
     failed = world.exchange(torch.tensor([float(failure is not None)], dtype=torch.float64))
     if not bool(failed.any()):
         return
+    # Before anybody raises: this is collective, too.
     said = texts(world, "" if failure is None else str(failure) or type(failure).__name__)
     if failure is not None:
         raise failure
@@ -80,15 +73,9 @@ def describe(model: nn.Module) -> str:
 
 
 def require_agreement(world: Group, what: str, text: str) -> None:
-    """Raise ValueError on every rank unless all of them have the same text.
-
-    Args:
-        world: all ranks.
-        what: what the text describes, for the message.
-        text: this rank's text; the error shows the first lines that differ.
-    """
+    """Raise ValueError, with the first lines that differ, unless all ranks have the same text. Collective."""
     data = text.encode()
-    digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "big")
+    digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "big")  # 7 bytes fit into a signed 64-bit integer
     rows = world.exchange(torch.tensor([digest, len(data)], dtype=torch.int64))
     if bool((rows == rows[0]).all()):
         return
@@ -96,7 +83,11 @@ def require_agreement(world: Group, what: str, text: str) -> None:
     for rank, found in enumerate(texts(world, text)):
         ranks_with.setdefault(found, []).append(rank)
     first, *others = ranks_with
-    blocks = [f"{_named(ranks_with[other])} (+):\n{_difference(first, other)}" for other in others[:SHOWN_VARIANTS]]
+    blocks = []
+    for other in others[:SHOWN_VARIANTS]:
+        diff = difflib.unified_diff(first.splitlines(), other.splitlines(), n=0, lineterm="")
+        lines = [line for line in diff if not line.startswith(("---", "+++", "@@"))]
+        blocks.append("\n".join([f"{_named(ranks_with[other])} (+):", *lines[:20]]))
     more = len(others) - SHOWN_VARIANTS
     raise ValueError(
         f"{what} differs between {_named(ranks_with[first])} (-) and "
@@ -107,12 +98,6 @@ def require_agreement(world: Group, what: str, text: str) -> None:
 
 def _named(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ranges(ranks)
-
-
-def _difference(first: str, other: str) -> str:
-    """Return the first 20 lines of the difference between two texts."""
-    diff = difflib.unified_diff(first.splitlines(), other.splitlines(), n=0, lineterm="")
-    return "\n".join([line for line in diff if not line.startswith(("---", "+++", "@@"))][:20])
 
 
 def texts(world: Group, text: str) -> list[str]:

@@ -1,14 +1,7 @@
 """Collectives over one mesh axis that move as little as the formulas say, on every backend.
 
-gloo's own reduce-scatter moves twice what is needed and its all-gather runs far below the speed of the link, so on
-gloo both are made of point-to-point messages: each rank sends every other exactly the segment that it is owed. They
-are posted at once and progress on gloo's own thread, which is what overlaps them with compute. Messages carry
-a tag per purpose, so that ranks that disagree on the order never add up each other's wrong buffers. With n ranks, an
-all-gather or a reduce-scatter of V bytes sends V (n-1)/n from each rank.
-
-Between several nodes, collectives run in two steps, see ``topology.py``: an all-gather exchanges shards over the slow
-link and then shares them inside the node; a reduce-scatter sums inside the node and then exchanges the sums. Messages
-over the slow link may be compressed, see ``formats.py``; results stay equal, as the sender uses the decoded message.
+With n ranks, an all-gather or a reduce-scatter of V bytes sends V (n-1)/n from each rank. Between several nodes they
+run in two steps, see ``topology.py``, and messages over the slow link may be compressed, see ``formats.py``.
 """
 
 from __future__ import annotations
@@ -33,8 +26,7 @@ from zeromesh.comm.watchdog import Watchdog
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-NARROW = (torch.float16, torch.bfloat16)
-"""Dtypes that are summed in fp32 and rounded once."""
+NARROW = (torch.float16, torch.bfloat16)  # dtypes that are summed in fp32 and rounded once
 
 
 class PeerLost(RuntimeError):
@@ -43,30 +35,17 @@ class PeerLost(RuntimeError):
 
 @dataclass(eq=False)
 class Pending:
-    """Handle of a collective in progress.
+    """Handle of a collective in progress."""
 
-    Attributes:
-        what: name and purpose of the collective, for error messages.
-        works: torch's handles of its messages.
-        then: final step, called once after all messages have arrived.
-        watchdog: watchdog that is notified of the wait.
-        nbytes: approximate number of bytes over this rank's link, from which the watchdog derives its limit.
-        done: True after the wait.
-    """
-
-    what: str = ""
-    works: Sequence[Any] = ()
-    then: Callable[[], None] | None = None
-    watchdog: Watchdog | None = None
-    nbytes: int = 0
-    done: bool = False
+    what: str = ""  # name and purpose of the collective, for error messages
+    works: Sequence[Any] = ()  # torch's handles of its messages
+    then: Callable[[], None] | None = None  # final step, called once after all messages have arrived
+    watchdog: Watchdog | None = None  # is notified of the wait
+    nbytes: int = 0  # over this rank's link, from which the watchdog derives its limit
+    done: bool = False  # True after the wait
 
     def wait(self) -> None:
-        """Block until the result is there (on CUDA: make the current stream wait for it). May be called again.
-
-        Raises:
-            PeerLost: another rank ended, or did not answer within the process group's timeout.
-        """
+        """Block until the result is there (on CUDA: make the current stream wait for it). May be called again."""
         if self.done:
             return
         if self.watchdog is not None:
@@ -87,46 +66,35 @@ class Pending:
         self.done = True
         if self.then is not None:
             self.then()
+        # The handle may outlive the step, and works and closures hold the buffers.
         self.works, self.then = (), None
 
 
 class Group:
     """Ranks along one mesh axis, with their collectives.
 
-    Attributes:
-        purposes: description of each tag, for error messages.
-        topology: nodes of the group's ranks.
-
     Args:
         axis: name of the mesh axis, for accounting.
         process_group: torch's group, or None for an axis of size 1.
-        device: where the tensors live.
+        device: where the tensors live; ValueError if the group has no backend for it.
         traffic: where bytes and calls are counted.
         watchdog: is notified of waits.
         node_of: the node of each group rank; None if all are on one.
         hierarchical: True for two-step collectives between nodes; None chooses them where all nodes have as many ranks
             and the backend does not know the nodes itself.
-
-    Raises:
-        ValueError: the process group has no backend for the device, or the nodes differ in their number of ranks and
-            ``hierarchical`` is true.
     """
 
     def __init__(
-        self,
-        axis: str,
-        process_group: Any,
-        device: torch.device,
-        traffic: Traffic,
-        watchdog: Watchdog | None = None,
-        node_of: Sequence[int] | None = None,
-        hierarchical: bool | None = None,
-    ) -> None:
+        self, axis: str, process_group: Any, device: torch.device, traffic: Traffic, watchdog: Watchdog | None = None,
+        node_of: Sequence[int] | None = None, hierarchical: bool | None = None,
+    ) -> None:  # fmt: skip
         self.axis = axis
         self.process_group = process_group
         self.device = device
         self._traffic = traffic
         self._watchdog = watchdog
+        # By tag, for error messages. Messages carry a tag per purpose, so that ranks that disagree on the order never
+        # add up each other's wrong buffers.
         self.purposes: dict[int, str] = {}
         self.size: int = 1 if process_group is None else process_group.size()
         self.rank: int = 0 if process_group is None else process_group.rank()
@@ -136,6 +104,9 @@ class Group:
         # nccl knows the nodes itself, and has collectives that are faster than messages inside them.
         wanted = hierarchical if self._hosted or hierarchical is not None else False
         self.topology = Topology.of(self._node_of, self.rank, wanted)
+        # gloo's own reduce-scatter moves twice what is needed and its all-gather runs far below the speed of the link.
+        # Messages to each rank of exactly what it is owed are posted at once and progress on gloo's own thread, which
+        # is what overlaps them with compute.
         self._point_to_point = self._hosted or bool(self.topology.across)
         # Messages go out of host memory only: tensors of an accelerator pass through a host copy.
         self._through_host = self._hosted and device.type != "cpu"
@@ -154,6 +125,7 @@ class Group:
         """Return the number of elements of ``reduce_scatter``'s receive buffer for shards of ``shard_elements``."""
         if self.size == 1:
             return 0
+        # Messages leave each rank's part to be summed here; nccl's own collective delivers the sum.
         return shard_elements * (self.size - 1 if self._point_to_point else 1)
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor, tag: int, form: Format | None = None) -> Pending:
@@ -193,6 +165,7 @@ class Group:
         if form is not None and topology.across:
             message = form.encode(mine)
             true = mine.clone()
+            # This rank, too, goes on with what the others will read, so that all have equal values.
             form.decode(message, mine)
             self._traffic.add_error("all_gather", self.axis, true, mine)
             landings = {peer: torch.empty_like(message) for peer in landings}
@@ -206,7 +179,7 @@ class Group:
         if not topology.across or (form is None and not topology.mates):
             return [*crossing, *sharing]
 
-        def share() -> None:
+        def share() -> None:  # the second step, as soon as this node's shards from the other nodes are here
             for work in crossing:
                 work.wait()
             if form is not None:
@@ -221,14 +194,9 @@ class Group:
         return [self._second_steps.run(share, tag)]
 
     def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        received: torch.Tensor,
-        out: torch.Tensor,
-        add: bool,
-        tag: int,
+        self, full: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool, tag: int,
         form: Format | None = None,
-    ) -> Pending:
+    ) -> Pending:  # fmt: skip
         """Sum the ranks' buffers; this rank gets its segment of the sum.
 
         The sum runs in ``out``'s dtype and in the order of ranks, so that its value does not depend on who computes it
@@ -289,7 +257,7 @@ class Group:
             return sharing, by_node[topology.node]
         far = {node: landings.pop() for node, _ in topology.across}
 
-        def cross() -> None:
+        def cross() -> None:  # the second step, as soon as the parts of this node's ranks are here
             for work in sharing:
                 work.wait()
             self._sum_for(by_node[topology.node], mine, None)
@@ -310,7 +278,7 @@ class Group:
         """Sum ``parts`` into ``target``, one of them, and return it; with ``form`` return the encoded sum instead."""
         total = torch.empty_like(target, dtype=torch.float32) if target.dtype in NARROW else target
         accumulate(parts, total, False)
-        if form is not None:
+        if form is not None:  # encoded from the sum in fp32: a sum that was rounded before would lose twice
             message = form.encode(total)
             form.decode(message, written := torch.empty_like(total))
             self._traffic.add_error("reduce_scatter", self.axis, total, written)
@@ -326,7 +294,7 @@ class Group:
         return Pending(what, works, then, self._watchdog, nbytes)
 
     def _others(self) -> list[int]:
-        """Return the other group ranks in the order of their distance after this one."""
+        # By distance, so that not all ranks send to the same one first.
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def _count(self, collective: str, sent: dict[int, int]) -> None:
@@ -336,15 +304,13 @@ class Group:
         self._traffic.add(collective, self.axis, sum(sent.values()), across)
 
     def _post(
-        self,
-        receives: Iterable[tuple[int, torch.Tensor]],
-        sends: Iterable[tuple[int, torch.Tensor]],
-        tag: int,
-    ) -> list[Any]:
+        self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
+    ) -> list[Any]:  # fmt: skip
         """Start messages from and to group ranks; between two ranks they arrive in the order in which they are sent."""
         group = self.process_group
-        if not self._hosted:  # nccl starts them together
+        if not self._hosted:  # nccl starts them together: one after the other, two ranks would wait for each other
             group._start_coalescing(self.device)
+        # Receives first: gloo sends a message only when its receive has been posted.
         works = [group.recv([tensor], peer, tag) for peer, tensor in receives]
         works += [group.send([tensor], peer, tag) for peer, tensor in sends]
         return works if self._hosted else [group._end_coalescing(self.device)]
@@ -369,9 +335,7 @@ class Group:
     def send_and_receive(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int, what: str
     ) -> Pending:
-        """Start one message each to and from some other ranks.
-
-        All ranks take part; what one sends to another, the other expects, in the same shape and dtype.
+        """Start one message each to and from some other ranks; both sides give the same shape and dtype.
 
         Args:
             sends: by group rank, what it gets: contiguous, and not to be written before the result was waited for.
@@ -409,10 +373,7 @@ class Group:
         self.begin_all_reduce(tensor, tag, form)().wait()
 
     def begin_all_reduce(self, tensor: torch.Tensor, tag: int, form: Format | None = None) -> Callable[[], Pending]:
-        """Start the first half of an all-reduce; return a function that waits for it and starts the second half.
-
-        Starting several tensors before calling it overlaps their reduce-scatters. Both halves use ``tag``.
-        """
+        """Start the first half of an all-reduce; return a function that waits for it and starts the second half."""
         if self.size == 1:
             return Pending
         full = tensor

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zeromesh.comm import launchers
-from zeromesh.comm.launchers import DEFAULT_PORT, LOOPBACK, MASTER, MPI, SLURM, TORCHRUN, Launcher, names_of
+from zeromesh.comm.launchers import DEFAULT_PORT, LOOPBACK, MASTER, MPI, SLURM, TORCHRUN, Launcher, names_of, value
 
 VARIABLES = TORCHRUN.needed
 """Variables that torchrun sets for each process."""
@@ -48,43 +48,43 @@ class Environment:
     launcher: str = field(default="single", compare=False)
 
     def __post_init__(self) -> None:
-        row = names_of(self.launcher)
-        rank, local_rank, world, local = (names[0] for names in (row.rank, row.local_rank, row.world_size, _local(row)))
-        self._require(self.world_size >= 1, f"{world} is {self.world_size}, but there is at least one process")
-        self._require(
-            1 <= self.local_world_size <= self.world_size,
-            f"{local} is {self.local_world_size}, but must be between 1 and {world}, {self.world_size}",
-        )
-        self._require(
-            0 <= self.rank < self.world_size,
-            f"{rank} is {self.rank}, but must be at least 0 and below {world}, {self.world_size}",
-        )
-        self._require(
-            0 <= self.local_rank < self.local_world_size,
-            f"{local_rank} is {self.local_rank}, but must be at least 0 and below {local}, {self.local_world_size}",
-        )
-        self._require(
-            not self.one_node or self.local_rank == self.rank,
-            f"{local_rank} is {self.local_rank} and {rank} is {self.rank}, but {local} says that all "
-            f"{self.world_size} ranks are on one node, where the two are the same",
-        )
-        if not self.node_count:
+        if not self.node_count and self.local_world_size > 0:
             object.__setattr__(self, "node_count", -(-self.world_size // self.local_world_size))
+        row = names_of(self.launcher)
+        rank, local_rank, world, local = (n[0] for n in (row.rank, row.local_rank, row.world_size, row.local_size))
         nodes = (row.node_count or TORCHRUN.node_count)[0]
-        self._require(
-            self.one_node == (self.node_count == 1) and self.node_count <= self.world_size,
-            f"{nodes} is {self.node_count}, but {self.local_world_size} of {self.world_size} ranks are on this node",
-        )
-        self._require(
-            0 <= self.node_rank < self.node_count,
-            f"{(row.node_rank or TORCHRUN.node_rank)[0]} is {self.node_rank}, but must be at least 0 and below the "
-            f"number of nodes, {self.node_count}",
-        )
-        self._require(0 <= self.master_port < 65536, f"MASTER_PORT is {self.master_port}, but must be below 65536")
-
-    def _require(self, holds: bool, problem: str) -> None:
-        if not holds:
-            raise _wrong(names_of(self.launcher), problem)
+        node_rank = (row.node_rank or TORCHRUN.node_rank)[0]
+        below = "but must be at least 0 and below"
+        # In this order: a wrong number of ranks would make the later lines misleading.
+        for holds, problem in (
+            (self.world_size >= 1, f"{world} is {self.world_size}, but there is at least one process"),
+            (
+                1 <= self.local_world_size <= self.world_size,
+                f"{local} is {self.local_world_size}, but must be between 1 and {world}, {self.world_size}",
+            ),
+            (0 <= self.rank < self.world_size, f"{rank} is {self.rank}, {below} {world}, {self.world_size}"),
+            (
+                0 <= self.local_rank < self.local_world_size,
+                f"{local_rank} is {self.local_rank}, {below} {local}, {self.local_world_size}",
+            ),
+            (
+                not self.one_node or self.local_rank == self.rank,
+                f"{local_rank} is {self.local_rank} and {rank} is {self.rank}, but {local} says that all "
+                f"{self.world_size} ranks are on one node, where the two are the same",
+            ),
+            (
+                self.one_node == (self.node_count == 1) and self.node_count <= self.world_size,
+                f"{nodes} is {self.node_count}, but {self.local_world_size} of {self.world_size} ranks are on this "
+                "node",
+            ),
+            (
+                0 <= self.node_rank < self.node_count,
+                f"{node_rank} is {self.node_rank}, {below} the number of nodes, {self.node_count}",
+            ),
+            (0 <= self.master_port < 65536, f"MASTER_PORT is {self.master_port}, but must be below 65536"),
+        ):
+            if not holds:
+                raise _wrong(row, problem)
 
     @classmethod
     def detect(cls, env: Mapping[str, str] = os.environ) -> Environment:
@@ -103,7 +103,8 @@ class Environment:
             return cls()
         try:
             found = _of_torchrun(env) if row is TORCHRUN else _of_others(env, row)
-            return _agreeing(found, env)
+            _require_agreement(found, env)
+            return found
         except ValueError as error:
             there = row.there(env) | TORCHRUN.there(env)
             raise ValueError(f"{error}; found: {', '.join(f'{n}={v}' for n, v in there.items())}") from None
@@ -120,16 +121,15 @@ def is_launched(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def may_restart(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher restarts the ranks after failures or changes of nodes.
-
-    ``zeromesh launch`` and torchrun tell it in TORCHELASTIC_MAX_RESTARTS; nodes that go cost a restart, too.
-    """
+    """Return whether the launcher restarts the ranks after failures or changes of nodes."""
+    # ``zeromesh launch`` and torchrun set it; nodes that go cost a restart, too.
     return int(env.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
 
 
 def _of_torchrun(env: Mapping[str, str]) -> Environment:
     values = dict(env)
     if env.get("MASTER_ADDR") in LOOPBACK:
+        # All ranks are on this machine, so people who start ranks by hand need not repeat these.
         same = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}
         values = {name: env[of] for name, of in same.items() if of in env} | values
         if "RANK" in env:
@@ -155,70 +155,58 @@ def _of_others(env: Mapping[str, str], row: Launcher) -> Environment:
         local_world_size, node_count = _integer(env, row, row.local_world_size), 0
         node_rank = rank // max(local_world_size, 1)
     one_node = local_world_size == world_size
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else "")
+    if env.get("MASTER_PORT"):
+        port = _integer(env, row, MASTER[1:])
+    elif one_node or row is SLURM:
+        port = launchers.derived_port(env, row)
+    else:  # ranks on several nodes have no common ancestor to derive a port from
+        port = DEFAULT_PORT if address else 0
     return Environment(
         rank=rank,
         local_rank=_integer(env, row, row.local_rank),
         node_rank=node_rank,
         world_size=world_size,
         local_world_size=local_world_size,
-        master_address=env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else _first_host(env, row)),
-        master_port=_master_port(env, row, one_node),
+        master_address=address or (launchers.first_host(_text(env, row, row.hosts)) if row.hosts else ""),
+        master_port=port,
         node_count=node_count,
         launcher=row.name,
     )
 
 
-def _master_port(env: Mapping[str, str], row: Launcher, one_node: bool) -> int:
-    if env.get("MASTER_PORT"):
-        return _integer(env, row, MASTER[1:])
-    if one_node or row is SLURM:
-        return launchers.derived_port(env, row)
-    return DEFAULT_PORT if env.get("MASTER_ADDR") else 0
-
-
-def _first_host(env: Mapping[str, str], row: Launcher) -> str:
-    if not row.hosts:
-        return ""
-    return launchers.hosts_of(_text(env, row, row.hosts))[0]
-
-
 def _tasks(env: Mapping[str, str], row: Launcher, world_size: int) -> list[int]:
     """Return the number of tasks by node; where Slurm does not list them, it is the same on each."""
-    text = launchers.value(env, row.tasks_per_node)
+    text = value(env, row.tasks_per_node)
     if text is None:
-        nodes = _integer(env, row, row.node_count) if launchers.value(env, row.node_count) else 1
+        nodes = _integer(env, row, row.node_count) if value(env, row.node_count) else 1
         text = f"{world_size // max(nodes, 1)}(x{nodes})"
+    name = _name(env, row.tasks_per_node)
     try:
         tasks = launchers.tasks_of_nodes(text)
     except ValueError as error:
-        raise _wrong(row, f"{_name(env, row.tasks_per_node)}: {error}") from None
+        raise _wrong(row, f"{name}: {error}") from None
     if sum(tasks) != world_size:
-        says = f"{_name(env, row.tasks_per_node)} = {text} is {sum(tasks)} tasks"
+        says = f"{name} = {text} is {sum(tasks)} tasks"
         raise _wrong(row, f"{says}, but {_name(env, row.world_size)} is {world_size}")
     return tasks
 
 
-def _agreeing(found: Environment, env: Mapping[str, str]) -> Environment:
-    """Return the environment; raise ValueError if torchrun's variables are set too and contradict it."""
+def _require_agreement(found: Environment, env: Mapping[str, str]) -> None:
+    """Raise ValueError if torchrun's variables are set too and contradict the environment."""
     for attribute in NUMBERS:
-        name = getattr(TORCHRUN, attribute)[0]
-        own = getattr(found, attribute)
-        unknown = attribute == "node_rank" and found.launcher in MPI
-        if name in env and not unknown and env[name].strip() != str(own):
+        name, own = getattr(TORCHRUN, attribute)[0], getattr(found, attribute)
+        guessed = attribute == "node_rank" and found.launcher in MPI
+        if name in env and not guessed and env[name].strip() != str(own):
             raise ValueError(
                 f"{name} is {env[name]!r}, but {names_of(found.launcher).command} started this process with "
                 f"{attribute.replace('_', ' ')} {own}; unset {name}, or set all of {', '.join(VARIABLES)}"
             )
-    return found
 
 
 def _wrong(row: Launcher, problem: str) -> ValueError:
     remedy = f"start the ranks with {row.command}, which sets {', '.join(row.needed)}"
     return ValueError(f"{problem}; {remedy}; for a single process unset them all")
-
-
-def _local(row: Launcher) -> tuple[str, ...]:
-    return row.local_world_size or row.tasks_per_node
 
 
 def _name(env: Mapping[str, str], names: tuple[str, ...]) -> str:
@@ -227,7 +215,7 @@ def _name(env: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _text(env: Mapping[str, str], row: Launcher, names: tuple[str, ...]) -> str:
-    text = launchers.value(env, names)
+    text = value(env, names)
     if not text:
         there = [name for name in (*row.needed, *MASTER) if name in env and name not in names]
         raise _wrong(row, f"{names[0]} is not set, but {', '.join(dict.fromkeys(there))} are")
@@ -236,6 +224,7 @@ def _text(env: Mapping[str, str], row: Launcher, names: tuple[str, ...]) -> str:
 
 def _integer(env: Mapping[str, str], row: Launcher, names: tuple[str, ...]) -> int:
     text = _text(env, row, names)
+    # ``int`` also takes 1_0 and Arabic digits, which other programs that read the variable do not.
     if not re.fullmatch(r"-?\d+", text.strip()):
         raise _wrong(row, f"{_name(env, names)} is {text!r}, but must be a whole number")
     return int(text)

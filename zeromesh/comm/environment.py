@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from importlib import import_module
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import interface, leaving, peers
+from zeromesh.comm import interface, peers
 from zeromesh.comm.detect import VARIABLES, Environment, is_launched
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import MPI, TORCHRUN, names_of
+from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.rendezvous import join_rendezvous, start_limit
 
 __all__ = [
@@ -25,48 +28,45 @@ __all__ = [
     "init_distributed", "is_launched", "shutdown",
 ]  # fmt: skip
 
+LEAVING = 1.0  # seconds after which a process that waits for gloo's threads ends all the same
+
+# Consecutive times that no thread may be busy: one that waits for the lock looks idle between two tries.
+QUIET = 3
+
+_GLOO = "pt_gloo_runloop"  # torch's name of the threads that run gloo's collectives
+
 _log = logging.getLogger("zeromesh")
 
 
 def default_backend(environment: Environment | None = None) -> str:
-    """Return the communication backend that ``"auto"`` stands for.
-
-    nccl for CUDA, or what else goes with this machine's accelerator; without one mpi for ranks that MPI started, where
-    it can be used, else gloo.
-    """
+    """Return the communication backend that ``"auto"`` stands for; see ``init_distributed``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         return dist.get_default_backend_for_device(accelerator)
     if environment is None or environment.launcher not in MPI:
         return "gloo"
-    missing = "" if dist.is_mpi_available() else _mpi().missing() or _other_mpi(environment)
+    missing = "" if dist.is_mpi_available() else mpi.missing() or _other_mpi(environment)
     if missing and environment.rank == 0:
         _log.info("the backend is gloo, not mpi, as %s", missing)
     return "gloo" if missing else "mpi"
 
 
 def device_for(environment: Environment, backend: str) -> torch.device:
-    """Return the device of this rank's tensors; the CPU without an accelerator that the backend serves.
-
-    gloo carries CUDA tensors too (through the host), also of several ranks that share one device. A rank that Slurm or
-    MPI started may see no device but its own.
-
-    Raises:
-        ValueError: if there are more ranks on this node than devices, and the backend needs one for each.
-    """
+    """Return the device of this rank's tensors; raise ValueError if the backend needs more devices than there are."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # gloo carries CUDA tensors too (through the host), also of several ranks that share one device.
     if accelerator is None or (backend == "gloo" and accelerator.type != "cuda") or backend == "mpi":
         return torch.device("cpu")
     devices = torch.accelerator.device_count()
+    # A rank that Slurm or MPI started may see no device but its own.
     own = devices == 1 and environment.launcher not in ("torchrun", "single") and "CUDA_VISIBLE_DEVICES" in os.environ
     # All ranks of the node raise, not only those that get no device: the others would wait for them.
     if environment.local_world_size > devices and backend != "gloo" and not own:
         row = names_of(environment.launcher)
-        ranks = (row.local_world_size or row.tasks_per_node)[0]
         raise ValueError(
             f"{row.local_rank[0]} is {environment.local_rank}, but this node has {devices} {accelerator.type} "
-            f"device(s) for {ranks} = {environment.local_world_size}, and {backend} needs one for each rank; start at "
-            f"most {devices} ranks per node, or use the backend gloo"
+            f"device(s) for {row.local_size[0]} = {environment.local_world_size}, and {backend} needs one for each "
+            f"rank; start at most {devices} ranks per node, or use the backend gloo"
         )
     return torch.device(accelerator.type, environment.local_rank % devices)
 
@@ -127,7 +127,8 @@ def init_distributed(
         StartError: a RuntimeError: this machine's torch lacks the backend, ranks do not find each other in time, one
             of them cannot start, or their versions differ.
     """
-    leaving.prepare()
+    atexit.unregister(_await_gloo)  # this may be called again
+    atexit.register(_await_gloo)
     if dist.is_initialized():
         return environment or _environment_of_group()
     if dist_init_required is False:
@@ -143,10 +144,13 @@ def init_distributed(
             "else says which rank it is; leave it True, or set torchrun's variables"
         )
     backend = default_backend(found) if dist_backend in (None, "auto") else str(dist_backend)
-    require_known(backend)
+    if backend not in dist.Backend.backend_list:
+        raise ValueError(
+            f"dist_backend is {backend!r}, but torch knows {', '.join(available_backends())}; use one of them, or auto"
+        )
     found = _with_master(found, backend, distributed_port)
     problem, device = None, torch.device("cpu")
-    try:
+    try:  # what is wrong here is raised only after the others know of it: they would wait for this rank
         require_backend(backend)
         device = device_for(found, backend)
         if device.type != "cpu":
@@ -174,27 +178,19 @@ def shutdown() -> None:
 
 
 def _start(
-    environment: Environment,
-    backend: str,
-    device: torch.device,
-    timeout: timedelta | None,
-    limit: timedelta,
+    environment: Environment, backend: str, device: torch.device, timeout: timedelta | None, limit: timedelta,
     problem: Exception | None,
-) -> None:
+) -> None:  # fmt: skip
+    if problem is not None and (backend == "mpi" or environment.world_size == 1):
+        raise problem  # nobody waits for this rank, or MPI ends the others
     if backend == "mpi":
-        if problem is not None:
-            raise problem
-        _mpi().install(timeout)
+        mpi.install(timeout)
         dist.init_process_group("mpi", timeout=timeout)
         return
-    if environment.world_size == 1:
-        if problem is not None:
-            raise problem
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
-        store = join_rendezvous(environment, limit, problem)
+    several = environment.world_size > 1
+    store: Any = join_rendezvous(environment, limit, problem) if several else dist.HashStore()  # type: ignore[attr-defined]
     # gloo connects all ranks now, which must not take as long as a collective may. The store has that limit, too.
-    connects = backend == "gloo" and environment.world_size > 1
+    connects = backend == "gloo" and several
     try:
         dist.init_process_group(
             backend,
@@ -211,7 +207,7 @@ def _start(
             f"{backend.upper()}_SOCKET_IFNAME is {name}; set it to the interface that the nodes share, and see that no "
             "firewall is between them"
         ) from error
-    if environment.world_size > 1:
+    if several:
         store.set_timeout(timeout or dist.default_pg_timeout)
     if connects:
         dist.distributed_c10d._set_pg_timeout(timeout or dist.default_pg_timeout)
@@ -222,6 +218,7 @@ def _checked(environment: Environment, backend: str, device: torch.device) -> En
     if environment.world_size == 1 and dist.get_world_size() == 1:
         return environment
     try:
+        # Ranks of another MPI than mpi4py's each find themselves alone in its world.
         if (dist.get_rank(), dist.get_world_size()) != (environment.rank, environment.world_size):
             raise StartError(_other_mpi(environment))
         found = peers.gather(torch.device("cpu") if backend in ("gloo", "mpi") else device)
@@ -234,7 +231,6 @@ def _checked(environment: Environment, backend: str, device: torch.device) -> En
 
 def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world_size: int) -> dict[str, str]:
     """Return the variables, with those that the arguments set."""
-    values = dict(env)
     passed: dict[str, str] = {}
     if (rank < 0) != (world_size < 0):
         raise ValueError(f"rank is {rank} and world_size is {world_size}; give both, or none to let a launcher tell")
@@ -246,11 +242,9 @@ def _variables(env: Mapping[str, str], init_method: str | None, rank: int, world
             raise ValueError(f"init_method is {init_method!r}, but must be tcp://address:port or env://")
         passed |= {"MASTER_ADDR": parts.hostname, "MASTER_PORT": str(parts.port)}
     for name in ("RANK", "WORLD_SIZE"):
-        if name in passed and values.get(name, passed[name]) != passed[name]:
-            raise ValueError(
-                f"{name} is {values[name]}, but the argument {name.lower()} is {passed[name]}; leave it out"
-            )
-    return values | passed
+        if name in passed and env.get(name, passed[name]) != passed[name]:
+            raise ValueError(f"{name} is {env[name]}, but the argument {name.lower()} is {passed[name]}; leave it out")
+    return {**env, **passed}
 
 
 def _with_master(environment: Environment, backend: str, port: int | None) -> Environment:
@@ -261,25 +255,21 @@ def _with_master(environment: Environment, backend: str, port: int | None) -> En
         environment = replace(environment, master_port=port)
     if environment.master_address:
         return environment
-    missing = _mpi().missing()
+    # Only MPI's launchers name no host: its ranks agree on one over MPI, also where the backend is gloo.
+    missing = mpi.missing()
     if missing:
         raise ValueError(
             f"{names_of(environment.launcher).command} started {environment.world_size} ranks on several nodes, and "
             f"nothing says where they meet: {missing}; or set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
             "free port of it, on all ranks"
         )
-    address, free_port = _mpi().agree_on_master()
+    address, free_port = mpi.agree_on_master()
     return replace(environment, master_address=address, master_port=environment.master_port or free_port)
-
-
-def _mpi() -> Any:
-    """Load and return the module of the mpi backend."""
-    return import_module("zeromesh.comm.mpi.backend")
 
 
 def _other_mpi(environment: Environment) -> str:
     """Return why MPI does not know the ranks that its launcher started; empty if it does."""
-    rank, world_size = _mpi().rank_and_size()
+    rank, world_size = mpi.rank_and_size()
     if (rank, world_size) == (environment.rank, environment.world_size):
         return ""
     return (
@@ -289,18 +279,10 @@ def _other_mpi(environment: Environment) -> str:
     )
 
 
-def require_known(backend: str) -> None:
-    """Raise ValueError unless torch knows a backend of that name."""
-    if backend not in dist.Backend.backend_list:
-        raise ValueError(
-            f"dist_backend is {backend!r}, but torch knows {', '.join(available_backends())}; use one of them, or auto"
-        )
-
-
 def require_backend(backend: str) -> None:
     """Raise StartError unless this machine can use the backend."""
     if backend == "mpi" and not dist.is_mpi_available():
-        missing = _mpi().missing()
+        missing = mpi.missing()
         if missing:
             raise StartError(f"dist_backend is 'mpi', but {missing}; or use {' or '.join(available_backends())}")
         return
@@ -325,23 +307,42 @@ def available_backends() -> list[str]:
 
 def _environment_of_group() -> Environment:
     """Return the environment in a group that was started elsewhere, perhaps without a launcher's variables."""
-    served = backends()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device("cpu") if "cpu" in served or accelerator is None else accelerator
+    device = torch.device("cpu") if "cpu" in backends() or accelerator is None else accelerator
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        launcher = Environment.detect().launcher
+    except ValueError:  # the group is what counts: variables that contradict each other did not prevent it
+        launcher = TORCHRUN.name
     node = Environment(
         rank=rank,
         world_size=world_size,
         local_rank=rank,
         local_world_size=world_size,
         master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        launcher=_launcher(),
+        launcher=launcher,
     )
     return peers.with_topology(node, peers.gather(device))
 
 
-def _launcher() -> str:
-    try:
-        return Environment.detect().launcher
-    except ValueError:
-        return TORCHRUN.name
+def _await_gloo() -> None:
+    """Wait until torch's threads of gloo have released the tensors of the last collectives."""
+    # They do so after a collective is reported as done, and need Python's lock for it. A thread that wants the lock
+    # when the interpreter is gone is ended amid C++ code, which aborts the process.
+    end, quiet = time.monotonic() + LEAVING, 0
+    while quiet < QUIET and time.monotonic() < end:
+        # Gives the lock away, which is all that helps where threads cannot be listed.
+        time.sleep(0.01)
+        quiet = 0 if _gloo_is_busy() else quiet + 1
+
+
+def _gloo_is_busy() -> bool:
+    """Return whether such a thread runs or wants to; one that waits for a message may go on doing so."""
+    for task in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended meanwhile
+            continue
+        if name == _GLOO and rest.split()[0] == "R":
+            return True
+    return False

@@ -8,32 +8,27 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+# Signals that end ranks because another one is gone: the first is the launcher's, the second that of nccl's watchdog.
 CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
-"""Signals that end ranks because another one is gone: the first is the launcher's, the second that of nccl's
-watchdog."""
 
+# Exit status of a run that a signal ended after it was saved; the same command, resumed, goes on. It is EX_TEMPFAIL.
 SAVED_AND_ENDED = 75
-"""Exit status of a run that a signal ended after it was saved; the same command, resumed, goes on."""
 
-SAVED = "saved"
-"""File in the launcher's folder; it exists once the ranks have saved the run."""
+SAVED = "saved"  # file in the launcher's folder; it exists once the ranks have saved the run
+
+HASTE = 1.0  # seconds of ``grace`` for all signals but SIGTERM, such as Ctrl-C's
 
 
 def grace(number: int) -> float:
-    """Return the seconds from a signal to the launcher until its ranks get SIGKILL.
-
-    After SIGTERM ranks may save: 30 seconds, as long as Slurm waits by default, or what ZEROMESH_GRACE says.
-    """
+    """Return the seconds from a signal to the launcher until its ranks get SIGKILL."""
     if number != signal.SIGTERM:
         return HASTE
+    # After SIGTERM ranks may save. Slurm, too, waits for 30 seconds by default.
     try:
         return max(HASTE, float(os.environ.get("ZEROMESH_GRACE", "30")))
     except ValueError:
         return 30.0
 
-
-HASTE = 1.0
-"""Seconds of ``grace`` for all signals but SIGTERM, such as Ctrl-C's."""
 
 HINTS = {
     signal.SIGKILL: "if nobody sent it, the kernel did because memory ran out (see dmesg): start fewer ranks on this "
@@ -66,12 +61,7 @@ class RankFailure(RuntimeError):
 def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
     """Return the failure to show: a rank that was killed or left no record, else the earliest record.
 
-    torchrun looks at the ranks ten times a second, and a rank whose peer is gone fails sooner than that; so the order
-    is taken from the times that the ranks themselves wrote down.
-
-    Args:
-        folder: with the records of the ranks, ``RANK.failure``.
-        exitcodes: by rank, of those that failed; the negative number of the signal where one ended it.
+    ``exitcodes`` are those of failed ranks; the negative number of the signal where one ended it.
     """
     records = {int(file.stem): json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.failure")}
     deciding = [rank for rank in records if records[rank]["lingers"]]
@@ -86,10 +76,13 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
     if silent:  # it left by itself, such as with os._exit
         return RankFailure(silent[0], f"exited with status {exitcodes[silent[0]]}", "", exitcodes[silent[0]])
     if records:
+        # torchrun looks at the ranks ten times a second, and a rank whose peer is gone fails sooner than that; so the
+        # order is taken from the times that the ranks themselves wrote down.
         first = min(records, key=lambda rank: float(records[rank]["at"]))
         aborted = [f"rank {rank} was ended by SIGABRT" for rank in sorted(killed) if killed[rank] == signal.SIGABRT]
         details = "\n".join([records[first]["details"].rstrip(), *aborted])
         return RankFailure(first, records[first]["summary"], details, records[first]["status"])
+    # Only consequences are left: what nccl's watchdog ended says more than what the launcher ended afterwards.
     rank, number = min(killed.items(), key=lambda pair: (CONSEQUENCES.index(pair[1]) == 0, pair[0]))
     return _killed(rank, number, folder)
 

@@ -1,8 +1,7 @@
 """Compressed formats for messages between nodes: bfloat16, or 8-bit integers with one scale for each block.
 
-An encoded message is one 1-D uint8 tensor. A block with a non-finite number decodes to NaN, so that receivers see an
-overflow. The block format is that of Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; its use
-between nodes is that of Wang et al., "ZeRO++", 2023.
+The block format is that of Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; its use between nodes
+is that of Wang et al., "ZeRO++", 2023.
 """
 
 from __future__ import annotations
@@ -12,29 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK = 256
-"""Number of consecutive elements that share one fp32 scale."""
+BLOCK = 256  # consecutive elements that share one fp32 scale: 1.6 % more bytes, and one outlier spoils few others
 
 _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Format:
-    """Encoding of a vector of floating-point numbers.
+    """Encoding of a vector of floating-point numbers; a message is one 1-D uint8 tensor."""
 
-    Attributes:
-        name: name in the configuration.
-        bytes_for: returns the size in bytes of a message of ``n`` elements.
-        encode: returns the message of a vector of shape ``(n,)``.
-        decode: writes a message into a vector of shape ``(n,)`` and any floating-point dtype.
-        narrows: smallest element size, in bytes, that is compressed; vectors of smaller elements are sent unchanged.
-    """
-
-    name: str
-    bytes_for: Callable[[int], int]
-    encode: Callable[[torch.Tensor], torch.Tensor]
-    decode: Callable[[torch.Tensor, torch.Tensor], None]
-    narrows: int
+    name: str  # in the configuration
+    bytes_for: Callable[[int], int]  # size in bytes of the message of so many elements
+    encode: Callable[[torch.Tensor], torch.Tensor]  # from a vector of shape (n,)
+    decode: Callable[[torch.Tensor, torch.Tensor], object]  # from a message into a vector of any floating-point dtype
+    narrows: int  # smallest element size, in bytes, that is compressed; vectors of smaller ones are sent unchanged
 
     def shortens(self, dtype: torch.dtype) -> bool:
         """Return whether this format makes vectors of ``dtype`` shorter."""
@@ -63,12 +53,9 @@ def _encode_blocks(vector: torch.Tensor) -> torch.Tensor:
 def _decode_blocks(message: torch.Tensor, vector: torch.Tensor) -> None:
     elements, blocks = vector.numel(), _blocks(vector.numel())
     numbers, scales = message[: blocks * BLOCK].view(torch.int8), message[blocks * BLOCK :].view(torch.float32)
+    # A block with a non-finite number decodes to NaN, so that receivers see an overflow.
     rows = numbers.view(blocks, BLOCK).float().mul_(scales.where(scales.isfinite(), torch.nan)[:, None])
     vector.copy_(rows.view(-1)[:elements])
-
-
-def _decode_16_bits(message: torch.Tensor, vector: torch.Tensor) -> None:
-    vector.copy_(message.view(torch.bfloat16))
 
 
 FORMATS: dict[str, Format] = {
@@ -76,15 +63,11 @@ FORMATS: dict[str, Format] = {
         "16bit",
         lambda elements: 2 * elements,
         lambda vector: vector.to(torch.bfloat16).view(torch.uint8),
-        _decode_16_bits,
+        lambda message, vector: vector.copy_(message.view(torch.bfloat16)),
         narrows=4,
     ),
     "8bit": Format(
-        "8bit",
-        lambda elements: _blocks(elements) * (BLOCK + _SCALE_BYTES),
-        _encode_blocks,
-        _decode_blocks,
-        narrows=2,
+        "8bit", lambda elements: _blocks(elements) * (BLOCK + _SCALE_BYTES), _encode_blocks, _decode_blocks, narrows=2
     ),
 }
 """Formats by their names in the configuration."""

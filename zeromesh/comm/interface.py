@@ -8,12 +8,11 @@ import os
 import socket
 import struct
 import sys
+from pathlib import Path
 
-ANYWHERE = "192.0.2.1"
-"""An address for documentation, which the default route leads to. Nothing is sent there."""
+ANYWHERE = "192.0.2.1"  # an address for documentation, which the default route leads to; nothing is sent there
 
-_GET_ADDRESS = 0x8915
-"""Linux' SIOCGIFADDR."""
+_GET_ADDRESS = 0x8915  # Linux' SIOCGIFADDR
 
 
 def stay_on_loopback() -> None:
@@ -25,21 +24,17 @@ def stay_on_loopback() -> None:
 
 
 def use_route_to(address: str, port: int) -> None:
-    """Let gloo use the interface that leads to the master, unless GLOO_SOCKET_IFNAME is set.
-
-    Left alone it looks up the machine's own name, which may be that of the loopback interface or of another network.
-    """
+    """Let gloo use the interface that leads to the master, unless GLOO_SOCKET_IFNAME is set."""
+    # Left alone it looks up the machine's own name, which may be that of the loopback interface or of another network.
     name = interface_to(address, port)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def interface_to(address: str, port: int) -> str | None:
-    """Return the name of the interface that leads to an address; None if it is unknown.
-
-    On the machine of that address itself it is the interface that has it; where its name is known there as a loopback
-    address, it is the one that leads to the outside.
-    """
+    """Return the name of the interface that leads to an address; None if it is unknown."""
+    # On the machine of that address itself the route may go over loopback, which the other nodes cannot reach: there
+    # the interface counts that leads to the outside.
     for target in (address, ANYWHERE):
         with contextlib.suppress(OSError):
             own = own_address(target, port)
@@ -59,28 +54,18 @@ def own_address(address: str, port: int) -> str:
 def _interface_with(own: str) -> str | None:
     if sys.platform != "linux":
         return None
-    return _with_ipv6(own) if ":" in own else _with_ipv4(own)
-
-
-def _with_ipv4(own: str) -> str | None:
-    import fcntl
+    if ":" in own:
+        wanted = ipaddress.ip_address(own).packed.hex()
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+            return next((row[5] for row in rows if row[0] == wanted), None)
+        return None
+    import fcntl  # absent on Windows
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:
+            with contextlib.suppress(OSError):  # it has no address
                 answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(answer[20:24]) == own:
-                return name
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
     return None
-
-
-def _with_ipv6(own: str) -> str | None:
-    wanted = ipaddress.ip_address(own).packed.hex()
-    try:
-        with open("/proc/net/if_inet6") as table:
-            rows = [line.split() for line in table]
-    except OSError:
-        return None
-    return next((row[5] for row in rows if row[0] == wanted), None)

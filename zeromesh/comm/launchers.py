@@ -9,58 +9,47 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
-
-DEFAULT_PORT = 29500
-"""torchrun's, where ranks know the master's address and no port."""
-
-FIRST_PORT, PORTS = 15000, 17000
-"""Ports that are derived from a job lie below those that systems hand out to connections, from 32768 on."""
-
-FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers from here on what is no step of tasks: the batch script and the shell of an interactive allocation."""
-
-
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
+
+DEFAULT_PORT = 29500  # torchrun's, where ranks know the master's address and no port
+
+# Ports that are derived from a job lie below those that systems hand out to connections, from 32768 on.
+FIRST_PORT, PORTS = 15000, 17000
+
+# From here on Slurm numbers steps without tasks: the batch script and the shell of an interactive allocation.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+_NUMBERS = r"\d+(?:-\d+)?"
+_HOST = rf"(?:[^,\[\]]|\[{_NUMBERS}(?:,{_NUMBERS})*\])+"  # as Slurm writes one or several: n[01-03,7]-ib
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables of one launcher. Of several names the first that is set counts.
+    """The variables of one launcher. Of several names the first that is set counts."""
 
-    Attributes:
-        name: what ``Environment.launcher`` says.
-        command: what starts ranks with it.
-        marks: variables of which any says that it started this process.
-        rank: global number of the process.
-        local_rank: its number on its node.
-        node_rank: number of the node; empty where the launcher does not tell.
-        world_size: number of processes.
-        local_world_size: number of processes on this node; empty where ``tasks_per_node`` tells.
-        tasks_per_node: number of processes on every node, as Slurm writes it.
-        node_count: number of nodes; may be left out.
-        hosts: names of the nodes, as Slurm writes them.
-    """
-
-    name: str
+    name: str  # value of ``Environment.launcher``
     command: str
-    marks: tuple[str, ...]
+    marks: tuple[str, ...]  # any of them says that this launcher started the process
     rank: tuple[str, ...]
     local_rank: tuple[str, ...]
     world_size: tuple[str, ...]
-    node_rank: tuple[str, ...] = ()
-    local_world_size: tuple[str, ...] = ()
+    node_rank: tuple[str, ...] = ()  # MPI's launchers do not tell it
+    local_world_size: tuple[str, ...] = ()  # Slurm tells the tasks of all nodes instead
     tasks_per_node: tuple[str, ...] = ()
-    node_count: tuple[str, ...] = ()
+    node_count: tuple[str, ...] = ()  # may be left out
     hosts: tuple[str, ...] = ()
 
     @property
     def needed(self) -> tuple[str, ...]:
         """First name of each variable that a process must have, the master's last."""
-        variables = (self.rank, self.local_rank, self.node_rank, self.world_size, self.local_world_size)
-        own = tuple(names[0] for names in (*variables, self.tasks_per_node) if names)
-        return own + MASTER if self is TORCHRUN else own
+        variables = (self.rank, self.local_rank, self.node_rank, self.world_size, self.local_size)
+        return tuple(names[0] for names in variables if names) + (MASTER if self is TORCHRUN else ())
+
+    @property
+    def local_size(self) -> tuple[str, ...]:
+        """Variables that tell the number of processes on this node."""
+        return self.local_world_size or self.tasks_per_node
 
     def there(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of this launcher and of the master that are set."""
@@ -110,17 +99,16 @@ SLURM = Launcher(
     rank=("SLURM_PROCID",),
     local_rank=("SLURM_LOCALID",),
     node_rank=("SLURM_NODEID",),
+    # The variables of the job come last: a step may have fewer nodes and tasks.
     world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
     tasks_per_node=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     node_count=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 )
 
+# In the order in which they are looked for: a launcher that another one started knows more of its processes.
+# ``srun --mpi=pmi2`` sets PMI_RANK too, so this alone is taken for MPI's only where there is no Slurm.
 LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SLURM, replace(MPICH, marks=("PMI_RANK", "PMI_SIZE")))
-"""In the order in which they are looked for: a launcher that another one started knows more of its processes.
-
-``srun --mpi=pmi2`` sets PMI_RANK too, so this alone is taken for MPI's only where there is no Slurm.
-"""
 
 MPI = (OPEN_MPI.name, MPICH.name)
 
@@ -131,40 +119,29 @@ def names_of(launcher: str) -> Launcher:
 
 
 def find(env: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher that started this process, or None.
-
-    Some of torchrun's variables beside another launcher's do not make it torchrun: people set them by hand.
-    """
-    others = [row for row in LAUNCHERS[1:] if any(mark in env for mark in row.marks)]
-    others = [row for row in others if row is not SLURM or in_step(env)]
-    if _is_whole(env):
+    """Return the launcher that started this process, or None."""
+    local = env.get("MASTER_ADDR") in LOOPBACK
+    if all(name in env for name in (("RANK", "WORLD_SIZE", "MASTER_PORT") if local else TORCHRUN.needed)):
         return TORCHRUN
-    if others:
-        return others[0]
-    allocated = "SLURM_JOB_ID" in env
-    stray = TORCHRUN.marks if allocated else (*TORCHRUN.marks, *MASTER)
+    for row in LAUNCHERS[1:]:
+        if any(mark in env for mark in row.marks) and (row is not SLURM or in_step(env)):
+            # Some of torchrun's variables beside these do not make it torchrun: people set them by hand.
+            return row
+    # Inside an allocation people set the master for what they start later, so it says nothing about this process.
+    stray = TORCHRUN.marks if "SLURM_JOB_ID" in env else (*TORCHRUN.marks, *MASTER)
     return TORCHRUN if any(name in env for name in stray) else None
 
 
-def _is_whole(env: Mapping[str, str]) -> bool:
-    """Return whether torchrun's variables say everything."""
-    short = env.get("MASTER_ADDR") in LOOPBACK
-    return all(name in env for name in (("RANK", "WORLD_SIZE", "MASTER_PORT") if short else TORCHRUN.needed))
-
-
 def in_step(env: Mapping[str, str]) -> bool:
-    """Return whether this is one of several tasks that ``srun`` started.
-
-    The shell of ``salloc`` and the script of ``sbatch`` have Slurm's variables too, and so has a shell that
-    ``srun --pty`` started as the only task; what they start is a single process. ``sbatch`` says that its script is
-    one.
-    """
+    """Return whether this is one of several tasks that ``srun`` started."""
     step = value(env, STEP)
+    # The shell of ``salloc`` and the script of ``sbatch`` have Slurm's variables too; what they start is a single
+    # process. ``sbatch`` says that its script is one.
     if step is None and ("SLURM_PROCID" not in env or env.get("ENVIRONMENT") == "BATCH"):
         return False
     if step is not None and (not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP):
         return False
-    return value(env, SLURM.world_size) != "1"
+    return value(env, SLURM.world_size) != "1"  # a shell that ``srun --pty`` started is the only task
 
 
 def value(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
@@ -178,11 +155,8 @@ def derived_port(env: Mapping[str, str], launcher: Launcher) -> int:
         job = value(env, ("SLURM_JOB_ID", "SLURM_JOBID")) or "0"
         step = value(env, STEP) or "0"
         return FIRST_PORT + (int(job) * 61 + int(step)) % PORTS if (job + step).isdecimal() else DEFAULT_PORT
-    return FIRST_PORT + _started_by(launcher) % PORTS
-
-
-def _started_by(launcher: Launcher) -> int:
-    """Return the process ID of the nearest ancestor that is no rank: the same for all ranks of a node."""
+    # MPI's launchers give no number of a job. The nearest ancestor that is no rank is the same for all ranks of a
+    # node; the direct parent is not, as a rank may be started through a shell.
     process = os.getppid()
     while process > 1:
         try:
@@ -194,15 +168,11 @@ def _started_by(launcher: Launcher) -> int:
         if not any(text.startswith(launcher.rank[0].encode() + b"=") for text in variables):
             break
         process = above
-    return process
+    return FIRST_PORT + process % PORTS
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Return the numbers of tasks by node: ``2(x3),1`` is [2, 2, 2, 1].
-
-    Raises:
-        ValueError: if it is written otherwise.
-    """
+    """Return the numbers of tasks by node: ``2(x3),1`` is [2, 2, 2, 1]; raise ValueError if it is written otherwise."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -212,27 +182,10 @@ def tasks_of_nodes(text: str) -> list[int]:
     return tasks
 
 
-def hosts_of(text: str) -> list[str]:
-    """Return the hosts of Slurm's list: ``n[01-03,7]-ib,x`` is n01-ib, n02-ib, n03-ib, n7-ib, x.
-
-    Raises:
-        ValueError: if brackets or ranges are not closed.
-    """
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    if ",".join(parts) != text or not parts:
+def first_host(text: str) -> str:
+    """Return the first host of Slurm's list: n01-ib of ``n[01-03,7]-ib,x``; raise ValueError if it is no such list."""
+    if not re.fullmatch(f"{_HOST}(?:,{_HOST})*", text):
         raise ValueError(f"{text!r} is not a list of hosts, as n[01-03,7],x is")
-    return [host for part in parts for host in _expand(part, text)]
-
-
-def _expand(part: str, text: str) -> list[str]:
-    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
-    if match is None:
-        return [part]
-    numbers: list[str] = []
-    for item in match[2].split(","):
-        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if bounds is None:
-            raise ValueError(f"{text!r} is not a list of hosts, as n[01-03,7],x is: {item!r} is no range of numbers")
-        first, last = bounds[1], bounds[2] or bounds[1]
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return [match[1] + number + rest for number in numbers for rest in _expand(match[3], text)]
+    first = re.match(_HOST, text)
+    assert first is not None
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])

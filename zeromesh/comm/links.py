@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -14,12 +13,12 @@ from zeromesh.comm.collectives import Group
 from zeromesh.comm.environment import Environment
 from zeromesh.comm.mesh import Mesh
 
+# Bytes per rank of the all-gathers that are timed, ascending; a slow link does not get to the last.
 SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26))
-"""Bytes per rank of the all-gathers that are timed, ascending; a slow link does not get to the last."""
+MOST_BYTES = 256 << 20  # of a gathered buffer, which every rank of a machine holds
 
 PAIR_SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-MOST_BYTES = 256 << 20
-MOST_PAIRS = 28
+MOST_PAIRS = 28  # all pairs of 8 ranks; they are timed one after the other
 SECONDS = 4.0
 SPEED = "bandwidth_bytes_per_second"
 REPEATS = 5
@@ -39,16 +38,9 @@ def mesh_of_nodes(environment: Environment, device: torch.device) -> Mesh:
 def measure(mesh: Mesh, node_of: list[int], seconds: float = SECONDS) -> dict[str, Any]:
     """Measure bandwidth and latency of the links in about ``seconds``. Collective.
 
-    Args:
-        mesh: as ``mesh_of_nodes`` makes it.
-        node_of: the node of each rank.
-        seconds: half of it for all axes, half for all pairs.
-
-    Returns:
-        ``{axes, pairs, slowest_pair}``. Of each axis ``{axis, ranks, where, all_gather, latency_seconds,
-        bandwidth_bytes_per_second}``: the time of the fastest all-gather, and the most bytes that a rank
-        receives per second in any. Of each pair ``{ranks, where, latency_seconds, bandwidth_bytes_per_second}``, one
-        way. Of many ranks, the pairs are neighbours only. Every rank gets the same.
+    The mesh is one of ``mesh_of_nodes``, and ``node_of`` the node of each rank. Return ``{axes, pairs, slowest_pair}``,
+    on every rank the same: of each axis the time of the fastest all-gather, and the most bytes that a rank receives per
+    second in any; of each pair latency and bandwidth one way.
     """
     axes = [axis for axis, size in mesh.sizes.items() if size > 1]
     found = [_axis(mesh, mesh.group(axis), node_of, seconds / 2 / len(axes)) for axis in axes]
@@ -68,12 +60,18 @@ def _axis(mesh: Mesh, group: Group, node_of: list[int], seconds: float) -> dict[
             group.all_gather(full, shard, 0).wait()
             _synchronize(mesh.device)
 
-        gather()
-        best, took = _best(gather, mesh.device)
-        best, took = _slowest(mesh, best), _slowest(mesh, took)
+        gather()  # the first one takes longer: with nccl it connects the ranks
+        best, start = float("inf"), time.perf_counter()
+        for _ in range(REPEATS):
+            _synchronize(mesh.device)
+            begin = time.perf_counter()
+            gather()
+            best = min(best, time.perf_counter() - begin)
+        own = torch.tensor([best, time.perf_counter() - start], dtype=torch.float64)
+        best, took = mesh.group("world").exchange(own).amax(0).tolist()
         times.append({"bytes": size, "seconds": best})
         spent += took
-        # All ranks have the same numbers, and so decide alike.
+        # All ranks have the same numbers, those of the slowest, and so decide alike.
         if spent + took * following / size > seconds:
             break
     one_node = len(set(node_of)) == 1
@@ -88,25 +86,9 @@ def _axis(mesh: Mesh, group: Group, node_of: list[int], seconds: float) -> dict[
     }
 
 
-def _best(action: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the seconds of the fastest of ``REPEATS``, and of all."""
-    best, start = float("inf"), time.perf_counter()
-    for _ in range(REPEATS):
-        _synchronize(device)
-        begin = time.perf_counter()
-        action()
-        best = min(best, time.perf_counter() - begin)
-    return best, time.perf_counter() - start
-
-
-def _slowest(mesh: Mesh, seconds: float) -> float:
-    """Return the longest of all ranks' times."""
-    return float(mesh.group("world").exchange(torch.tensor([seconds], dtype=torch.float64)).max())
-
-
 def _pairs(mesh: Mesh, node_of: list[int], seconds: float) -> list[dict[str, Any]]:
     pairs = list(combinations(range(mesh.world_size), 2))
-    if len(pairs) > MOST_PAIRS:
+    if len(pairs) > MOST_PAIRS:  # some neighbours only
         step = -(-mesh.world_size // MOST_PAIRS)
         pairs = [(rank, (rank + step) % mesh.world_size) for rank in range(0, mesh.world_size, step)]
     own = torch.zeros(len(pairs) * 2, dtype=torch.float64)
@@ -116,7 +98,7 @@ def _pairs(mesh: Mesh, node_of: list[int], seconds: float) -> list[dict[str, Any
             if mesh.rank == pair[0]:
                 own[2 * number : 2 * number + 2] = torch.tensor([latency, bandwidth], dtype=torch.float64)
         mesh.group("world").exchange(torch.zeros(1))  # one pair at a time
-    values = mesh.group("world").exchange(own).sum(0).tolist()
+    values = mesh.group("world").exchange(own).sum(0).tolist()  # each number is 0 on all ranks but one
     return [
         {
             "ranks": [first, second],

@@ -1,14 +1,11 @@
-"""The mesh: which ranks work together along which axis.
-
-Ranks are laid row-major over the axes in the order of ``AXES``, node by node, so that the ranks of one shard group
-(``data``) are neighbours, and on one node where it fits, and replicas of it lie further apart.
-"""
+"""The mesh: which ranks work together along which axis."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,10 +19,11 @@ from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.traffic import Traffic
 
 _Shape = tuple[int, ...]
+
+# By default group, device type, sizes and order of ranks: this rank's group along each axis. Threads and sockets of a
+# group stay until the default group is destroyed, and all others with it; a process may make many engines before that.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape, _Shape], list[dist.ProcessGroup]]]
 _made = WeakKeyDictionary()
-"""By default group, device type, sizes and order of ranks: this rank's group along each axis. Threads and sockets of a
-group stay until the default group is destroyed, and all others with it; a process may make many engines before that."""
 
 AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
 """Axis names, outermost first. ``replicate`` is hybrid sharding: states are sharded over ``data``, copied over it."""
@@ -33,26 +31,16 @@ AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
 
 @dataclass(frozen=True)
 class Links:
-    """Links between ranks, and the use of slow ones.
+    """Links between ranks, and the use of slow ones."""
 
-    Attributes:
-        node: this rank's; None if all ranks are on one node.
-        hierarchical: see ``Group``.
-        gather: how parameters are written between nodes; None: as they are.
-        reduce: how gradients are.
-    """
-
-    node: int | None = None
-    hierarchical: bool | None = None
-    gather: Format | None = None
-    reduce: Format | None = None
+    node: int | None = None  # this rank's; None if all ranks are on one node
+    hierarchical: bool | None = None  # see ``Group``
+    gather: Format | None = None  # compression of parameters between nodes; None: as they are
+    reduce: Format | None = None  # of gradients
 
 
 class Mesh:
     """The processes of a run, arranged by named axes.
-
-    Attributes:
-        node_of: the node of each rank.
 
     Args:
         sizes: number of ranks along each axis; axes left out have size 1. The product must be the world size.
@@ -81,25 +69,24 @@ class Mesh:
         self.links = links or Links()
         self.traffic = Traffic()
         backend = backend_for(device)
-        watched = self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours()))
         self._watchdog = None
-        if watched:
-            store = mpi.store() if backend == "mpi" else dist.distributed_c10d._get_default_store()
-            self._watchdog = watchdog.Watchdog(store, self.rank, self.world_size, watchdog.PATIENCE)
-        self.node_of = self._find_nodes()
+        # nccl's waits are the device's, and an MPI that torch was built with has no store to say them in.
+        if self.world_size > 1 and (backend == "gloo" or (backend == "mpi" and mpi.is_ours())):
+            self._watchdog = watchdog.Watchdog(self._store(), self.rank, self.world_size, watchdog.PATIENCE)
+        self.node_of = [0] * self.world_size  # by rank
+        if self.links.node is not None:
+            world = Group("world", dist.group.WORLD, device, self.traffic, self._watchdog)
+            self.node_of = [int(node) for node in world.exchange(torch.tensor([self.links.node])).flatten()]
         self._groups = self._make_groups()
 
-    def _find_nodes(self) -> list[int]:
-        if self.links.node is None:
-            return [0] * self.world_size
-        world = Group("world", dist.group.WORLD, self.device, self.traffic, self._watchdog)
-        return [int(node) for node in world.exchange(torch.tensor([self.links.node])).flatten()]
+    def _store(self) -> Any:
+        return mpi.store() if backend_for(self.device) == "mpi" else dist.distributed_c10d._get_default_store()
 
     def _make_groups(self) -> dict[str, Group]:
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
         groups = {axis: self._make_group(axis, None) for axis in AXES}
         groups["world"] = self._make_group("world", dist.group.WORLD)
-        if len(axes) == 1:
+        if len(axes) == 1:  # needs no process group of its own, whose threads and sockets cost time and memory
             groups |= {axes[0]: self._make_group(axes[0], dist.group.WORLD)}
         elif axes:
             members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes), self._order)
@@ -125,7 +112,8 @@ class Mesh:
 
     @property
     def _order(self) -> _Shape:
-        """The ranks, those of a node one after the other."""
+        """Ranks as they are laid row-major over the axes."""
+        # Node by node, so that the ranks of one shard group (``data``) are on one node where it fits.
         return tuple(sorted(range(self.world_size), key=lambda rank: (self.node_of[rank], rank)))
 
     def _make_group(self, axis: str, group: dist.ProcessGroup | None) -> Group:
@@ -152,8 +140,7 @@ class Mesh:
     def compare_calls(self) -> None:
         """Compare from now on the collectives that the program calls itself, over all ranks of their groups."""
         if self.world_size > 1:
-            store = mpi.store() if backend_for(self.device) == "mpi" else dist.distributed_c10d._get_default_store()
-            compare_calls(store, self._watchdog, watchdog.PATIENCE)
+            compare_calls(self._store(), self._watchdog, watchdog.PATIENCE)
 
     @property
     def waited(self) -> float | None:
@@ -220,6 +207,7 @@ def _groups_of(device_type: str, shape: _Shape, order: _Shape) -> list[dist.Proc
         # Imported here: a run along one axis, the usual one, need not pay for it.
         from torch.distributed.device_mesh import DeviceMesh
 
+        # On the CPU, also where ``initialize`` was called under another default device.
         ranks = torch.tensor(order, device="cpu").view(shape)
         made[device_type, shape, order] = DeviceMesh(device_type, ranks).get_all_groups()
     return made[device_type, shape, order]

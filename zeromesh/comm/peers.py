@@ -16,51 +16,38 @@ import torch.distributed as dist
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
 
+# Bytes of each field. It must stay as it is, with the order of the fields, for versions that differ to be told.
 _WIDTH = 32
-"""Bytes of each field. It must stay as it is, with the order of the fields, for versions that differ to be told."""
 
 VERSIONS = ("zeromesh", "torch", "python")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Facts of one rank.
+    """Facts of one rank."""
 
-    Attributes:
-        versions: of ``VERSIONS``.
-        host: a hash of the host's name, and of torchrun's number of the node, as containers may share a name.
-    """
-
-    versions: tuple[str, ...]
-    host: str
-
-    @classmethod
-    def own(cls) -> Peer:
-        """This rank."""
-        try:
-            zeromesh = version("zeromesh")
-        except PackageNotFoundError:  # run from a folder of sources
-            zeromesh = "unknown"
-        host = f"{socket.gethostname()} {os.environ.get('GROUP_RANK')}"
-        python = ".".join(platform.python_version_tuple()[:2])
-        return cls((zeromesh, torch.__version__, python), hashlib.sha256(host.encode()).hexdigest()[:_WIDTH])
+    versions: tuple[str, ...]  # of ``VERSIONS``
+    host: str  # a hash
 
 
 def gather(device: torch.device) -> list[Peer]:
     """Return the facts of every rank; ``device`` is one that the group serves. Collective."""
-    own = Peer.own()
-    text = b"".join(field.encode()[:_WIDTH].ljust(_WIDTH, b"\0") for field in (*own.versions, own.host))
-    row = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    try:
+        zeromesh = version("zeromesh")
+    except PackageNotFoundError:  # run from a folder of sources
+        zeromesh = "unknown"
+    python = ".".join(platform.python_version_tuple()[:2])  # patch releases fit together
+    # With torchrun's number of the node, as containers may share a name.
+    host = hashlib.sha256(f"{socket.gethostname()} {os.environ.get('GROUP_RANK')}".encode()).hexdigest()
+    fields = [text.encode()[:_WIDTH].ljust(_WIDTH, b"\0") for text in (zeromesh, torch.__version__, python, host)]
+    row = torch.frombuffer(bytearray(b"".join(fields)), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    return [_read(bytes(one.tolist())) for one in rows]
-
-
-def _read(text: bytes) -> Peer:
-    fields = [
-        text[start : start + _WIDTH].rstrip(b"\0").decode(errors="replace") for start in range(0, len(text), _WIDTH)
-    ]
-    return Peer(tuple(fields[:-1]), fields[-1])
+    found = []
+    for one in rows:
+        *versions, host = [bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in one.split(_WIDTH)]
+        found.append(Peer(tuple(versions), host))
+    return found
 
 
 def require_same_versions(peers: Sequence[Peer]) -> None:
@@ -82,7 +69,7 @@ def require_same_versions(peers: Sequence[Peer]) -> None:
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """Ascending numbers in short: "0-3, 6"."""
+    """Shorten ascending numbers: "0-3, 6"."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][1] + 1:

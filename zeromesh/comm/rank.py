@@ -1,9 +1,6 @@
 """Program of each rank: runs a script, a module, a program or a function. Imports no other file of the package.
 
-It is run as a file: ``python rank.py script FILE ...``, ``python rank.py module NAME ...`` or
-``python rank.py program NAME ...``. The processes of ``zeromesh.launch`` call ``run_function``. An uncaught exception
-is written to ``FAILURES``, for whoever started the ranks, instead of to the terminal, where those of all ranks would
-come at once.
+It is run as a file, ``python rank.py script|module|program NAME ...``; ``zeromesh.launch`` calls ``run_function``.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ import ctypes
 import io
 import json
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -20,23 +18,25 @@ import traceback
 from types import ModuleType, TracebackType
 from typing import Any
 
-FAILURES = "ZEROMESH_FAILURES"
-"""Variable with the folder that failures are written to."""
+FAILURES = "ZEROMESH_FAILURES"  # variable with the folder that failures are written to
 
+# Variables with the rank: torchrun's, MPICH's and Intel MPI's, PMIx', Open MPI's.
 RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-"""Variables with the rank: torchrun's, MPICH's and Intel MPI's, PMIx', Open MPI's."""
 
+# Variable with the folder of the files that a forked rank writes its output to; unset where it keeps the terminal.
 OUTPUT = "ZEROMESH_OUTPUT"
-"""Variable with the folder of the files that a forked rank writes its output to; unset where it keeps the terminal."""
 
 
 def main() -> None:
     """Run what the command line names."""
     _prepare()
     kind, target, *arguments = sys.argv[1:]
+    # An uncaught exception goes to whoever started the ranks: on the terminal those of all ranks would come at once.
     sys.excepthook = record
     try:
-        {"script": run_script, "module": run_module, "program": run_program}[kind](target, arguments)
+        if kind == "program":
+            os.execvp(target, [target, *arguments])  # that it ends with the launcher stays
+        (run_script if kind == "script" else run_module)(target, arguments)
     except SystemExit as error:
         if error.code not in (None, 0):
             _exit_recorded(error)
@@ -44,7 +44,9 @@ def main() -> None:
 
 
 def _prepare() -> None:
-    _end_with_the_launcher()
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG: the kernel ends this process when the one that started it is gone, however that ended.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if _rank() not in (None, "0"):  # else the ranks take each other's lines
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (sys.stdout, sys.stderr):
@@ -80,19 +82,12 @@ def run_module(name: str, arguments: list[str]) -> None:
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
-def run_program(name: str, arguments: list[str]) -> None:
-    """Become any program; that it ends with the launcher stays."""
-    os.execvp(name, [name, *arguments])
-
-
 def run_function(call: Any) -> bytes:
     """Call a function as a rank of ``zeromesh.launch`` and return its pickled result.
 
     Args:
         call: ``(function, arguments)``, pickled if this process was not forked from the one that has them.
     """
-    import pickle
-
     os.setsid()  # the launcher ends this rank, and what it leaves behind, as a process group
     # A rank that waits in a collective never gets to run Python's handler, so let Ctrl-C end it outright.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -101,12 +96,20 @@ def run_function(call: Any) -> bytes:
         os.dup2(stream.fileno(), descriptor)
         setattr(sys, name, stream)
     _prepare()
+    torch: Any = sys.modules.get("torch")
     try:
-        function, arguments = _loaded(call) if isinstance(call, bytes) else call
-        if not isinstance(call, bytes):
-            _use_one_thread()
+        if isinstance(call, bytes):
+            function, arguments = _loaded(call)
+        else:
+            function, arguments = call
+            if torch is not None:
+                # OpenMP's other threads do not survive a fork: the first parallel operation would hang.
+                torch.set_num_threads(1)
         result = function(*arguments)
-        _leave_group()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            # This process stays until all ranks have returned, and others must not wait for it.
+            torch.distributed.destroy_process_group()
         try:
             return pickle.dumps(result)
         except Exception as error:
@@ -126,27 +129,11 @@ def run_function(call: Any) -> bytes:
 
 
 def _loaded(call: bytes) -> Any:
-    import pickle
-
     try:
         return pickle.loads(call)
     except AttributeError as error:
         error.add_note("define it at the top level of a module or of the script, not under if __name__ == '__main__':")
         raise
-
-
-def _use_one_thread() -> None:
-    """Compute with one thread, as OpenMP's others do not survive a fork: the first parallel operation would hang."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)
-
-
-def _leave_group() -> None:
-    """End the process group: this process stays until all ranks have returned, and others must not wait for it."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -166,7 +153,7 @@ def record(kind: type[BaseException], error: BaseException, trace: TracebackType
 def write_failure(summary: str, details: str, status: int = 1, lingers: float = 0.0) -> bool:
     """Record this rank's failure and its time; return False if no launcher on this machine reads it.
 
-    A failure with ``lingers``, in seconds, ends the whole run: later failures of other ranks are its consequence.
+    After ``lingers`` seconds, unless 0, this rank ends the whole run; other ranks' failures are its consequence.
     """
     rank, folder = _rank(), os.environ.get(FAILURES)
     if rank is None or folder is None or not os.path.isdir(folder):
@@ -177,7 +164,7 @@ def write_failure(summary: str, details: str, status: int = 1, lingers: float = 
     with open(final + ".part", "w", encoding="utf-8") as file:
         words = {"at": time.time(), "summary": summary, "details": details, "status": status, "lingers": lingers}
         json.dump(words, file)
-    os.replace(final + ".part", final)
+    os.replace(final + ".part", final)  # the launcher may look at any time
     return True
 
 
@@ -198,16 +185,11 @@ def _rank() -> str | None:
 
 
 def _fresh_main() -> ModuleType:
+    # The script's names must not meet those of this file, and functions that it pickles belong to ``__main__``.
     module = ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     return module
-
-
-def _end_with_the_launcher() -> None:
-    """Ask the kernel to end this process when the one that started it is gone, however that ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

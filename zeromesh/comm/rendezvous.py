@@ -21,17 +21,14 @@ from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import LOOPBACK
 
-START_SECONDS = 300.0
-"""Seconds that ranks wait for each other at the start, unless ZEROMESH_START_TIMEOUT is set."""
+START_SECONDS = 300.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
 
-FAREWELL_SECONDS = 10.0
-"""Seconds that a rank that cannot go on tries to report why to the others."""
+FAREWELL_SECONDS = 10.0  # that a rank that cannot go on tries to report why to the others
 
 _TCPStore, _PrefixStore = dist.TCPStore, dist.PrefixStore  # type: ignore[attr-defined]
 
+# Starts of a group at each address and port: torchrun's store outlives groups, and one must not read another's keys.
 _starts: Counter[tuple[str, int]] = Counter()
-"""Starts of a group at each address and port: torchrun's store outlives groups, and one must not read another's
-keys."""
 
 
 def start_limit(timeout: timedelta | None = None) -> timedelta:
@@ -52,19 +49,11 @@ def start_limit(timeout: timedelta | None = None) -> timedelta:
 
 
 def join_rendezvous(environment: Environment, limit: timedelta, problem: Exception | None) -> Any:
-    """Join the other ranks at the master; all of them go on, or none does.
-
-    Args:
-        environment: who this process is.
-        limit: how long to wait.
-        problem: why this rank cannot go on, which the others then hear.
-
-    Returns:
-        A store that the ranks share, for ``init_process_group``.
+    """Join the other ranks at the master and return the store that they share; all of them go on, or none does.
 
     Raises:
         StartError: the master's port is in use, the master or some rank does not come, or another rank has a problem.
-        Exception: this rank's problem.
+        Exception: ``problem``, why this rank cannot go on; the others are told.
     """
     master = environment.master_address, environment.master_port
     prefix = f"zeromesh/{_starts[master]}"
@@ -79,20 +68,21 @@ def join_rendezvous(environment: Environment, limit: timedelta, problem: Excepti
     _await_all(store, environment, limit)
     problem_of_another = store.get("go").decode()
     if problem_of_another:
-        store.add("heard", 1)
+        store.add("heard", 1)  # the process that holds the store waits for this before it goes
         raise StartError(problem_of_another)
     return store
 
 
 def _await_all(store: Any, environment: Environment, limit: timedelta) -> None:
-    """Poll until all ranks have come: torch's own wait ignores Ctrl-C, and prints two warnings on a timeout."""
-    end, pause = time.monotonic() + limit.total_seconds(), 0.005
+    end, pause, missing = time.monotonic() + limit.total_seconds(), 0.005, []
     master = f"{environment.master_address}:{environment.master_port}"
     try:
+        # Polled, as torch's own wait ignores Ctrl-C, and prints two warnings on a timeout.
         while not store.check(["go"]) and time.monotonic() < end:
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
             pause = min(2 * pause, 0.2)
-        missing = [] if store.check(["go"]) else _who_is_missing(store, environment.world_size)
+        if not store.check(["go"]):
+            missing = [str(rank) for rank in range(environment.world_size) if not store.check([f"here/{rank}"])]
     except RuntimeError as error:
         raise StartError(
             f"rank 0 at {master} went away while this rank waited for the others: {_first_line(error)}; see the "
@@ -107,10 +97,6 @@ def _await_all(store: Any, environment: Environment, limit: timedelta) -> None:
         )
 
 
-def _who_is_missing(store: Any, world_size: int) -> list[str]:
-    return [str(rank) for rank in range(world_size) if not store.check([f"here/{rank}"])]
-
-
 def _report(environment: Environment, prefix: str, problem: Exception) -> None:
     """Tell the other ranks, as far as they come in time, of a problem of this one."""
     limit = timedelta(seconds=min(FAREWELL_SECONDS, start_limit().total_seconds()))
@@ -119,6 +105,7 @@ def _report(environment: Environment, prefix: str, problem: Exception) -> None:
         store = _PrefixStore(prefix, _store(environment, limit))
         store.set("go", f"rank {environment.rank} on {socket.gethostname()} cannot start: {problem}")
         heard = store.add("heard", 1)
+        # The store goes with the process that holds it, so that one stays until the others have read the problem.
         while _serves(environment) and heard < environment.world_size and time.monotonic() < end:
             time.sleep(0.02)
             heard = store.add("heard", 0)
@@ -127,8 +114,7 @@ def _report(environment: Environment, prefix: str, problem: Exception) -> None:
 
 
 def _serves(environment: Environment) -> bool:
-    """Return whether this process holds the store; torchrun's agent may do so instead."""
-    return environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the agent does
 
 
 def _store(environment: Environment, limit: timedelta) -> Any:
@@ -146,8 +132,10 @@ def _store(environment: Environment, limit: timedelta) -> Any:
         )
     # Torch waits for ever on a program that accepts connections and is not a store.
     made: list[Any] = []
-    join = in_background(lambda: _client(address, port, environment.world_size, limit), made)
-    join(max(1.0, end - time.monotonic()))
+    size = environment.world_size
+    in_background(
+        lambda: _TCPStore(address, port, size, False, limit, wait_for_workers=False), made
+    )(max(1.0, end - time.monotonic()))  # fmt: skip
     if made and not isinstance(made[0], Exception):
         return made[0]
     why = f": {_first_line(made[0])}" if made else ""
@@ -156,10 +144,6 @@ def _store(environment: Environment, limit: timedelta) -> Any:
         f"{_text(limit)}{why}; another program has that port, or rank 0 is stuck: see the output of rank 0, and set "
         "MASTER_PORT to a free port on all ranks"
     )
-
-
-def _client(address: str, port: int, world_size: int, limit: timedelta) -> Any:
-    return _TCPStore(address, port, world_size, False, limit, wait_for_workers=False)
 
 
 def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[float], None]:
@@ -177,10 +161,10 @@ def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[flo
 
 
 def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
-    """Open the store; on one machine it listens on loopback only."""
+    # TCPStore itself listens on all interfaces. On one machine nobody else shall reach it.
     listener, families = None, (socket.AF_INET,) if address in LOOPBACK[:2] else (socket.AF_INET6, socket.AF_INET)
     host = "127.0.0.1" if address in LOOPBACK[:2] else address if address in LOOPBACK else ""
-    for family in families:
+    for family in families:  # IPv6 first, which takes IPv4's connections too
         try:
             listener = socket.create_server(
                 (host, port), family=family, backlog=2048, dualstack_ipv6=family is socket.AF_INET6 and not host
@@ -198,7 +182,7 @@ def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
     except RuntimeError:
         if listener is not None:
             raise
-        holder = holder_of(port) if failure.errno == errno.EADDRINUSE else ""
+        holder = _holder_of(port) if failure.errno == errno.EADDRINUSE else ""
         raise StartError(
             f"rank 0 cannot listen on port {port}, MASTER_PORT: {os.strerror(failure.errno or 0)}{holder}; set "
             "MASTER_PORT to a free port on all ranks, or end what uses it"
@@ -225,28 +209,20 @@ def reach(address: str, port: int, end: float) -> tuple[int, str]:
         pause = min(2 * pause, 1.0)
 
 
-def holder_of(port: int) -> str:
+def _holder_of(port: int) -> str:
     """Name the process that listens on a TCP port: " (process 12, python train.py)", or "" if unknown."""
     inodes = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         rows = table.read_text().splitlines()[1:] if table.is_file() else []
         fields = [row.split() for row in rows]
+        # 0A is the kernel's number of the state LISTEN.
         inodes |= {f"socket:[{f[9]}]" for f in fields if f[3] == "0A" and int(f[1].rpartition(":")[2], 16) == port}
     for process in Path("/proc").glob("[0-9]*") if inodes else ():
-        if inodes & _open_files(process):
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            return f" (process {process.name}, {command[:100]})"
+        with contextlib.suppress(OSError):  # another user's process, or it has ended meanwhile
+            if inodes & {os.path.basename(os.path.realpath(entry)) for entry in (process / "fd").iterdir()}:
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f" (process {process.name}, {command[:100]})"
     return ""
-
-
-def _open_files(process: Path) -> set[str]:
-    """Return the targets of a process's descriptors, as far as this user may see them."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for entry in (process / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                found.add(os.readlink(entry))
-    return found
 
 
 def _text(limit: timedelta) -> str:
@@ -254,4 +230,4 @@ def _text(limit: timedelta) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return re.split(r"\n|Exception raised from", str(error))[0].strip()
+    return re.split(r"\n|Exception raised from", str(error))[0].strip()  # torch adds its own C++ stack

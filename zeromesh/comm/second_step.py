@@ -11,20 +11,15 @@ from weakref import WeakSet
 
 import torch
 
-LEAVING = 1.0
-"""Seconds for which an exiting process waits for unfinished steps."""
+LEAVING = 1.0  # seconds for which an exiting process waits for unfinished steps
 
 
 class SecondSteps:
-    """Runner of the second steps of collectives.
+    """Runner of the second steps of collectives; ``device`` is that of the tensors that the messages carry."""
 
-    Ranks may wait for their collectives in different orders, and a second step needs the second steps of other ranks.
-    If a step ran only when its caller waited for it, such ranks would deadlock. On the host each step therefore runs
-    in a daemon thread of its own; on an accelerator all steps run on one separate stream.
-
-    Args:
-        device: device of the tensors that the messages carry.
-    """
+    # Ranks may wait for their collectives in different orders, and a second step needs the second steps of other ranks.
+    # If a step ran only when its caller waited for it, such ranks would deadlock. On the host each step therefore runs
+    # in a daemon thread of its own; on an accelerator all steps run on one separate stream.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,12 +27,7 @@ class SecondSteps:
         self._last: dict[int, _Thread] = {}
 
     def run(self, step: Callable[[], None], tag: int) -> Any:
-        """Start a step and return its handle, whose ``wait()`` blocks until it is done and raises its error.
-
-        Args:
-            step: the work; it runs without gradients.
-            tag: tag of the collective's messages; see ``finish``.
-        """
+        """Start a step, without gradients, and return its handle; ``wait()`` blocks until done and raises its error."""
         if self._device.type == "cpu":
             self._last[tag] = thread = _Thread(step)
             return thread
@@ -46,8 +36,7 @@ class SecondSteps:
 
     def finish(self, tag: int) -> None:
         """Wait for the last step with this tag, so that the next collective's messages cannot overtake its messages."""
-        last = self._last.pop(tag, None)
-        if last is not None:
+        if (last := self._last.pop(tag, None)) is not None:
             last.wait()
 
 

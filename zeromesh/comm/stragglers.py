@@ -9,33 +9,20 @@ from statistics import median
 
 from zeromesh.comm.mesh import Mesh
 
-RATIO = 2.0
-"""Times the others' median from which on a rank is named."""
-
-INTERVAL = 60.0
-"""Seconds between two warnings, at least."""
-
-LEAST_UPDATES = 10
-"""Updates that a warning is about, at least."""
+RATIO = 2.0  # times the others' median from which on a rank is named
+INTERVAL = 60.0  # seconds between two warnings, at least
+LEAST_UPDATES = 10  # that a warning is about: one slow update, such as one that saves, says little
 
 _log = logging.getLogger("zeromesh")
 
 
 class Stragglers:
-    """Comparison of the time that ranks compute between updates; warns of a slow one, once per ``INTERVAL``.
-
-    Ranks at other places of a pipeline are not compared, as stages may differ. With nccl, whose waits are on the
-    device, nothing is known, and nobody is named.
-
-    Args:
-        mesh: of the ranks.
-        clock: seconds that pass.
-    """
+    """Comparison of the time that ranks compute between updates; warns of a slow one, once per ``INTERVAL``."""
 
     def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> None:
         self._mesh = mesh
         self._clock = clock
-        self._mark: tuple[float, float] | None = None
+        self._mark: tuple[float, float] | None = None  # time, and seconds waited, at the last call of ``busy``
         self._began = clock()
         self._updates = 0
         self._busy = [0.0] * mesh.world_size
@@ -43,7 +30,7 @@ class Stragglers:
     def busy(self) -> float:
         """Return the seconds since the last call in which this rank did not wait for others; 0 at first."""
         waited, now, before = self._mesh.waited, self._clock(), self._mark
-        if waited is None:
+        if waited is None:  # nccl's waits are on the device: nothing is known, and nobody is named
             return 0.0
         self._mark = now, waited
         return 0.0 if before is None else max(0.0, now - before[0] - (waited - before[1]))
@@ -56,6 +43,7 @@ class Stragglers:
         self._busy = [before + seconds for before, seconds in zip(self._busy, busy, strict=True)]
         if self._updates < LEAST_UPDATES or self._clock() - self._began < INTERVAL:
             return
+        # Ranks at other places of a pipeline are not compared, as stages may differ.
         for ranks in zip(*self._mesh.lines("pipeline"), strict=True):
             for rank in ranks:
                 others = [self._busy[other] for other in ranks if other != rank]

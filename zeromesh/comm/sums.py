@@ -6,24 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
+# Elements that are converted at once where dtypes differ, so that no buffer is needed in the wider dtype. torch adds
+# 16-bit numbers to fp32 ones four times slower on a CPU than it converts them, while what was converted is still in the
+# processor's cache.
 CHUNK = 1 << 17
-"""Elements that are converted at once where dtypes differ, so that no buffer is needed in the wider dtype. torch adds
-16-bit numbers to fp32 ones four times slower on a CPU than it converts them, while what was converted is still in the
-processor's cache."""
 
 
 def accumulate(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
-    """Write the sum of ``parts``, first to last, into ``out``, or add it. One part may be ``out``; the others change.
-
-    Adding the whole sum gives the same result whether it is added here or, later, elsewhere.
-    """
+    """Write the sum of ``parts``, in order, into ``out``, or add it. One part may be ``out``; the others change."""
     on_cpu = out.device.type == "cpu"
+    # The whole sum is added, not part by part: so the result is the same whether it is added here or later, elsewhere.
     if (on_cpu and parts[0].itemsize < out.itemsize) or (add and len(parts) > 1):
         _add_in_chunks(parts, out, add, CHUNK if on_cpu else max(1, out.numel()))
         return
     rest = list(parts)
     if any(part.data_ptr() == out.data_ptr() for part in parts):
         assert not add, "a buffer that is summed in place has nothing to be added to"
+        # Summed up in the first part, as ``out`` may be a later one.
         total = rest[0]
         for part in rest[1:-1]:
             total.add_(part)

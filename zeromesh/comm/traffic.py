@@ -11,44 +11,38 @@ import torch
 
 from zeromesh.comm.sums import CHUNK
 
+Listener = Callable[[str, str, int], None] | None  # of a collective's name, its axis, and the bytes sent
+
 
 @dataclass
 class Traffic:
-    """Counters of the data that this rank sent since the last reset, by (collective, axis).
-
-    Attributes:
-        calls: number of collectives.
-        bytes: bytes sent to all ranks.
-        across: bytes sent to other nodes.
-        errors: sums of squares of the rounding errors and of the values of compressed messages; fp64, shape ``(2,)``.
-        listener: called with (collective, axis, bytes) for each collective.
-    """
+    """Counters of the data that this rank sent since the last reset, by (collective, axis)."""
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    across: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))  # to all ranks
+    across: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))  # bytes to other nodes
+    # Sums of squares of the rounding errors and of the values of compressed messages; fp64, shape (2,).
     errors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    listener: Callable[[str, str, int], None] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _listener: Listener = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # second steps add errors in their own threads
+
+    def listen(self, listener: Listener) -> Listener:
+        """Call ``listener`` for each collective from now on; return the one before."""
+        before, self._listener = self._listener, listener
+        return before
 
     def add(self, collective: str, axis: str, sent: int, across: int = 0) -> None:
         """Count one call that sends ``sent`` bytes from this rank, ``across`` of them to other nodes."""
         self.calls[collective, axis] += 1
         self.bytes[collective, axis] += sent
         self.across[collective, axis] += across
-        if self.listener is not None:
-            self.listener(collective, axis, sent)
+        if self._listener is not None:
+            self._listener(collective, axis, sent)
 
     def add_error(self, collective: str, axis: str, true: torch.Tensor, written: torch.Tensor) -> None:
-        """Add the rounding error of a compressed message.
-
-        Args:
-            collective: name of the collective.
-            axis: name of the mesh axis.
-            true: the values before compression, shape ``(n,)``.
-            written: the decoded values, shape ``(n,)``.
-        """
+        """Add the rounding error of a compressed message: values before it and decoded values, shapes ``(n,)``."""
         squares = torch.zeros(2, dtype=torch.float64, device=true.device)
+        # In chunks, so that no fp64 copy of a whole message is made.
         for one, other in zip(true.split(CHUNK), written.split(CHUNK), strict=True):
             wide = one.double()
             squares += torch.stack([(other.double() - wide).square().sum(), wide.square().sum()])

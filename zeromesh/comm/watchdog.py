@@ -1,14 +1,8 @@
 """End runs whose ranks wait for each other for ever, and say where each of them is.
 
-Ranks that issue different collectives, or the same ones in different orders, wait for messages that nobody sends. From
-inside one rank that looks like a slow peer. Three things tell the difference, and each ends the run:
-
-- Every rank has waited for ``PATIENCE`` seconds, and none got any further: nobody is left who could send.
-- A rank gives no sign of life while another one waits: it was stopped, or its machine is gone. Every rank counts on
-  aloud, in a thread of its own. Native code may keep that from running, so a process that runs is only named.
-- The store through which ranks exchange these facts does not answer: the process that holds it was stopped.
-
-Ranks say what they wait for only once they have waited for long, so a run in which all is well pays next to nothing.
+From inside one rank a message that nobody sends looks like a slow peer. Three things tell the difference, and each ends
+the run: every rank has waited for ``PATIENCE`` seconds and none got any further; a rank gives no sign of life while
+another one waits; or the store through which ranks exchange these facts does not answer.
 """
 
 from __future__ import annotations
@@ -25,6 +19,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,55 +30,36 @@ import torch.distributed as dist
 from zeromesh.comm.rank import write_failure
 from zeromesh.config.keys import PARAMETER_SLOTS, UNSHARDED_PARAMETERS
 
-PATIENCE = 30.0
-"""Seconds that every rank must have waited, each in one collective, before they are given up."""
+PATIENCE = 30.0  # seconds that every rank must have waited, each in one collective, before they are given up
+OWN = 10  # times PATIENCE that collectives of the program's own may take: nothing is known of their size
+TICKS = 6  # looks per PATIENCE
+SILENT = 10  # times PATIENCE without a sign of life after which a rank on another host, or the store, is given up
 
-OWN = 10
-"""Times ``PATIENCE`` that collectives of the program's own may take: nothing is known of their size."""
-
-TICKS = 6
-"""Looks per ``PATIENCE``."""
-
-SILENT = 10
-"""Times ``PATIENCE`` without a sign of life after which a rank on another host, or the store, is given up."""
-
+# The same by what is known of its process; native code may keep Python from running for as long as it likes.
 LIMITS = {"stopped": 1, "alive": None, "unknown": SILENT}
-"""The same by what is known of its process; native code may keep Python from running for as long as it likes."""
-
 _LIVES = {
     "stopped": ": it is stopped, or gone",
     "alive": ", though its process runs: native code keeps Python from running there",
     "unknown": "; it was stopped, or its machine is gone or has run out of memory",
 }
 
+# Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer.
 SLOWEST_LINK = 5e6
-"""Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer."""
 
-LEAVE = 2.0
-"""Seconds that a process which ends waits for an answer of the store."""
-
-EXIT_CODE = 70
+LEAVE = 2.0  # seconds that a process which ends waits for an answer of the store
+EXIT_CODE = 70  # EX_SOFTWARE
 
 _PACKAGES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
+
+# Parts of the names of torch's functions in which a program waits for all ranks of a group.
 _OWN_WAITS = ("barrier", "broadcast", "reduce", "gather", "scatter", "all_to_all")
-"""Parts of the names of torch's functions in which a program waits for all ranks of a group."""
 
 
 class Watchdog:
-    """Watchdog over this rank's waits, and over the signs of life of the others.
-
-    Attributes:
-        waited: seconds that this rank has spent in collectives.
-
-    Args:
-        store: the process group's key-value store.
-        rank: this rank.
-        world_size: number of ranks.
-        patience: usually ``PATIENCE``.
-    """
+    """Watchdog over this rank's waits, and over the signs of life of the others; see ``PATIENCE``."""
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: float) -> None:
-        self.waited = 0.0
+        self.waited = 0.0  # seconds that this rank has spent in collectives
         self._store = store = store.clone()  # of its own: another thread's wait for a key holds the connection
         self._rank = rank
         self._world_size = world_size
@@ -97,20 +73,26 @@ class Watchdog:
         self._own_began = self._since = 0.0
         self._published: dict[str, Any] | None = None  # an engine before this one may have left word of a wait
         self._seen: tuple[list[Any], list[str]] | None = None
-        self._beat = 0
+        self._beat, self._beat_judged, self._silent_ticks = 0, -1, 0
         self._quiet: dict[int, tuple[str, int]] = {}
         self._warned: set[int] = set()
         self._ends = False
         self._holder = ""  # the sign of the rank that mostly holds the store
-        self._gone = threading.Event()
-        arguments = (weakref.ref(self), patience / TICKS, self._gone)
+        gone = threading.Event()
+        # Threads of their own, as the main one waits in native code. They must not keep the engine alive, nor outlive
+        # it: a rank without an engine, which may prepare data for hours, owes nobody a sign.
         threads = [
-            threading.Thread(target=_watch, args=(*arguments, store, f"zeromesh/signs/{rank}"), daemon=True),
-            threading.Thread(target=_judge, args=arguments, daemon=True),
-        ]
+            threading.Thread(
+                target=_repeat, args=(weakref.ref(self), patience / TICKS, gone, act, at_end), daemon=True
+            )
+            for act, at_end in (
+                (Watchdog.check, partial(store.set, f"zeromesh/signs/{rank}", "")),
+                (Watchdog.judge, lambda: None),
+            )
+        ]  # fmt: skip
         for thread in threads:
             thread.start()
-        weakref.finalize(self, _stop, self._gone, threads)
+        weakref.finalize(self, _stop, gone, threads)
 
     def begin(self, what: str, nbytes: int = 0) -> None:
         """Note that a wait begins, for a collective that carries so many bytes."""
@@ -137,6 +119,8 @@ class Watchdog:
         if why := last_said(self._store, "zeromesh/ended"):
             self._end(why, publish=False)
         wait, now = self._wait(), time.monotonic()
+        # Ranks say what they wait for, and read what others say, only once they have waited for long, so a run in which
+        # all is well pays next to nothing.
         if wait is None or now < self._since + self._patience:
             self._quiet.clear()
             self._warned.clear()
@@ -149,10 +133,11 @@ class Watchdog:
             self._seen = None
             return
         self._publish(wait)
-        states = self._states()
+        states = [wait_of(self._store, rank) for rank in range(self._world_size)]
         if self._seen is None or self._seen[0] != states:
             self._seen = states, signs
         still = self._wait()
+        # All must have given a sign since these states were first seen: what a stopped rank has said may be old.
         alive = all(sign != before for sign, before in zip(signs, self._seen[1], strict=True))
         if all(states) and alive and still is not None and still["number"] == wait["number"]:
             self._give_up(states)
@@ -177,24 +162,23 @@ class Watchdog:
             self._store.set(f"zeromesh/waits/{self._rank}", json.dumps(state))
             self._published = state
 
-    def _states(self) -> list[Any]:
-        return [wait_of(self._store, rank) for rank in range(self._world_size)]
-
     def _signs(self, ranks: Sequence[int]) -> list[str]:
-        """Return the last sign of each rank; empty where there is none, as no engine is there."""
         return [last_said(self._store, f"zeromesh/signs/{rank}") for rank in ranks]
 
     def _look_for_silent(self, wait: dict[str, Any], signs: Sequence[str]) -> None:
-        """End the run if a rank has given no sign for long; looks are counted, as this process may stop, too."""
+        """End the run if a rank has given no sign for long: it was stopped, or its machine is gone."""
         for rank, sign in enumerate(signs):
             before, count = self._quiet.get(rank, ("", 0))
+            # Looks are counted instead of seconds, as this process may be stopped, too.
             count = count + 1 if sign and sign == before else 0
             self._quiet[rank] = sign, count
             if count < TICKS // 2 or rank == self._rank:
                 continue
             life = _life(sign)
+            _, _, process, host = sign.split(" ", 3)
             text = (
-                f"rank {rank} ({_process(sign)}) has given no sign of life for {count * self._patience / TICKS:.0f} s"
+                f"rank {rank} (process {process} on {host}) has given no sign of life for "
+                f"{count * self._patience / TICKS:.0f} s"
                 f"{_LIVES[life]}; rank {self._rank} waits for {_described(wait)}"
             )
             if rank not in self._warned:
@@ -218,8 +202,10 @@ class Watchdog:
         text = f"every rank has waited for {self._patience:.0f} s or more and none got any further"
         self._end("\n".join([f"{text}:", *lines, advice]), publish=True)
 
-    def store_is_silent(self, ticks: int) -> None:
-        """End the run if the store has not answered for many ticks and this rank waits."""
+    def judge(self) -> None:
+        """End the run if the store has not answered ``check`` for many ticks and this rank waits."""
+        self._silent_ticks = ticks = self._silent_ticks + 1 if self._beat == self._beat_judged else 0
+        self._beat_judged = self._beat
         if ticks < TICKS or not (self._what or _own_wait(sys._current_frames().get(self._thread))):
             return
         seconds = ticks * self._patience / TICKS
@@ -233,11 +219,6 @@ class Watchdog:
         if ticks >= TICKS * ((LIMITS["stopped"] if stopped else None) or SILENT):
             self._end(text, publish=False)
 
-    @property
-    def beat(self) -> int:
-        """Number of this rank's signs of life."""
-        return self._beat
-
     def _end(self, why: str, publish: bool) -> None:
         """Say why, and where this rank is; leave the others the time to say where they are; end the process."""
         if self._ends:
@@ -248,18 +229,16 @@ class Watchdog:
         print(f"zeromesh: {why}\nThis rank, {self._rank}, was here:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         pause = 2.5 * self._patience / TICKS
-        write_failure(why.splitlines()[0].rstrip(":"), f"{why}\n{_stack(self._thread)}", EXIT_CODE, pause)
+        stack = io.StringIO()
+        traceback.print_stack(sys._current_frames().get(self._thread), file=stack)
+        write_failure(why.splitlines()[0].rstrip(":"), f"{why}\n{stack.getvalue()}", EXIT_CODE, pause)
         time.sleep(pause)
         # The waiting thread is inside gloo, which cannot be interrupted.
         os._exit(EXIT_CODE)
 
 
 def where(frame: FrameType | None) -> str:
-    """Return ``FILE:LINE`` of the innermost call that is neither in this package nor in torch; empty if there is none.
-
-    Args:
-        frame: the innermost frame.
-    """
+    """Return ``FILE:LINE`` of the innermost call outside this package and torch; empty if there is none."""
     for one in _outwards(frame):
         if not one.f_code.co_filename.startswith(_PACKAGES):
             return f"{one.f_code.co_filename}:{one.f_lineno}"
@@ -307,20 +286,11 @@ def _calls() -> int | None:
         return None
 
 
-def _process(sign: str) -> str:
-    _, _, process, host = sign.split(" ", 3)
-    return f"process {process} on {host}"
-
-
-def _place() -> str:
-    """Return what tells machines, and containers on one, apart: process numbers of another one mean nothing here."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()}/?"
-
-
-_PLACE = _place()
+# Tells machines, and containers on one, apart: process numbers of another one mean nothing here.
+try:
+    _PLACE = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+except OSError:
+    _PLACE = f"{socket.gethostname()}/?"
 
 
 def _life(sign: str) -> str:
@@ -335,51 +305,26 @@ def _life(sign: str) -> str:
     return "stopped" if stat.rpartition(")")[2].split()[0] in ("T", "t", "Z", "X") else "alive"
 
 
-def _stack(thread: int) -> str:
-    text = io.StringIO()
-    traceback.print_stack(sys._current_frames().get(thread), file=text)
-    return text.getvalue()
-
-
-def _watch(
-    watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event, store: Any, key: str
-) -> None:  # fmt: skip
-    _repeat(watchdog, pause, gone, Watchdog.check)
-    with contextlib.suppress(RuntimeError):
-        store.set(key, "")  # a rank without an engine owes nobody a sign
-
-
-def _judge(watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event) -> None:
-    """Watch over the other thread, which the store may keep waiting."""
-    seen, ticks = -1, 0
-
-    def look(alive: Watchdog) -> None:
-        nonlocal seen, ticks
-        ticks = ticks + 1 if alive.beat == seen else 0
-        seen = alive.beat
-        alive.store_is_silent(ticks)
-
-    _repeat(watchdog, pause, gone, look)
-
-
 def _stop(gone: threading.Event, threads: list[threading.Thread]) -> None:
     """End the threads, also as the process ends: one that comes back from the store when Python is gone aborts it."""
     gone.set()
     for thread in threads:
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread():  # the garbage collector may run in any thread
             thread.join(LEAVE)
 
 
 def _repeat(
-    watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event, act: Callable[[Watchdog], None]
+    watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event, act: Callable[[Watchdog], None],
+    at_end: Callable[[], None],
 ) -> None:  # fmt: skip
-    while not gone.wait(pause):
-        alive = watchdog()
-        if alive is None:
-            return
-        try:
-            act(alive)
-        except RuntimeError:
-            gone.set()  # the process group and its store are gone
-            return
-        del alive
+    with contextlib.suppress(RuntimeError):
+        while not gone.wait(pause):
+            alive = watchdog()
+            if alive is None:
+                break
+            try:
+                act(alive)
+            except RuntimeError:
+                gone.set()  # the process group and its store are gone
+            del alive
+        at_end()

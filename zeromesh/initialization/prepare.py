@@ -184,6 +184,6 @@ def make_observer(plan: Plan, monitor: Monitor) -> Observer:
             output=Path(flops.output_file).absolute() if flops.output_file else None,
             dtype=settings.precision.compute or settings.precision.autocast or torch.float32,
         )
-    mesh.traffic.listener = collective  # of no engine, as engines may share a mesh
+    mesh.traffic.listen(collective)  # of no engine, as engines may share a mesh
     # A run of ``zeromesh train`` ends with a report of what bounded it.
     return Observer(plan.model, mesh.device, mesh.rank, monitor, every, window, counts, whole=settings.run is not None)

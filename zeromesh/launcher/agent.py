@@ -8,72 +8,56 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import MultiprocessContext, SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousParameters,
-    RendezvousStateError,
-    RendezvousTimeoutError,
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    MultiprocessContext,
+    SignalException,
+    Std,
 )
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
 from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
 from zeromesh.comm.interface import own_address
-from zeromesh.comm.rank import FAILURES
+from zeromesh.comm.rank import FAILURES, OUTPUT
 from zeromesh.comm.rendezvous import in_background, reach
-from zeromesh.launcher.output import PREFIX, OutputStreams
-from zeromesh.launcher.rendezvous import RUN, LoopbackRendezvous, signed_rendezvous
+from zeromesh.launcher.rendezvous import RUN, signed_rendezvous
 
-KILLED_BEFORE = 1.0
-"""Seconds before a rank that ends the run goes, in which stopped ones are killed."""
+PREFIX = "[${rank}] "  # begins each line of a rank whose output is copied
+KILLED_BEFORE = 1.0  # seconds before a rank that ends the run goes, in which stopped ones are killed
 
+# Signals that are passed on to the ranks, and end the run.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that are passed on to the ranks, and end the run."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Ranks to start, and their rendezvous.
+    """Ranks to start, and their rendezvous."""
 
-    Attributes:
-        ranks: on this node.
-        least_nodes: with fewer nodes the run does not begin, or go on.
-        most_nodes: with more it does not go on.
-        master: ``HOST:PORT`` of the rendezvous; empty for one node, which uses a free port on loopback.
-        node_rank: 0 on the node that is the master; None to find out by its host name.
-        restarts: how often all ranks may be started again after one failed.
-        timeout: seconds that nodes have to find each other.
-        secret: of all nodes; empty for one node.
-        variables: environment variables of the ranks beside those of this process and torchrun's.
-        start_method: ``spawn`` or ``fork``, for functions.
-    """
-
-    ranks: int
-    least_nodes: int = 1
-    most_nodes: int = 1
-    master: str = ""
-    node_rank: int | None = None
-    restarts: int = 0
-    timeout: float = 300.0
-    secret: bytes = field(default=b"", repr=False)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    start_method: str = "spawn"
-
-    @property
-    def one_node(self) -> bool:
-        """True if the ranks of this node are all."""
-        return not self.master
+    ranks: int  # on this node
+    least_nodes: int = 1  # with fewer nodes the run does not begin, or go on
+    most_nodes: int = 1  # with more it does not go on
+    master: str = ""  # HOST:PORT of the rendezvous; empty for one node, which uses a free port on loopback
+    node_rank: int | None = None  # 0 on the node that is the master; None to find out by its host name
+    restarts: int = 0  # how often all ranks may be started again after one failed
+    timeout: float = 300.0  # seconds that nodes have to find each other
+    secret: bytes = field(default=b"", repr=False)  # of all nodes; must not get into logs
+    variables: Mapping[str, str] = field(default_factory=dict)  # for the ranks, beside this process's and torchrun's
+    start_method: str = "spawn"  # or fork, for functions
 
 
 def run(
@@ -81,11 +65,7 @@ def run(
 ) -> Mapping[int, Any]:  # fmt: skip
     """Run a command or a function as every rank of this node, wait for it, and return a function's results by rank.
 
-    Args:
-        command: a program, or a function that can be pickled, and its arguments.
-        plan: which ranks.
-        folder: an empty one for files that live as long as the run.
-        report: receives lines for the user: restarts, changes of the world.
+    ``folder`` is an empty one for files that live as long as the run. ``report`` receives lines for the user.
 
     Raises:
         RankFailure: a rank of this node raised or died, and no restarts were left. The others have been ended.
@@ -101,10 +81,9 @@ def run(
         if plan.restarts:
             # Ranks that are started again must not find what those before left in the store, such as their addresses;
             # the one that torchrun's library shares with them by default stays the same.
-            stack.enter_context(_variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
-        if callable(command[0]):
-            for name, value in plan.variables.items():  # before spawned ranks import torch, which reads them
-                stack.enter_context(_variable(name, value))
+            stack.enter_context(_variables({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}))
+        if callable(command[0]):  # before spawned ranks import torch, which reads them
+            stack.enter_context(_variables(plan.variables))
         try:
             agent = _agent(command, plan, folder, report)
             stack.enter_context(_handlers(agent.pass_on, (signal.SIGUSR1,)))
@@ -123,19 +102,19 @@ def run(
             if (folder / SAVED).exists():
                 raise SystemExit(SAVED_AND_ENDED) from None
             raise SystemExit(128 + error.sigval) from None
-        except RendezvousTimeoutError:
+        except elastic.RendezvousTimeoutError:
             raise TimeoutError(
                 f"fewer than {plan.least_nodes} nodes met at {plan.master} in {plan.timeout:.0f} s; start zeromesh "
                 "launch with the same --nnodes and --master on every node, or lower --nnodes"
             ) from None
-        except RendezvousStateError:
+        except elastic.RendezvousStateError:
             raise ConnectionError(
                 f"what nodes tell each other at {plan.master} is not signed with this node's secret: nodes have "
                 "different secrets, or a stranger writes there; pass the same --secret-file on every node"
             ) from None
-        except RendezvousClosedError:
+        except elastic.RendezvousClosedError:
             raise ConnectionError(f"the run at {plan.master} has ended already; start it anew on all nodes") from None
-        except RendezvousConnectionError:
+        except elastic.RendezvousConnectionError:
             raise ConnectionError(
                 f"the master {plan.master} has gone: zeromesh launch has ended there, or the network has failed; see "
                 "its output, and start the run anew on all nodes"
@@ -147,8 +126,8 @@ def run(
 
 
 def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Callable[[str], None]) -> _Agent:
-    local = "127.0.0.1" if plan.one_node else _address_towards(plan)
-    rendezvous = LoopbackRendezvous(plan.timeout) if plan.one_node else _rendezvous(plan, local)
+    local = _address_towards(plan) if plan.master else "127.0.0.1"
+    rendezvous = _rendezvous(plan, local) if plan.master else _Loopback(plan.timeout)
     spec = WorkerSpec(
         role="rank",
         local_world_size=plan.ranks,
@@ -159,19 +138,19 @@ def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Calla
         monitor_interval=0.1,
         local_addr=local,
     )
-    streams = OutputStreams(folder, {**plan.variables, FAILURES: str(folder)}, plan.start_method == "fork")
+    streams = _Output(folder, {**plan.variables, FAILURES: str(folder)}, plan.start_method == "fork")
     return _Agent(spec, streams, plan.start_method, folder, report)
 
 
-def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
-    """Join the rendezvous of the nodes, with a timeout also where the master is no store, and heeding Ctrl-C."""
+def _rendezvous(plan: LaunchPlan, local: str) -> elastic.RendezvousHandler:
+    """Join the rendezvous of the nodes."""
     if not plan.secret:
         raise ValueError("several nodes need a secret that they share")
     # A node that is gone is missed after six seconds, and after five more the others go on without it.
     options: dict[str, Any] = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
     if plan.node_rank is not None:
         options["is_host"] = plan.node_rank == 0
-    parameters = RendezvousParameters(
+    parameters = elastic.RendezvousParameters(
         backend="c10d",
         endpoint=plan.master,
         run_id=RUN,
@@ -188,11 +167,12 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
         failure = reach(host.strip("[]"), int(port), end)[1]
     made: list[Any] = []
     if not failure:
+        # In a thread: torch waits for ever where the master is no store, and ignores Ctrl-C meanwhile.
         in_background(lambda: signed_rendezvous(parameters, plan.secret), made)(max(1.0, end - time.monotonic()))
         if made and not isinstance(made[0], Exception):
-            handler: RendezvousHandler = made[0]
+            handler: elastic.RendezvousHandler = made[0]
             return handler
-        if made and not isinstance(made[0], RendezvousConnectionError):
+        if made and not isinstance(made[0], elastic.RendezvousConnectionError):
             raise made[0]
         failure = str(made[0].__cause__ or made[0]) if made else "what listens there is no zeromesh launch"
     raise ConnectionError(
@@ -202,20 +182,83 @@ def _rendezvous(plan: LaunchPlan, local: str) -> RendezvousHandler:
     )
 
 
-class _Agent(LocalElasticAgent):
-    """torchrun's agent, which reports restarts and does not wait long for ranks that it ends.
+class _Loopback(elastic.RendezvousHandler):
+    """Rendezvous of a single node. Each start of its ranks gets a new store on the loopback interface."""
 
-    Attributes:
-        rendezvous: the rendezvous of the nodes.
-        failure: the first one of the last start.
-    """
+    # torch's own for one node keeps pickled state in a store that takes connections from everybody.
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self._server: Any = None
+        self._closed = False
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        port = int(listener.getsockname()[1])
+        store: Any = dist.TCPStore  # type: ignore[attr-defined]
+        # Kept here, as it ends with the object. The socket is made before, as TCPStore would listen on all interfaces.
+        self._server = store(
+            "127.0.0.1", port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        own: Any = dist.HashStore()  # type: ignore[attr-defined]
+        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return RUN
+
+    def shutdown(self) -> bool:
+        self._closed, self._server = True, None
+        return True
+
+
+class _Output(DefaultLogsSpecs):
+    """Log settings for the agent: rank 0 keeps the terminal, torchrun's ``tee`` copies what the others write."""
+
+    def __init__(self, folder: Path, variables: dict[str, str], forks: bool) -> None:
+        super().__init__(log_dir=str(folder))  # of the files that the copied output passes through
+        self._variables = variables  # torch has no other place for further variables of the ranks
+        self._forks = forks
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the destinations for one start of the ranks, given their variables by local rank."""
+        replaced = sys.stdout is not sys.__stdout__  # as in a notebook, where descriptor 1 is not what the user sees
+        self._tee = {local: Std.ALL if replaced or int(env["RANK"]) else Std.NONE for local, env in envs.items()}
+        for variables in envs.values():
+            variables.update(self._variables)
+        destination = super().reify(envs)
+        if self._forks:
+            # torch redirects the descriptors of ``sys.stdout``, which a notebook's stream may not have.
+            for local in destination.tee_stdouts:
+                envs[local][OUTPUT] = str(Path(destination.stdouts[local]).parent)
+            destination.stdouts = destination.stderrs = dict.fromkeys(envs, "")
+        return destination
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, which reports restarts and does not wait long for ranks that it ends."""
 
     def __init__(
-        self, spec: WorkerSpec, streams: OutputStreams, start_method: str, folder: Path, report: Callable[[str], None]
+        self, spec: WorkerSpec, streams: _Output, start_method: str, folder: Path, report: Callable[[str], None]
     ) -> None:
         super().__init__(spec, streams, start_method, log_line_prefix_template=PREFIX)
         self.rendezvous = spec.rdzv_handler
-        self.failure: RankFailure | None = None
+        self.failure: RankFailure | None = None  # the first one of the last start
         self._folder = folder
         self._report = report
         self._left = spec.max_restarts
@@ -223,7 +266,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for file in (*self._folder.glob("*.failure"), *self._folder.glob("*.step")):
-            file.unlink()
+            file.unlink()  # of the ranks before
         world = worker_group.workers[0].world_size
         if self._world and self._world != world:
             self._report(f"the run goes on with {world} rank{'s' * (world > 1)} instead of {self._world}")
@@ -255,7 +298,8 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _kill_stopped(self) -> None:
-        """Kill stopped ranks of a run that another rank is about to end: torch would wait for them for 30 seconds."""
+        """Kill stopped ranks of a run that another rank is about to end."""
+        # They heed no SIGTERM, and torch would wait for them for 30 seconds. Not at once, as they may go on meanwhile.
         records = [json.loads(file.read_text(encoding="utf-8")) for file in self._folder.glob("*.failure")]
         ends = min((one["at"] + one["lingers"] for one in records if one["lingers"]), default=math.inf)
         if time.time() > ends - KILLED_BEFORE and self._pcontext is not None:
@@ -284,9 +328,10 @@ class _Agent(LocalElasticAgent):
 
 
 def _address_towards(plan: LaunchPlan) -> str:
-    """Return this machine's address on the way to the master; host names need not be known."""
+    """Return this machine's address on the way to the master."""
     host, port = plan.master.rsplit(":", 1)
     try:
+        # torch would give the others this machine's name, which they need not be able to look up.
         own = own_address(host.strip("[]"), int(port))
     except OSError as error:
         raise ConnectionError(
@@ -294,20 +339,18 @@ def _address_towards(plan: LaunchPlan) -> str:
             "or address of the first node as the other nodes know it, and a free port: --master HOST:29500"
         ) from None
     if plan.node_rank == 0:
-        _require_free(plan, int(port), socket.AF_INET6 if ":" in own else socket.AF_INET)
+        with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            # A run that has just ended leaves connections of the port behind, which do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", int(port)))
+            except OSError as error:
+                raise ConnectionError(
+                    f"port {port} of --master {plan.master} cannot be used on {socket.gethostname()} "
+                    f"({error.strerror}): another program, or another run, listens on it; choose another port on all "
+                    "nodes"
+                ) from None
     return own
-
-
-def _require_free(plan: LaunchPlan, port: int, family: socket.AddressFamily) -> None:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ConnectionError(
-                f"port {port} of --master {plan.master} cannot be used on {socket.gethostname()} ({error.strerror}): "
-                "another program, or another run, listens on it; choose another port on all nodes"
-            ) from None
 
 
 def _end(number: int, _: Any) -> None:
@@ -320,14 +363,12 @@ def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Sign
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
-        for number in numbers:
-            signal.signal(number, handler)
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old if old is not None else signal.SIG_DFL)
+            signal.signal(number, old if old is not None else signal.SIG_DFL)  # None: one that is not Python's
 
 
 @contextmanager
@@ -342,13 +383,12 @@ def _silence() -> Iterator[None]:
 
 
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable in this context, unless it is set."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables in this context, unless they are set."""
+    own = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(own)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in own:
+            del os.environ[name]

@@ -53,7 +53,7 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
             or a process group.
         KeyboardInterrupt: on Ctrl-C, once all ranks have ended.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # else each rank would start ranks, and so on
         raise RuntimeError(
             f"zeromesh.launch was called while a rank imported {sys.argv[0]} to find the function; each rank does, so "
             "put what only the first process is to do under: if __name__ == '__main__':"
@@ -63,16 +63,26 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, but must be at least 1; name the number of processes to start")
     if is_launched():
-        Environment.detect()
+        Environment.detect()  # raises where the launcher's variables are wrong
         return [function(*args)]
     if ranks == 1:
         return [function(*args)]
+    # torch's elastic library takes a second to import, which a single process need not wait for.
     from zeromesh.launcher.agent import LaunchPlan, run
 
     forks = _is_interactive()
     if forks:
         _require_forkable()
-    call = (function, args) if forks else _pickled(function, args)
+        call: Any = (function, args)
+    else:
+        try:
+            call = pickle.dumps((function, args))
+        except Exception as error:
+            raise ValueError(
+                f"{getattr(function, '__qualname__', repr(function))} and its arguments cannot be sent to the ranks "
+                f"({error}); pass a function that is defined at the top level of a module or of the script, and "
+                "arguments that can be pickled; build models and open files inside the function"
+            ) from None
     plan = LaunchPlan(ranks, variables=threads(ranks), start_method="fork" if forks else "spawn")
     with tempfile.TemporaryDirectory(prefix="zeromesh-") as name:
         results = run([rank.run_function, call], plan, Path(name), _log.warning)
@@ -87,9 +97,8 @@ def _is_interactive() -> bool:
 
 def _require_forkable() -> None:
     """Raise RuntimeError if this process has state that forks cannot use: CUDA, or a process group with its threads."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return
+    import torch
+
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "this notebook has initialised CUDA, which processes that are forked from it cannot use; restart its "
@@ -102,18 +111,6 @@ def _require_forkable() -> None:
             "forked from it cannot use it: call torch.distributed.destroy_process_group() first, or train inside the "
             "function that is passed to zeromesh.launch"
         )
-
-
-def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    name = getattr(function, "__qualname__", repr(function))
-    try:
-        return pickle.dumps((function, args))
-    except Exception as error:
-        raise ValueError(
-            f"{name} and its arguments cannot be sent to the ranks ({error}); pass a function that is defined at the "
-            "top level of a module or of the script, and arguments that can be pickled; build models and open files "
-            "inside the function"
-        ) from None
 
 
 def python_rank(kind: str, target: str, arguments: Sequence[str] = ()) -> list[str]:
@@ -130,6 +127,7 @@ def default_ranks() -> int:
 
 def threads(ranks: int) -> dict[str, str]:
     """Return OMP_NUM_THREADS for each of ``ranks`` ranks of this machine, as a variable; nothing if it is set."""
+    # Without it each rank would start a thread for every core, and the ranks would take turns.
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, available_cores() // ranks))}
 
 

@@ -19,31 +19,21 @@ from typing import Any
 from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, first_failure, grace
 from zeromesh.comm.rank import FAILURES
 
+# Seconds that mpiexec has to end all ranks after one here has failed; it does not where that one had no MPI yet.
 PATIENCE = 10.0
-"""Seconds that mpiexec has to end all ranks after one here has failed; it does not where that one had no MPI yet."""
 
 
 @dataclass(frozen=True)
 class Mpiexec:
-    """A launcher of MPI programs.
-
-    Attributes:
-        path: of the program.
-        is_open_mpi: whether it is Open MPI's; its options differ.
-    """
+    """A launcher of MPI programs."""
 
     path: str
-    is_open_mpi: bool
+    is_open_mpi: bool  # its options differ from those of MPICH and Intel MPI
 
 
 def find_mpiexec() -> Mpiexec:
-    """Return the mpiexec of this Python environment, else the first one on PATH.
-
-    That of the environment goes first, as it belongs to the MPI that pip installed beside mpi4py.
-
-    Raises:
-        ValueError: there is none, or it does not work.
-    """
+    """Return the mpiexec of this Python environment, else the first one on PATH; raise ValueError if none works."""
+    # That of the environment goes first, as it belongs to the MPI that pip installed beside mpi4py.
     beside = Path(sys.executable).with_name("mpiexec")
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if path is None:
@@ -62,11 +52,7 @@ def find_mpiexec() -> Mpiexec:
 def command_line(
     mpiexec: Mpiexec, command: Sequence[str], ranks: int, nodes: int, extra: Sequence[str]
 ) -> list[str]:  # fmt: skip
-    """Return the whole command; ``ranks`` are those of each node.
-
-    Raises:
-        ValueError: Open MPI would refuse to start.
-    """
+    """Return the whole command, of ``ranks`` per node; raise ValueError if Open MPI would refuse to start."""
     root = "--allow-run-as-root"
     if mpiexec.is_open_mpi and os.geteuid() == 0 and root not in extra:
         raise ValueError(
@@ -89,21 +75,18 @@ def run(
         SystemExit: with mpiexec's exit status, where that is all that is known, or on SIGTERM.
     """
     line = command_line(mpiexec, command, ranks, nodes, extra)
+    # In a session of its own, as a terminal would send Ctrl-C to mpiexec and all ranks, beside what is passed on here.
     process = subprocess.Popen(line, env={**env, FAILURES: str(folder)}, start_new_session=True)
     got: list[int] = []
 
     def pass_on(number: int, _: Any) -> None:
         with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL if got else number)
-        got.append(number)
+            process.send_signal(signal.SIGKILL if got else number)  # who asks twice does not want to wait
+        if number != signal.SIGUSR1:  # which ends nothing
+            got.append(number)
 
-    def hand_on(number: int, _: Any) -> None:
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.signal(number, pass_on) for number in numbers}
-    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, hand_on)
     try:
         status = _wait(process, got, folder)
     finally:
@@ -127,23 +110,18 @@ def run(
 
 
 def _wait(process: subprocess.Popen[bytes], got: list[int], folder: Path) -> int | None:
-    """Return the exit status; None if mpiexec had to be ended because a rank here failed and the others went on.
-
-    After a signal, mpiexec has some seconds until it is killed, and with it all ranks here.
-    """
+    """Return the exit status; None if mpiexec had to be ended because a rank here failed and the others went on."""
     end = math.inf
     while not got and time.monotonic() < end:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(0.2)
         if end == math.inf and any(folder.glob("*.failure")):
             end = time.monotonic() + PATIENCE
-    failed, patience = not got, HASTE
+    failed = not got
     if failed:
         process.terminate()
-    else:
-        patience = grace(got[0])
     try:
-        status = process.wait(patience)
+        status = process.wait(grace(got[0]) if got else HASTE)  # the ranks may save after a signal
     except subprocess.TimeoutExpired:
         process.kill()
         status = process.wait()

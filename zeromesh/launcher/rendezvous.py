@@ -1,30 +1,20 @@
-"""Rendezvous of launchers: on loopback for one node, else over a store whose content is signed.
-
-torch's elastic rendezvous keeps its state pickled in a store that takes connections from everybody. One node needs no
-such state. Several nodes sign it with a secret that they share, and nothing is unpickled whose signature is wrong.
-"""
+"""Rendezvous of several nodes over a store whose content is signed."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import os
-import socket
 import stat
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, RendezvousStateError
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 RUN = "zeromesh"
-LEAST_SECRET = 16
-"""Bytes of the shortest secret."""
-
+LEAST_SECRET = 16  # bytes of the shortest secret
 VARIABLE = "ZEROMESH_SECRET"
 
 HOW = (
@@ -36,8 +26,7 @@ HOW = (
 def read_secret(file: Path | None) -> bytes:
     """Return the secret that the nodes share, of a file or of the variable ZEROMESH_SECRET; empty where there is none.
 
-    Raises:
-        ValueError: the file cannot be read, others may read it, or the secret is too short.
+    Raise ValueError if the file cannot be read, others may read it, or the secret is too short.
     """
     if file is None:
         secret, name = os.environ.get(VARIABLE, "").strip().encode(), VARIABLE
@@ -56,58 +45,11 @@ def read_secret(file: Path | None) -> bytes:
     return secret
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """Rendezvous of a single node. Each start of its ranks gets a new store on the loopback interface."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timedelta(seconds=timeout)
-        self._server: Any = None
-        self._closed = False
-
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return "loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True if ranks use the store of this process."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Make the store of the ranks that are about to start."""
-        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        port = int(listener.getsockname()[1])
-        store: Any = dist.TCPStore  # type: ignore[attr-defined]
-        self._server = store(
-            "127.0.0.1", port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        own: Any = dist.HashStore()  # type: ignore[attr-defined]
-        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
-
-    def is_closed(self) -> bool:
-        """Return whether the run has ended."""
-        return self._closed
-
-    def set_closed(self) -> None:
-        """End the run."""
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many nodes want to join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the run."""
-        return RUN
-
-    def shutdown(self) -> bool:
-        """End the run and close the store."""
-        self._closed, self._server = True, None
-        return True
-
-
 class SignedBackend(C10dRendezvousBackend):
     """torch's backend for the state of a rendezvous, which is signed: HMAC-SHA256 with a secret of the nodes."""
+
+    # The state is pickled, in a store that takes connections from everybody; nothing is unpickled whose signature is
+    # wrong.
 
     def __init__(self, store: Any, secret: bytes) -> None:
         self._secret = secret

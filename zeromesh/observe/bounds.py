@@ -1,8 +1,6 @@
-"""The resource that bounds a run, and its distance from its limit.
+"""Resource that bounds a run, and its distance from its limit.
 
-Every second of an update is put down to one resource: waits and copies by the kind of their span, the rest of forward,
-backward and step to the device that computes. What was moved or computed meanwhile, and what the machine was measured
-to do at best, tell how far from its limit a resource ran. The one with most seconds bounds the run: only more of it, or
+Every second of an update is put down to one resource. The one with most seconds bounds the run: only more of it, or
 less use of it, makes the run much faster.
 """
 
@@ -18,6 +16,7 @@ from zeromesh.observe.breakdown import DATA, OTHER, Breakdown
 COMPUTE, HOST, LINK, DISK, NETWORK = "compute", "host memory", "link to the host", "disk", "network"
 INPUT, PROGRAM = "input", "the program"
 
+# Resource that each kind of span waits for or works with; the network includes the other ranks.
 WAITS: dict[str, str] = {
     "update_on_host": HOST,
     "offload": LINK,
@@ -29,10 +28,9 @@ WAITS: dict[str, str] = {
     "sum_shares": NETWORK,
     "agree": NETWORK,
 }
-"""Resource that each kind of span waits for or works with; the network includes the other ranks."""
 
+# Resource of time outside of spans; every other phase's own time is the device's.
 PHASES: dict[str, str] = {DATA: INPUT, OTHER: PROGRAM, "checkpoint": PROGRAM, "observe": PROGRAM}
-"""Resource of time outside of spans; every other phase's own time is the device's."""
 
 ADVICE: dict[str, str] = {
     COMPUTE: "the tiers cost little; a faster or a further device, fewer recomputed activations, or 16 bits help",
@@ -51,37 +49,24 @@ ADVICE: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Amount:
-    """Work of a resource in an update: bytes, or operations.
-
-    Attributes:
-        limit: most per second, as measured; None: unknown.
-        busy: seconds in which it was at work, where that is known apart from the time that was waited for it.
-    """
+    """Work of a resource in an update: bytes, or operations."""
 
     amount: float
-    limit: float | None = None
-    busy: float | None = None
+    limit: float | None = None  # most per second, as measured
+    busy: float | None = None  # seconds at work, where known apart from the time that was waited for it
 
 
 @dataclass(frozen=True)
 class Use:
-    """Use of a resource per update; what is unknown is None.
-
-    Attributes:
-        share: of the update's seconds.
-        amount: bytes, or operations where it is compute.
-        rate: amount per second in which it was at work.
-        limit: most per second, as measured.
-        of_limit: ``rate`` as a share of ``limit``.
-    """
+    """Use of a resource per update; what is unknown is None."""
 
     resource: str
     seconds: float
-    share: float
-    amount: float | None = None
-    rate: float | None = None
-    limit: float | None = None
-    of_limit: float | None = None
+    share: float  # of the update's seconds
+    amount: float | None = None  # bytes, or operations where it is compute
+    rate: float | None = None  # amount per second in which it was at work
+    limit: float | None = None  # most per second, as measured
+    of_limit: float | None = None  # rate as a share of the limit
 
 
 @dataclass(frozen=True)
@@ -110,6 +95,7 @@ def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> Bounds:
             if kind in WAITS:
                 seconds[WAITS[kind]] = seconds.get(WAITS[kind], 0.0) + part
                 left -= part
+        # The rest of forward, backward and step is the device's, which computes.
         resource = PHASES.get(phase, COMPUTE)
         seconds[resource] = seconds.get(resource, 0.0) + max(0.0, left)
     uses = [_use(name, spent, breakdown.total, amounts.get(name)) for name, spent in seconds.items()]
@@ -117,6 +103,7 @@ def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> Bounds:
     uses += [
         _use(name, 0.0, breakdown.total, one) for name, one in amounts.items() if name not in seconds and one.amount
     ]
+    # Sorted, so that the first one bounds the run.
     return Bounds(breakdown.updates, breakdown.total, tuple(sorted(uses, key=lambda use: -use.seconds)))
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from zeromesh.observe.spans import Clock, Span, Spans
 
-BEFORE_FORWARD = ("forward", "evaluation")
+# Time between phases: waiting for a batch where a forward follows, else the user's own code.
 DATA, OTHER = "data", "other"
-"""Time between phases: waiting for a batch where a forward follows, else the user's own code."""
+BEFORE_FORWARD = ("forward", "evaluation")
 
-MOST_PHASES = 1000
-"""Most phases that are kept without an update, as in a long evaluation."""
+MOST_PHASES = 1000  # that are kept without an update, as in a long evaluation
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,7 @@ class Breakdown:
     """Mean seconds per update.
 
     Attributes:
+        updates: number of them.
         total: from the end of one update to that of the next.
         phases: parts of ``total``; they add up to it.
         inside: per phase the kinds of spans in it, each without the spans inside of it; the rest is the phase's own.
@@ -36,31 +36,28 @@ class Breakdown:
         """Return the breakdown of the updates of both."""
         updates = self.updates + other.updates
 
-        def mean(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-            sums = {
-                kind: first.get(kind, 0.0) * self.updates + second.get(kind, 0.0) * other.updates
-                for kind in first | second
-            }
-            return {kind: value / updates for kind, value in sums.items()}
+        def mean(one: float, another: float) -> float:
+            return (one * self.updates + another * other.updates) / updates
 
-        inside = {
-            phase: mean(self.inside.get(phase, {}), other.inside.get(phase, {})) for phase in self.phases | other.phases
-        }
-        total = (self.total * self.updates + other.total * other.updates) / updates
-        return Breakdown(updates, total, mean(self.phases, other.phases), inside)
+        def means(one: dict[str, float], another: dict[str, float]) -> dict[str, float]:
+            return {kind: mean(one.get(kind, 0.0), another.get(kind, 0.0)) for kind in one | another}
+
+        phases = means(self.phases, other.phases)
+        inside = {phase: means(self.inside.get(phase, {}), other.inside.get(phase, {})) for phase in phases}
+        return Breakdown(updates, mean(self.total, other.total), phases, inside)
 
     def text(self) -> str:
         """Return a table."""
+
+        def line(name: str, seconds: float) -> str:
+            return f"{name:<24}{1e3 * seconds:>10.2f}{seconds / self.total if self.total > 0 else 0.0:>8.1%}"
+
         lines = [f"{self.updates} updates, {1e3 * self.total:.2f} ms each", f"  {'phase':<22}{'ms':>10}{'share':>8}"]
         for phase, seconds in self.phases.items():
-            lines.append(self._line(phase, seconds, 2))
+            lines.append(line(f"  {phase}", seconds))
             parts = sorted(self.inside.get(phase, {}).items(), key=lambda part: -part[1])
-            lines += [self._line(kind, part, 4) for kind, part in parts]
+            lines += [line(f"    {kind}", part) for kind, part in parts]
         return "\n".join(lines)
-
-    def _line(self, name: str, seconds: float, indent: int) -> str:
-        share = seconds / self.total if self.total > 0 else 0.0
-        return f"{' ' * indent}{name:<{24 - indent}}{1e3 * seconds:>10.2f}{share:>8.1%}"
 
 
 class Timer:
@@ -72,13 +69,13 @@ class Timer:
 
     def begin(self) -> None:
         """Count from here on."""
-        self._spans.phases = []
+        self._spans.phases.clear()
         self._sums = Sums(self._spans.clock, self._spans.clock.mark())
         self._before = 0
 
     def after_update(self) -> None:
-        """Add up the phases of the update before this one: they are over on the device, too, so nobody waits for it."""
-        self._add(self._before)
+        """Add up the phases of the update before this one."""
+        self._add(self._before)  # they are over on the device, too, so nobody waits for it
         self._before = len(self._spans.phases)
 
     def after_phases(self) -> None:
@@ -88,7 +85,7 @@ class Timer:
             self._before = 0
 
     def take(self, updates: int) -> Breakdown:
-        """The breakdown of so many updates, which is all since ``begin``. Waits for the device."""
+        """Return the breakdown of so many updates, which is all since ``begin``. Waits for the device."""
         now = self._spans.clock.mark()
         self._spans.clock.settle(now)
         self._add(len(self._spans.phases))
@@ -118,30 +115,23 @@ class Sums:
             self._last = phase.end
             kinds = self._inside.setdefault(phase.kind, defaultdict(float))
             for span in _spans_in(phase):
-                kinds[span.kind] += own_seconds(span, clock)
+                parts = sum(clock.seconds(part.begin, part.end) for part in span.inside)
+                kinds[span.kind] += clock.seconds(span.begin, span.end) - parts
 
     def breakdown(self, end: Any, updates: int) -> Breakdown:
         """Return the means per update, with the time between the last phase and a mark of the clock."""
         rest = self._parts.get(OTHER, 0.0) + self._clock.seconds(self._last, end)
         parts = {kind: seconds for kind, seconds in self._parts.items() if kind != OTHER} | {OTHER: rest}  # as the last
-        return Breakdown(
-            updates,
-            self._clock.seconds(self._begin, end) / updates,
-            {kind: seconds / updates for kind, seconds in parts.items()},
-            {
-                phase: {kind: seconds / updates for kind, seconds in kinds.items()}
-                for phase, kinds in self._inside.items()
-            },
-        )
 
+        def means(sums: dict[str, float]) -> dict[str, float]:
+            return {kind: seconds / updates for kind, seconds in sums.items()}
 
-def own_seconds(span: Span, clock: Clock) -> float:
-    """The time of a span without that of the spans inside of it."""
-    return clock.seconds(span.begin, span.end) - sum(clock.seconds(part.begin, part.end) for part in span.inside)
+        inside = {phase: means(kinds) for phase, kinds in self._inside.items()}
+        return Breakdown(updates, self._clock.seconds(self._begin, end) / updates, means(parts), inside)
 
 
 def _spans_in(span: Span) -> Iterator[Span]:
-    """All spans inside of one, at every depth."""
+    """Yield all spans inside of one, at every depth."""
     for part in span.inside:
         yield part
         yield from _spans_in(part)

@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 
 from zeromesh.kernels.native import examine
 
+# Optional packages, and the extra of ZeroMesh that brings each.
 EXTRAS = {
     "mpi4py": "mpi",
     "transformers": "hf",
@@ -30,15 +32,16 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }
-"""Optional packages, and the extra of ZeroMesh that brings each."""
 
+# Flags of processors that say how fast matrix products are, as Linux names them.
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm")
-"""Flags of processors that say how fast matrix products are, as Linux names them."""
 
 DISK_BYTES = 64 << 20
 DISK_SECONDS = 2.0
-MEMORY_BYTES = 256 << 20
+MEMORY_BYTES = 256 << 20  # larger than most caches
 
+# Operations per second of 16-bit matrix products without sparsity, from the makers' data sheets, by a part of the
+# device's name. The first that fits counts, so a longer name comes before a shorter one.
 DENSE_16BIT_FLOPS: dict[str, float] = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -52,37 +55,21 @@ DENSE_16BIT_FLOPS: dict[str, float] = {
     "V100": 125e12,
     "T4": 65e12,
 }
-"""Operations per second of 16-bit matrix products without sparsity, from the makers' data sheets, by a part of the
-device's name; the first that fits counts."""
 
 BURSTS = 5
 PAUSE_SECONDS = 0.1
 
 
 def installed(package: str) -> str | None:
-    """Version of a package, or None."""
+    """Return the version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def versions() -> dict[str, Any]:
-    """``{python, torch, zeromesh, packages}``; a package that is missing has no version, but a command."""
-    packages = {
-        name: {"version": installed(name), "install": f"pip install 'zeromesh[{extra}]'"}
-        for name, extra in EXTRAS.items()
-    }
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "zeromesh": installed("zeromesh"),
-        "packages": packages,
-    }
-
-
 def devices() -> list[dict[str, Any]]:
-    """Accelerators that torch can use: ``{type, index, name, memory_bytes, free_bytes}``; None where it is unknown."""
+    """Return the accelerators that torch can use, ``{type, index, name, memory_bytes, free_bytes}``; None: unknown."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
@@ -96,17 +83,11 @@ def devices() -> list[dict[str, Any]]:
     return found
 
 
-def unused_gpus() -> int:
-    """Count Nvidia's devices that the system has and torch cannot use."""
-    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return 0 if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" else there
-
-
 def processor() -> dict[str, Any]:
-    """``{model, cores, instructions}``: cores that this process may use, and which of ``INSTRUCTIONS`` they have."""
+    """Return ``{model, cores, instructions}``: cores that this process may use, which of ``INSTRUCTIONS`` they have."""
     lines = _lines("/proc/cpuinfo")
     values = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = set((values.get("flags") or values.get("Features") or "").split())
+    flags = set((values.get("flags") or values.get("Features") or "").split())  # of x86, of ARM
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "model": values.get("model name") or platform.processor() or platform.machine(),
@@ -116,10 +97,7 @@ def processor() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """``{total_bytes, available_bytes, limit_bytes, shared_bytes, shared_free_bytes}``; None where it is unknown.
-
-    The limit is the lowest that a control group of this process sets; ``shared`` is /dev/shm.
-    """
+    """Return the host's memory in bytes; ``shared`` is /dev/shm, and None stands for what is unknown."""
     values = {key: int(rest.split()[0]) * 1024 for key, _, rest in (x.partition(":") for x in _lines("/proc/meminfo"))}
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
@@ -132,12 +110,13 @@ def memory() -> dict[str, Any]:
 
 
 def memory_limit(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes of host memory that the control groups of this process allow it; None for no limit."""
-    limits = []
+    """Return the bytes of host memory that the control groups of this process allow it; None for no limit."""
+    limits = []  # each group above sets one too, and the lowest counts
     for line in _lines(groups):
         _, kinds, name = line.split(":", 2)
         if kinds not in ("", "memory"):
             continue
+        # The first version of control groups has a folder per kind of resource, the second one for all.
         top, file = (Path(root, "memory"), "memory.limit_in_bytes") if kinds else (Path(root), "memory.max")
         folder = Path(f"{top}{name}")
         for place in (folder, *folder.parents):
@@ -150,7 +129,7 @@ def memory_limit(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 
 
 def memory_bandwidth(threads: int) -> float:
-    """Bytes per second that all cores together read and write in copies of memory larger than most caches."""
+    """Return the bytes per second that all cores together read and write in copies of large memory."""
     available = memory()["available_bytes"] or 8 * MEMORY_BYTES
     count = max(1 << 20, min(MEMORY_BYTES, available // 8))
     before = torch.get_num_threads()
@@ -158,65 +137,57 @@ def memory_bandwidth(threads: int) -> float:
     try:
         source = torch.ones(count, dtype=torch.uint8)
         target = torch.zeros_like(source)
-        best = float("inf")
-        for _ in range(5):
-            start = time.perf_counter()
-            target.copy_(source)
-            best = min(best, time.perf_counter() - start)
+        best = min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=5))
     finally:
         torch.set_num_threads(before)
     return 2 * count / best
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    """``{folder, free_bytes, write_bytes_per_second, read_bytes_per_second, error}`` of a folder.
-
-    A file of ``DISK_BYTES``, or what can be written in ``DISK_SECONDS``, is written and synced. It is read after the
-    system was asked to forget it; the speed is None where it cannot be asked. What a disk or its controller keeps in a
-    memory of their own counts as theirs.
-    """
-    found: dict[str, Any] = {
-        "folder": str(folder.absolute()),
-        "free_bytes": None,
-        "write_bytes_per_second": None,
-        "read_bytes_per_second": None,
-        "error": None,
-    }
+    """Return ``{folder, free_bytes, write_bytes_per_second, read_bytes_per_second, error}``; None: unknown."""
+    unknown = ("free_bytes", "write_bytes_per_second", "read_bytes_per_second", "error")
+    found: dict[str, Any] = {"folder": str(folder.absolute()), **dict.fromkeys(unknown)}
     try:
         found["free_bytes"] = shutil.disk_usage(folder).free
         if found["free_bytes"] < 2 * DISK_BYTES:
             return found | {"error": f"less than {2 * DISK_BYTES} bytes are free, too few to measure its speed"}
         with tempfile.TemporaryFile(dir=folder, prefix=".zeromesh-", buffering=0) as file:
-            return found | _speed_of(file.fileno())
+            block = os.urandom(4 << 20)  # a disk may compress
+            written, start = 0, time.perf_counter()
+            while written < DISK_BYTES and time.perf_counter() - start < DISK_SECONDS:
+                written += file.write(block)
+                os.fsync(file)
+            found["write_bytes_per_second"] = written / (time.perf_counter() - start)
+            if hasattr(os, "posix_fadvise"):
+                # The system's own copy in memory must not be read. What a disk keeps in a memory of its own counts.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                file.seek(0)
+                count, start = 0, time.perf_counter()
+                while time.perf_counter() - start < DISK_SECONDS and (read := len(file.read(len(block)))):
+                    count += read
+                found["read_bytes_per_second"] = count / (time.perf_counter() - start)
     except OSError as error:
-        return found | {"error": error.strerror or str(error)}
-
-
-def _speed_of(file: int) -> dict[str, Any]:
-    block = os.urandom(4 << 20)  # a disk may compress
-    written, start = 0, time.perf_counter()
-    while written < DISK_BYTES and time.perf_counter() - start < DISK_SECONDS:
-        written += os.write(file, block)
-        os.fsync(file)
-    write = written / (time.perf_counter() - start)
-    if not hasattr(os, "posix_fadvise"):
-        return {"write_bytes_per_second": write}
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.lseek(file, 0, os.SEEK_SET)
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < DISK_SECONDS and (read := len(os.read(file, len(block)))):
-        count += read
-    return {"write_bytes_per_second": write, "read_bytes_per_second": count / (time.perf_counter() - start)}
+        found["error"] = error.strerror or str(error)
+    return found
 
 
 def inventory(folder: Path) -> dict[str, Any]:
-    """All of this machine: ``{host, versions, devices, unused_gpus, processor, kernels, memory, disk}``."""
+    """Return all about this machine: ``{host, versions, devices, unused_gpus, processor, kernels, memory, disk}``."""
     cores, (instructions, missing) = processor(), examine()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # on purpose
     return {
         "host": socket.gethostname(),
-        "versions": versions(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "zeromesh": installed("zeromesh"),
+            "packages": {
+                name: {"version": installed(name), "install": f"pip install 'zeromesh[{extra}]'"}
+                for name, extra in EXTRAS.items()
+            },
+        },
         "devices": devices(),
-        "unused_gpus": unused_gpus(),
+        "unused_gpus": 0 if torch.cuda.is_available() or hidden else len(list(Path("/dev").glob("nvidia[0-9]*"))),
         "processor": cores,
         "kernels": {"instructions": instructions or None, "missing": missing},
         "memory": memory() | {"bandwidth_bytes_per_second": memory_bandwidth(cores["cores"])},
@@ -226,22 +197,18 @@ def inventory(folder: Path) -> dict[str, Any]:
 
 def problems(found: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the obstacles to training in an inventory, each as ``{problem, remedy}``."""
-    return [{"problem": problem, "remedy": remedy} for wrong, problem, remedy in _checks(found) if wrong]
-
-
-def _checks(found: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
-    have, place, gpus = found["memory"], found["disk"], found["unused_gpus"]
-    torch_version = tuple(int(part) for part in found["versions"]["torch"].split("+")[0].split(".")[:2])
-    free, shared, available = place["free_bytes"], have["shared_bytes"], have["available_bytes"]
-    return [
+    torch_version, gpus = found["versions"]["torch"], found["unused_gpus"]
+    folder, free, error = (found["disk"][name] for name in ("folder", "free_bytes", "error"))
+    shared, available = found["memory"]["shared_bytes"], found["memory"]["available_bytes"]
+    checks = [
         (
-            torch_version < (2, 11),
-            f"torch is {found['versions']['torch']}, and ZeroMesh needs 2.11 or later",
+            tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) < (2, 11),
+            f"torch is {torch_version}, and ZeroMesh needs 2.11 or later",
             "pip install --upgrade torch",
         ),
         (
             gpus > 0,
-            f"the machine has {gpus} Nvidia device(s), and torch {found['versions']['torch']} cannot use them",
+            f"the machine has {gpus} Nvidia device(s), and torch {torch_version} cannot use them",
             "install a torch built for CUDA, and a driver that is as new; nvidia-smi shows the driver",
         ),
         (
@@ -255,21 +222,23 @@ def _checks(found: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
             "end what uses the memory, or take a machine with more",
         ),
         (
-            place["error"] is not None and free is None,
-            f"the folder {place['folder']} cannot be used: {place['error']}",
+            error is not None and free is None,
+            f"the folder {folder} cannot be used: {error}",
             "name another one with --folder",
         ),
         (
-            place["error"] is not None and free is not None and free >= 2 * DISK_BYTES,
-            f"the folder {place['folder']} cannot be written: {place['error']}",
+            # With less, the error says that there was too little to measure, which the next line tells better.
+            error is not None and free is not None and free >= 2 * DISK_BYTES,
+            f"the folder {folder} cannot be written: {error}",
             "name another one with --folder, where checkpoints are to be written",
         ),
         (
             free is not None and free < 5 << 30,
-            f"{(free or 0) >> 20} MiB are free in {place['folder']}",
+            f"{(free or 0) >> 20} MiB are free in {folder}",
             "make room before training, or write checkpoints elsewhere: a model's states take 16 bytes per parameter",
         ),
     ]
+    return [{"problem": problem, "remedy": remedy} for wrong, problem, remedy in checks if wrong]
 
 
 def _lines(file: str) -> list[str]:
@@ -279,7 +248,7 @@ def _lines(file: str) -> list[str]:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second that this process can at best do in matrix products: from a table, else measured."""
+    """Return the operations per second that this process can at best do in matrix products."""
     if device.type == "cuda" and dtype.itemsize == 2:
         name = torch.cuda.get_device_name(device)
         for part, flops in DENSE_16BIT_FLOPS.items():
@@ -289,11 +258,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Operations per second of the best among products of square matrices that are repeated for ``seconds``.
-
-    On a CPU a product takes a few milliseconds, and they come in bursts with pauses in between, so that one of them is
-    likely to run undisturbed on a busy machine. It need not: a run may turn out to be faster.
-    """
+    """Return the operations per second of the best of products of square matrices, repeated for ``seconds``."""
+    # On a CPU a product takes a few milliseconds, and they come in bursts with pauses in between, so that one of them
+    # is likely to run undisturbed on a busy machine. It need not: a run may turn out to be faster.
     size = 512 * math.isqrt(torch.get_num_threads()) if device.type == "cpu" else 8192
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     matrix @ matrix  # the first use of a library takes longer
@@ -317,7 +284,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def live_bytes(device: torch.device) -> int:
-    """Bytes in use now: tensors on an accelerator; on a CPU the resident memory of the process."""
+    """Return the bytes in use now: tensors on an accelerator; on a CPU the resident memory of the process."""
     if device.type != "cpu":
         return int(torch.accelerator.memory_allocated(device))
     statm = Path("/proc/self/statm")
@@ -327,8 +294,8 @@ def live_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that have been in use, in the same sense, since the process started."""
+    """Return the most bytes that have been in use, in the same sense, since the process started."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, one record per line, written at once, never twice for the same step; and a picture of them."""
+"""Metrics as JSON lines, one record per line, and a picture of them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Curve = Sequence[tuple[int, float]]
-"""Steps and values."""
+Curve = Sequence[tuple[int, float]]  # steps and values
 
 
 class MetricsLog:
-    """Append records to a file.
-
-    Args:
-        path: the file. What it holds beyond ``last_step`` is dropped: the steps of a run that went on after its last
-            checkpoint, which the resumed run takes again, and a line that was cut off.
-        last_step: step after which the run continues; 0 for a new run.
-    """
+    """Append records to a file; the run continues after ``last_step``."""
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
+        # What lies beyond are steps that were taken after the last checkpoint, and are taken again.
         kept = [record for record in read_metrics(path) if record["step"] <= last_step]
         part = path.with_name(path.name + ".part")
         part.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        part.replace(path)
+        part.replace(path)  # whole, whenever the process is killed
         self._written = {(record["kind"], record["step"]) for record in kept}
         self._file = path.open("a")
 
@@ -34,7 +28,7 @@ class MetricsLog:
             return
         self._written.add((kind, step))
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+        self._file.flush()  # who looks at a run, or kills it, has all
 
     def close(self) -> None:
         """Close the file."""
@@ -42,25 +36,26 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, in order; none if it does not exist. A line that was cut off is left out."""
+    """Return the records of a file, in order; none if it does not exist."""
     if not path.is_file():
         return []
     records = []
     for line in path.read_text().splitlines():
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
+        except json.JSONDecodeError:  # a line that was cut off
             continue
     return records
 
 
 def loss_picture(path: Path, training: Curve, validation: Curve) -> bool:
-    """Draw the loss in nats per token over the steps. Returns whether matplotlib was there to do it."""
+    """Draw the loss in nats per token over the steps; return False if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
+    # Not through pyplot, which keeps figures and chooses a backend for screens.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

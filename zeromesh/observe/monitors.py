@@ -1,8 +1,4 @@
-"""Writers of a run's values: TensorBoard, Weights & Biases, CSV files.
-
-``MONITORS`` has a row for each. The first rank writes; a writer that fails is given up with one warning, and training
-goes on.
-"""
+"""Writers of a run's values: TensorBoard, Weights & Biases, CSV files."""
 
 from __future__ import annotations
 
@@ -35,27 +31,21 @@ class MetricWriter:
         """Write what has not been written."""
 
 
-OWN = "own_steps"
-"""Axis of values with steps of their own, if they cannot share one with samples."""
+OWN = "own_steps"  # axis of values with steps of their own, if they cannot share one with samples
 
-OURS = ("Train_Samples_", "Validation_Samples_")
-"""Beginnings of the names of files whose steps are samples."""
+OURS = ("Train_Samples_", "Validation_Samples_")  # beginnings of the names of files whose steps are samples
 
 
 class CsvFiles(MetricWriter):
-    """A file per name, with the columns ``step`` and the last part of the name, as DeepSpeed's.
-
-    Args:
-        folder: made if it does not exist. What is in its files stays, and is added to.
-    """
+    """A file per name, with the columns ``step`` and the last part of the name, as DeepSpeed's."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
+        self._folder = folder.absolute()  # the program may change its working directory
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._kept: dict[Path, set[str]] = {}
+        self._kept: dict[Path, set[str]] = {}  # steps of each file that a resumed run does not write again
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """See ``MetricWriter``. Rows that a resumed run kept are not written again."""
+        """See ``MetricWriter``. What is in the files stays, and is added to."""
         step = samples if own is None else own
         for name, value in values.items():
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
@@ -69,12 +59,13 @@ class CsvFiles(MetricWriter):
                 writer.writerow([step, value])
 
     def rewind(self, step: int) -> None:
-        """See ``MetricWriter``. Deletes a line that was cut off, too. Users' own values keep their own steps."""
+        """See ``MetricWriter``. Users' own values keep their own steps."""
         for path in (path for start in OURS for path in self._folder.glob(f"{start}*.csv")):
             with path.open(newline="") as file:
                 head, *rows = list(csv.reader(file)) or [[]]
             if len(head) != 2 or head[0] != "step":
                 continue  # it is not of our making
+            # A line that was cut off, as the process was killed, goes too.
             kept = [row for row in rows if len(row) == 2 and row[0].isdigit() and int(row[0]) <= step]
             self._kept[path] = {row[0] for row in kept}
             if kept != rows:
@@ -85,17 +76,10 @@ class CsvFiles(MetricWriter):
 
 
 class TensorBoardFiles(MetricWriter):
-    """Event files for TensorBoard; of a run that went back, what lies after the point it went on from is hidden.
-
-    TensorBoard hides by steps, whatever the name. So values with steps of their own are a run beside it, of which
-    nothing is hidden.
-
-    Args:
-        folder: made with the first value.
-    """
+    """Event files for TensorBoard; of a run that went back, what lies after the point it went on from is hidden."""
 
     def __init__(self, folder: Path) -> None:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"):  # of tensorboard about its own dependencies
             from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder.absolute()
@@ -105,6 +89,7 @@ class TensorBoardFiles(MetricWriter):
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
         """See ``MetricWriter``."""
+        # TensorBoard hides by steps, whatever the name. So values with steps of their own are a run beside it.
         folder, step = (self._folder, samples) if own is None else (self._folder / OWN, own)
         if folder not in self._writers:
             self._writers[folder] = self._open(str(folder))
@@ -124,10 +109,7 @@ class TensorBoardFiles(MetricWriter):
 
 
 class WandbRun(MetricWriter):
-    """A run of Weights & Biases, begun with the first value. A process begins a run of its own.
-
-    What was sent stays where it is: after a rewind a new run begins.
-    """
+    """A run of Weights & Biases, begun with the first value."""
 
     def __init__(self, group: str | None, team: str | None, project: str) -> None:
         import wandb
@@ -136,14 +118,15 @@ class WandbRun(MetricWriter):
         self._run: Any = None
 
     def write(self, values: Mapping[str, float], samples: int, own: int | None = None) -> None:
-        """See ``MetricWriter``. Steps must not fall there, so a user's own steps are a value beside the others."""
+        """See ``MetricWriter``."""
         if self._run is None:
             self._run = self._begin()
+        # Steps must not fall there, so a user's own steps are a value beside the others.
         self._run.log(dict(values) if own is None else {**values, OWN: own}, step=samples)
 
     def close(self) -> None:
         """See ``MetricWriter``."""
-        run, self._run = self._run, None
+        run, self._run = self._run, None  # after a rewind a new run begins, as what was sent stays where it is
         if run is not None:
             run.finish()
 
@@ -157,12 +140,7 @@ MONITORS: dict[str, tuple[Callable[..., MetricWriter], str]] = {
 
 
 def open_monitor(name: str, *arguments: Any) -> MetricWriter:
-    """A writer. Nothing is left open if this fails.
-
-    Raises:
-        ImportError: its package is not installed.
-        OSError: its folder cannot be made.
-    """
+    """Return a writer; raise ImportError if its package is missing, OSError if its folder cannot be made."""
     opens, package = MONITORS[name]
     try:
         return opens(*arguments)
@@ -173,15 +151,15 @@ def open_monitor(name: str, *arguments: Any) -> MetricWriter:
 
 
 class Monitor:
-    """Writers of a run's values by name; there are none on ranks other than the first.
-
-    Attributes:
-        samples: samples that all ranks have consumed, the place on the x axis by default.
-    """
+    """Writers of a run's values by name; there are none on ranks other than the first."""
 
     def __init__(self, writers: Mapping[str, MetricWriter] | None = None) -> None:
         self.samples = 0
         self._writers = dict(writers or {})
+
+    def advance(self, samples: int) -> None:
+        """Set the samples that all ranks have consumed, the place on the x axis by default."""
+        self.samples = samples
 
     @property
     def enabled(self) -> bool:
@@ -199,9 +177,12 @@ class Monitor:
             TypeError: a name is not a string, or the step no whole number.
             ValueError: a value is not one number.
         """
-        for name, value in values.items():
+        for name, value in values.items():  # on all ranks: a mistake on the first alone would leave the others waiting
             _require_number(name, value)
-        own = None if step is None else _whole(step)
+        try:
+            own = None if step is None else operator.index(step)
+        except TypeError:
+            raise TypeError(f"step = {step!r} is a {type(step).__name__}; it must be a whole number: an int") from None
         if self._writers:
             numbers = {name: float(value) for name, value in values.items()}
             self._each(lambda writer: writer.write(numbers, self.samples, own))
@@ -222,13 +203,6 @@ class Monitor:
             except Exception as error:  # whatever it is, training is worth more
                 del self._writers[name]
                 _log.warning("%s failed and is written to no more, training goes on: %s", name, error)
-
-
-def _whole(step: Any) -> int:
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"step = {step!r} is a {type(step).__name__}; it must be a whole number: an int") from None
 
 
 def _require_number(name: Any, value: Any) -> None:

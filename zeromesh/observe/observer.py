@@ -20,22 +20,16 @@ _log = logging.getLogger("zeromesh")
 
 
 class Observer:
-    """Observer of one engine on one rank; by default it sees nothing and costs nothing.
-
-    Args:
-        model: whose operations may be counted, on ``device``.
-        every: updates between breakdowns; 0: none.
-        whole: whether there is one of the whole run, see ``breakdown``.
-        window: the updates to trace, if any.
-        flops: the update whose operations are counted, if any.
-    """
+    """Observer of one engine on one rank; by default it sees nothing and costs nothing."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, rank: int = 0, monitor: Monitor | None = None, every: int = 0,
-        window: Window | None = None, flops: FlopsPlan | None = None, whole: bool = False,
+        self, model: nn.Module, device: torch.device, rank: int = 0, monitor: Monitor | None = None,
+        every: int = 0,  # updates between breakdowns; 0: none
+        window: Window | None = None, flops: FlopsPlan | None = None,
+        whole: bool = False,  # a breakdown of the whole run
     ) -> None:  # fmt: skip
         self.monitor = monitor or Monitor()
-        self.spans = Spans(device)
+        self.spans = Spans(device, timed=bool(every or whole))
         self._rank = rank
         self._updates = 0
         self._since: float | None = None
@@ -43,7 +37,6 @@ class Observer:
         self._timer = Timer(self.spans) if every or whole else None
         self._timed_from = 0
         self._whole: Breakdown | None = None
-        self.spans.timed = self._timer is not None
         self._trace = Trace(window, self.spans, rank, device) if window else None
         self._profile = Profile(flops, model, device, self.spans) if flops and rank == 0 else None
         if self._trace is not None:
@@ -63,10 +56,10 @@ class Observer:
             yield
 
     def values(self, values: dict[str, float], samples: int, batch: int) -> None:
-        """An update of ``batch`` samples has been taken, after which ``samples`` have been consumed."""
+        """Write the values of an update of ``batch`` samples, after which ``samples`` have been consumed."""
         now, before = time.perf_counter(), self._since
         self._since = now
-        self.monitor.samples = samples
+        self.monitor.advance(samples)
         if not self.monitor.enabled:
             return
         if before is not None:
@@ -78,23 +71,20 @@ class Observer:
         """Take in what was seen of update ``step``, which is over."""
         self._updates += 1
         if self._trace is not None or self._profile is not None:
-            with self.spans.phase("observe"):
-                self._look(step)
+            with self.spans.phase("observe"):  # files are written: nobody shall take this for the engine's own time
+                if self._trace is not None and not self._trace.after(self._updates):
+                    self._trace = None
+                if self._profile is not None:
+                    self._profile.read(step)
         if self._timer is not None:
             self._timer.after_update()
             if self._every and self._updates - self._timed_from >= self._every:
                 self._show(self._timer, step)
-            elif self._updates == 1 and not self._every:  # in which libraries load and memory is taken
-                self._timer.begin()
+            elif self._updates == 1 and not self._every:
+                self._timer.begin()  # without the first update, in which libraries load and memory is taken
                 self._timed_from = 1
         if self._profile is not None and self._profile.prepare(step):
             self._profile = None
-
-    def _look(self, step: int) -> None:
-        if self._trace is not None and not self._trace.after(self._updates):
-            self._trace = None
-        if self._profile is not None:
-            self._profile.read(step)
 
     def _show(self, timer: Timer, step: int) -> None:
         found = self._take(timer)
@@ -123,8 +113,8 @@ class Observer:
         return self._whole
 
     def rewind(self, samples: int) -> None:
-        """The run goes on from a checkpoint after so many samples."""
-        self._since = None
+        """Continue from a checkpoint after so many samples."""
+        self._since = None  # the time of loading is no update's
         self.monitor.rewind(samples)
 
     def close(self) -> None:

@@ -1,14 +1,13 @@
 """Floating-point operations, counted while they run, on real tensors or on the meta device.
 
-A multiplication and an addition are two operations. Products of matrices, convolutions and attention count, by torch's
-formulas (``torch.utils.flop_counter``); what is done element by element does not, as usual.
+A multiplication and an addition are two operations. Products of matrices, convolutions and attention count; what is
+done element by element does not, as usual.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -23,21 +22,23 @@ _aten = torch.ops.aten
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> int:
-    """Return the operations of two products: scores, and sums of values. A mask leaves nothing out."""
+    # Of two products: scores, and sums of values. A mask leaves nothing out.
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
-    """Return the operations of four products. Scores that a kernel computes again do not count."""
+    # Of four products. Scores that a kernel computes again do not count.
     return 2 * _attention(query, key, value)
 
 
 def _grouped_product(first: torch.Tensor, second: torch.Tensor, *rest: Any, **more: Any) -> int:
-    """Return the operations of experts' products; each row, or column, takes part in one."""
+    # Of experts, where each row, or column, takes part in one product.
     groups = first.shape[0] if first.ndim > second.ndim else 1
     return 2 * first.numel() * second.shape[-1] // groups
 
 
+# Operations of each operator, from its arguments. torch's registry lacks some kernels, and counts for others what they
+# compute again.
 FORMULAS: dict[Any, Formula] = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -47,28 +48,17 @@ FORMULAS: dict[Any, Formula] = {
     _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
     _aten._grouped_mm: _grouped_product,
 }
-"""Operations of each operator, from its arguments."""
 
 
 class Operations(TorchDispatchMode):
-    """Context in which operations are counted. It may be entered again, and counts on. Operators run unchanged.
-
-    Attributes:
-        forward: operations outside of any backward.
-        backward: operations of backwards, without those that are recomputed.
-        recomputed: forwards that a backward does again (activation checkpointing).
-        modules: of ``forward``, those inside of each module, by its name; the model's is "".
-
-    Args:
-        model: whose modules are told apart.
-    """
+    """Context in which a model's operations are counted. It may be entered again, and counts on."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.forward = 0
-        self.backward = 0
-        self.recomputed = 0
-        self.modules: dict[str, int] = defaultdict(int)
+        self.forward = 0  # outside of any backward
+        self.backward = 0  # without those that are recomputed
+        self.recomputed = 0  # forwards that a backward does again (activation checkpointing)
+        self.modules: dict[str, int] = defaultdict(int)  # of ``forward``, by the module's name; the model's is ""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._inside: list[str] = []
         self._handles: list[Any] = []
@@ -76,7 +66,7 @@ class Operations(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._depth += 1
-        if self._depth == 1:
+        if self._depth == 1:  # a module's hooks count once, however often the context is entered
             self._inside = []
             self._handles = [
                 register_module_forward_pre_hook(self._enters),
@@ -85,10 +75,8 @@ class Operations(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
             for handle in self._handles:
@@ -102,7 +90,7 @@ class Operations(TorchDispatchMode):
     def _leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
         if name is not None and name in self._inside:
-            while self._inside.pop() != name:
+            while self._inside.pop() != name:  # inner modules that were not left
                 pass
 
     def __torch_dispatch__(
@@ -117,7 +105,7 @@ class Operations(TorchDispatchMode):
         return result
 
     def _add(self, count: int) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:  # no backward runs in this thread
             self.forward += count
             for name in set(self._inside):
                 self.modules[name] += count

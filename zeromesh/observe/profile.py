@@ -1,4 +1,4 @@
-"""The report on a model's operations: counted in one update, timed in the next, which no counting slows down."""
+"""Report on a model's operations: counted in one update, timed in the next, which no counting slows down."""
 
 from __future__ import annotations
 
@@ -30,33 +30,21 @@ FORMULAS = """\
 
 @dataclass(frozen=True)
 class FlopsPlan:
-    """Plan of counting and reporting.
+    """Plan of counting and reporting."""
 
-    Attributes:
-        after: updates before the one that is counted.
-        depth: depth of the modules to report; -1: all.
-        top: modules to report per depth; with ``detailed`` all are reported, too.
-        output: file of the report; None: the log.
-        dtype: dtype of the products, for the peak.
-    """
-
-    after: int
-    depth: int
-    top: int
-    detailed: bool
-    output: Path | None
-    dtype: torch.dtype
+    after: int  # updates before the one that is counted
+    depth: int  # of the modules to report; -1: all
+    top: int  # modules to report per depth
+    detailed: bool  # report all modules, too
+    output: Path | None  # file of the report; None: the log
+    dtype: torch.dtype  # of the products, for the peak
 
 
 class Profile:
-    """Counter of one update of an engine.
-
-    Attributes:
-        counting: whether the present update is the one.
-    """
+    """Counter of one update of an engine."""
 
     def __init__(self, plan: FlopsPlan, model: nn.Module, device: torch.device, spans: Spans) -> None:
-        self.counting = False
+        self.counting = False  # True in the update that is counted
         self._plan = plan
         self._model = model
         self._device = device
@@ -64,7 +52,7 @@ class Profile:
         self._operations = Operations(model)
         self._micro_batches = 0
         self._was_timed = spans.timed
-        self._first: int | None = None
+        self._first: int | None = None  # index of the first span of the update that is timed
 
     def count(self, phase: str) -> AbstractContextManager[object]:
         """Return a context that counts the operations of a phase, if the phase is a part of training."""
@@ -84,19 +72,8 @@ class Profile:
             if phase.kind in seconds:
                 clock.settle(phase.end)
                 seconds[phase.kind] += clock.seconds(phase.begin, phase.end) / micro_batches
-        self._spans.timed = self._was_timed
-        self._report("\n".join(self._lines(step - 1, seconds)))
-
-    def prepare(self, step: int) -> bool:
-        """Prepare for the update after ``step``, whose spans were read. Return whether all is done."""
-        if self._first is not None or step > self._plan.after + 1:
-            return True
-        if self.counting:
-            self.counting, self._spans.timed, self._first = False, True, len(self._spans.phases)
-        self.counting = step == self._plan.after
-        return False
-
-    def _report(self, text: str) -> None:
+        self._spans.time(self._was_timed)
+        text = "\n".join(self._lines(step - 1, seconds))
         if self._plan.output is None:
             _log.info("%s", text)
             return
@@ -104,10 +81,20 @@ class Profile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
-        except OSError as error:
+        except OSError as error:  # training is worth more than the report
             _log.warning("the report on operations was not written: %s\n%s", error, text)
         else:
             _log.info("the report on operations is in %s", path)
+
+    def prepare(self, step: int) -> bool:
+        """Prepare for the update after ``step``, whose spans were read. Return whether all is done."""
+        if self._first is not None or step > self._plan.after + 1:
+            return True
+        if self.counting:  # in the update that is over: the next one is timed
+            self._spans.time(True)
+            self._first = len(self._spans.phases)
+        self.counting = step == self._plan.after
+        return False
 
     def _lines(self, step: int, seconds: dict[str, float]) -> Iterator[str]:
         counted, each = self._operations, self._micro_batches
@@ -133,7 +120,7 @@ class Profile:
         yield from self._module_lines(each)
 
     def _module_lines(self, each: int) -> Iterator[str]:
-        """Modules by depth, those with the most operations first; then, if asked for, all in their order."""
+        """Yield modules by depth, those with the most operations first; then, if asked for, all in their order."""
         levels: dict[int, list[str]] = {}
         for name, _ in self._model.named_modules():
             depth = name.count(".") + 1 if name else 0
@@ -149,9 +136,10 @@ class Profile:
             yield from (self._module_line(n, each, "") for n, _ in self._model.named_modules() if n in shown)
 
     def _inside(self, name: str) -> int:
-        """Operations inside of a module; one that is not called itself, such as a list, has those of its children."""
+        """Return the operations inside of a module."""
         if name in self._operations.modules:
             return self._operations.modules[name]
+        # One that is not called itself, such as a list, has those of its children.
         children = self._model.get_submodule(name).named_children()
         return sum(self._inside(f"{name}.{child}".lstrip(".")) for child, _ in children)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -21,37 +20,26 @@ from rich.table import Column
 
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 
+# Least time between lines without a terminal, for steps and for reading.
 STEP_SECONDS = 5.0
 READING_SECONDS = 10.0
-"""Least time between lines without a terminal, for steps and for reading."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one step.
+    """Figures of one step."""
 
-    Attributes:
-        step: steps taken.
-        loss: mean over the global batch, nats per token.
-        learning_rate: of the step's update.
-        gradient_norm: before clipping.
-        tokens_per_second: over all ranks.
-        utilization: share of the peak operations per second that the model's arithmetic makes use of (MFU).
-        memory: peak bytes so far of the rank that has used most, on the device where there is one.
-        seconds_left: estimate for the rest of the steps.
-    """
-
-    step: int
-    loss: float
-    learning_rate: float
-    gradient_norm: float
-    tokens_per_second: float
-    utilization: float
-    memory: int
-    seconds_left: float
+    step: int  # steps taken
+    loss: float  # mean over the global batch, nats per token
+    learning_rate: float  # of the step's update
+    gradient_norm: float  # before clipping
+    tokens_per_second: float  # over all ranks
+    utilization: float  # share of the peak operations per second that the model's arithmetic makes use of (MFU)
+    memory: int  # peak bytes so far of the rank that has used most, on the device where there is one
+    seconds_left: float  # estimate for the rest of the steps
 
     def text(self) -> str:
-        """One line, without the step."""
+        """Return one line, without the step."""
         return (
             f"loss {self.loss:.3f}  lr {self.learning_rate:.2e}  norm {self.gradient_norm:.2f}  "
             f"{scaled_text(self.tokens_per_second, 'tok/s')}  MFU {self.utilization:.0%}  "
@@ -60,7 +48,7 @@ class Figures:
 
 
 class Live:
-    """A context in which a live line is shown, if there is one; it ends with it."""
+    """Context in which a live line is shown, if there is one; it ends with it."""
 
     _bar: Progress | None = None
 
@@ -69,9 +57,7 @@ class Live:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -1,4 +1,4 @@
-"""A trace of some updates by torch's profiler: one file per rank for Perfetto or chrome://tracing."""
+"""Trace of some updates by torch's profiler: one file per rank for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,17 @@ from zeromesh.observe.spans import PREFIX, Spans
 
 _log = logging.getLogger("zeromesh")
 
-MOST_SHOWN = 25
-"""Most spans in the table."""
+MOST_SHOWN = 25  # spans in the table
 
 
 @dataclass(frozen=True)
 class Window:
-    """Updates to record, from ``start`` on, counted from 1 in this process; and the folder of the files.
+    """Updates to record."""
 
-    Attributes:
-        memory: whether allocations are recorded, too.
-    """
-
-    start: int
+    start: int  # the first one, counted from 1 in this process
     steps: int
-    output: Path
-    memory: bool
+    output: Path  # folder of the files
+    memory: bool  # record allocations, too
 
 
 class Trace:
@@ -56,16 +51,18 @@ class Trace:
         return self._profile is not None
 
     def _start(self) -> None:
-        if torch._C._autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():  # the user's; torch can run one only
             self._profile = None
             _log.warning("nothing is recorded on rank %d: another profiler is at work, which would end", self._rank)
             return
         self._profile.start()
-        self._running = self._spans.traced = True
+        self._running = True
+        self._spans.trace(True)
 
     def _stop(self) -> None:
         found, self._profile = self._profile, None
-        self._running = self._spans.traced = False
+        self._running = False
+        self._spans.trace(False)
         found.stop()
         try:
             self._window.output.mkdir(parents=True, exist_ok=True)
@@ -84,7 +81,7 @@ class Trace:
 
 
 def free_path(path: Path) -> Path:
-    """The path, or one like it that does not exist yet."""
+    """Return the path, or one like it that does not exist yet."""
     number, found = 1, path
     while found.exists():
         number += 1
@@ -93,17 +90,18 @@ def free_path(path: Path) -> Path:
 
 
 def span_table(events: Iterable[Any], updates: int) -> str:
-    """Calls and milliseconds per update of the kinds of spans, those with the most time of their own first."""
+    """Return calls and milliseconds per update of the kinds of spans, those with the most own time first."""
     calls: dict[str, int] = defaultdict(int)
     own: dict[str, float] = defaultdict(float)
     whole: dict[str, float] = defaultdict(float)
     for event in events:
         if not event.name.startswith(PREFIX) or event.device_type.name != "CPU":
             continue
-        kind, milliseconds = _kind(event), event.cpu_time_total / 1e3
+        kind, milliseconds = _kind(event), event.cpu_time_total / 1e3  # torch has microseconds
         calls[kind] += 1
         own[kind] += milliseconds
         whole[kind] += milliseconds
+        # Operators of torch may lie between a span and the one that it is in.
         around = event.cpu_parent
         while around is not None and not around.name.startswith(PREFIX):
             around = around.cpu_parent
@@ -117,5 +115,4 @@ def span_table(events: Iterable[Any], updates: int) -> str:
 
 
 def _kind(event: Any) -> str:
-    """The first word of a span's name."""
     return str(event.name).removeprefix(PREFIX).split(" ")[0]

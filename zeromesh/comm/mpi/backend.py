@@ -1,8 +1,6 @@
-"""MPI as a backend of ``torch.distributed`` where torch was built without it, as the wheels of pip are.
+"""MPI as a backend of ``torch.distributed`` where torch was built without it, as the wheels of pip are."""
 
-``install`` fills the place that torch leaves for MPI, so that ``init_process_group("mpi")`` and all that follows take
-torch's own path. Nothing here needs MPI before it is asked for.
-"""
+# Imports of mpi4py, and of modules that import it, are inside functions: nothing here needs MPI before it is asked for.
 
 from __future__ import annotations
 
@@ -32,20 +30,15 @@ if TYPE_CHECKING:
 
 REMEDY = "pip install 'zeromesh[mpi]'"
 
-READERS = 1.0
-"""Seconds that a rank which ends all others gives mpiexec to read what it said."""
+READERS = 1.0  # seconds that a rank which ends all others gives mpiexec to read what it said
 
 _timeout: timedelta = c10d.default_pg_timeout
 _store: Any = None
-_worlds = 0
-"""Number of groups of all ranks so far; each has keys of its own in the store."""
+_worlds = 0  # groups of all ranks so far; each has keys of its own in the store
 
 
 def missing() -> str:
-    """Return a sentence on what this Python lacks to use MPI, and the remedy; "" if nothing.
-
-    MPI is loaded, but not started: that is left to ``install``, also for others in this process that import mpi4py.
-    """
+    """Return a sentence on what this Python lacks to use MPI, and the remedy; "" if nothing. Loads MPI."""
     if find_spec("mpi4py") is None:
         return f"mpi4py is not installed; {REMEDY} brings it, and an MPI"
     try:
@@ -64,24 +57,19 @@ def is_ours() -> bool:
 def install(timeout: timedelta | None = None) -> None:
     """Make the backend ``mpi`` known to torch, and start MPI; on all ranks.
 
-    A torch that was built with MPI keeps its own.
-    From then on a process that ends because of an exception ends all the others: those that still run could only wait
-    for it.
-
-    Args:
-        timeout: how long a wait for a collective may take; None is torch's default, 30 minutes.
-
-    Raises:
-        RuntimeError: MPI is missing, or takes calls from the main thread only.
+    From then on a process that ends because of an exception ends all the others. ``timeout`` is that of a wait for a
+    collective; None is torch's default, 30 minutes. Raise RuntimeError if MPI is missing, or takes calls from the main
+    thread only.
     """
     global _timeout
-    if c10d._MPI_AVAILABLE and not is_ours():
+    if c10d._MPI_AVAILABLE and not is_ours():  # torch was built with MPI
         return
     problem = missing()
     if problem:
         raise RuntimeError(f"the backend mpi cannot be used: {problem}")
     _timeout = c10d.default_pg_timeout if timeout is None else timeout
     _start()
+    # The place that torch leaves for MPI, so that ``init_process_group("mpi")`` and all that follows take its own path.
     c10d.ProcessGroupMPI = _Factory()  # type: ignore[misc,assignment]
     c10d._MPI_AVAILABLE = True
 
@@ -110,18 +98,14 @@ def agree_on_master() -> tuple[str, int]:
     if rank_and_size()[0] == 0:
         address = _own_address(names)
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.bind((address, 0))
+            probe.bind((address, 0))  # 0: the system chooses a free port
             found = (address, int(probe.getsockname()[1]))
     agreed: tuple[str, int] = runtime.notes.bcast(found)
     return agreed
 
 
 def store() -> Any:
-    """Return a key-value store of all ranks, which rank 0 hosts. The first call is collective.
-
-    The default process group gets it, too, if it is of this backend: torch's groups over MPI have none, and with one,
-    groups of other backends can be made beside it.
-    """
+    """Return a key-value store of all ranks, which rank 0 hosts. The first call is collective."""
     global _store
     if _store is None:
         from zeromesh.comm.mpi.work import runtime
@@ -133,8 +117,10 @@ def store() -> Any:
         port = runtime.notes.bcast(None if server is None else server.port)
         _store = server or dist.TCPStore(address, port, size, False)  # type: ignore[attr-defined]
     found = c10d.PrefixStore(f"world {_worlds}", _store)
-    if dist.is_initialized() and isinstance(c10d._get_default_group(), _group_type()):
-        world = c10d._get_default_group()
+    from zeromesh.comm.mpi.group import MpiGroup
+
+    if dist.is_initialized() and isinstance(world := c10d._get_default_group(), MpiGroup):
+        # torch's groups over MPI have no store, and with one, groups of other backends can be made beside them.
         c10d._world.pg_map[world] = (c10d._world.pg_map[world][0], found)
     return found
 
@@ -152,17 +138,15 @@ def _own_address(names: Sequence[str]) -> str:
 
 def _load() -> Any:
     """Return mpi4py's module, without starting MPI."""
-    if "mpi4py.MPI" not in sys.modules:
-        import mpi4py
+    import mpi4py
 
-        before = mpi4py.rc.initialize, mpi4py.rc.finalize
-        mpi4py.rc.initialize, mpi4py.rc.finalize = False, False
-        try:
-            from mpi4py import MPI
-        finally:
-            mpi4py.rc.initialize, mpi4py.rc.finalize = before
-    from mpi4py import MPI
-
+    before = mpi4py.rc.initialize, mpi4py.rc.finalize
+    # mpi4py reads these once, as MPI is imported. ``install`` starts MPI, with threads, and ends it.
+    mpi4py.rc(initialize=False, finalize=False)
+    try:
+        from mpi4py import MPI
+    finally:
+        mpi4py.rc(initialize=before[0], finalize=before[1])
     return MPI
 
 
@@ -172,13 +156,12 @@ def _start() -> Any:
     from zeromesh.comm.mpi.work import runtime
 
     if runtime.notes == mpi.COMM_NULL:
-        ours = runtime.start()
-        atexit.register(_leave, ours)
+        atexit.register(_leave, runtime.start())
     return mpi
 
 
 def await_readers(streams: Sequence[int] = (1, 2)) -> None:
-    """Let mpiexec read what this process wrote to these file descriptors: an abort throws away what is in the pipes."""
+    """Let mpiexec read what this process wrote to these file descriptors."""
     end = time.monotonic() + READERS
     for stream in streams:
         with contextlib.suppress(OSError):  # it is closed
@@ -197,27 +180,16 @@ def _leave(ours: bool) -> None:
         return
     # torch puts a hook of its own around every ``sys.excepthook``, in which output is held back: so here, not there.
     failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    if not failed and not runtime.leave():
+        failed = True  # MPI's finalisation would wait for these messages for ever
+        print("zeromesh: this rank ends with messages that nobody took; so all ranks are ended", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     if failed:
-        await_readers()
-        mpi.COMM_WORLD.Abort(1)
-    if not runtime.leave():
-        print(
-            "zeromesh: this rank ends with messages that nobody took; so all ranks are ended",
-            file=sys.stderr,
-            flush=True,
-        )
-        await_readers()
+        await_readers()  # an abort throws away what is in the pipes
         mpi.COMM_WORLD.Abort(1)
     if ours:
         mpi.Finalize()
-
-
-def _group_type() -> type[MpiGroup]:
-    from zeromesh.comm.mpi.group import MpiGroup
-
-    return MpiGroup
 
 
 class _Factory:
@@ -225,15 +197,17 @@ class _Factory:
 
     def create(self, ranks: Sequence[int]) -> MpiGroup | None:
         """Return the group of some ranks, of all if none are named; None if this rank is not in it."""
+        from zeromesh.comm.mpi.group import MpiGroup
+
         mpi = _start()
         world: MPI.Intracomm = mpi.COMM_WORLD
         if not ranks:
             global _worlds
             _worlds += 1
-            return _group_type()(world.Dup(), range(world.Get_size()), _timeout)
+            return MpiGroup(world.Dup(), range(world.Get_size()), _timeout)
         if world.Get_rank() not in ranks:
             return None
         members = world.Get_group().Incl(list(ranks))
-        comm = world.Create_group(members)
+        comm = world.Create_group(members)  # collective over the members alone: the others have returned
         members.Free()
-        return _group_type()(comm, ranks, _timeout)
+        return MpiGroup(comm, ranks, _timeout)

@@ -1,15 +1,8 @@
-"""Work that is under way on the ``mpi`` backend, and the thread that advances it.
-
-MPI progresses inside of its own calls only. So a thread looks after all that is under way, every ``PAUSE`` seconds and
-only while there is something; and whoever waits looks after everything, too, and more often. A piece of work is a
-*program*, a generator: it posts messages and yields them, and is resumed, by whichever thread sees them arrive, to do
-what comes next, such as a sum and the messages with its result. So ranks may wait for their works in any order.
-"""
+"""Work that is under way on the ``mpi`` backend, and the thread that advances it."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,43 +15,21 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-PAUSE = 1e-3
-"""Seconds between two looks of the thread. A look costs some microseconds of the interpreter's lock."""
-
-LINGER = 100
-"""Looks in vain after which the thread waits to be woken, which costs whoever wakes it more than a look does."""
-
-SPIN = 2e-4
-"""Seconds for which a wait asks without a pause, as small messages take less; after that it sleeps in between."""
-
-NOTICE = 1.0
-"""Seconds of waiting after which a rank asks whether those that it waits for have ended."""
-
-LEAVING = 5.0
-"""Seconds that a process which ends, or a group that is given up, still gives to messages that nobody waited for."""
-
-LEFT = 1
-"""Tag of the message by which a rank says that it ends."""
-
-NO_TIMEOUT = timedelta(0)
-"""Timeout with which torch says that a wait has none of its own."""
+PAUSE = 1e-3  # seconds between two looks of the thread; a look costs some microseconds of the interpreter's lock
+LINGER = 100  # looks in vain after which the thread waits to be woken, which costs whoever wakes it more than a look
+SPIN = 2e-4  # seconds for which a wait asks without a pause, as small messages take less; then it sleeps in between
+NOTICE = 1.0  # seconds of waiting after which a rank asks whether those that it waits for have ended
+LEAVING = 5.0  # seconds that an ending process, or group, still gives to messages that nobody waited for
+LEFT = 1  # tag of the message by which a rank says that it ends
+NO_TIMEOUT = timedelta(0)  # with which torch says that a wait has no timeout of its own
 
 
 @dataclass
 class Stage:
-    """Messages that are under way together.
+    """Messages that are under way together: whether each is received, its peer in the whole run, and its memory."""
 
-    Attributes:
-        requests: as MPI gave them.
-        peers: for each, the world rank that it goes to or comes from.
-        memory: for each, what it is sent from or received into, which MPI does not keep alive.
-        received: for each, whether it is received.
-    """
-
+    messages: list[tuple[bool, int, torch.Tensor]]  # MPI does not keep the memory alive
     requests: list[MPI.Request]
-    peers: list[int]
-    memory: list[torch.Tensor]
-    received: list[bool]
 
     @functools.cached_property
     def statuses(self) -> list[MPI.Status]:
@@ -67,50 +38,35 @@ class Stage:
 
     def require_whole(self) -> None:
         """Raise RuntimeError where what came does not fill its memory, which MPI takes for right."""
-        for status, peer, memory, received in zip(self.statuses, self.peers, self.memory, self.received, strict=True):
+        for status, (received, peer, memory) in zip(self.statuses, self.messages, strict=True):
             if received and status.Get_count(MPI.BYTE) != memory.nbytes:
                 raise RuntimeError(
                     f"rank {peer} sent {status.Get_count(MPI.BYTE)} bytes where {memory.nbytes} were expected; ranks "
                     "must give tensors of the same dtype and number of elements"
                 )
 
-    def open_peers(self) -> set[int]:
-        """Return the world ranks whose messages have not arrived or have not been received."""
-        with runtime.calls:
-            return {peer for peer, request in zip(self.peers, self.requests, strict=True) if not request.Get_status()}
 
-
+# Posts messages, yields them as a stage, and is resumed, by whichever thread sees them arrive, to do what comes next,
+# such as a sum and the messages with its result. So ranks may wait for their works in any order.
 Program = Iterator[Stage]
-"""Posts messages, yields them as a stage, and is resumed when they are through."""
 
 
 class Runtime:
-    """MPI in this process, and all works that are under way.
-
-    Attributes:
-        calls: held during each call of MPI; it is no lock where MPI takes calls from several threads at once.
-        notes: a communicator of all ranks for what the backend itself has to say.
-        failed: works that failed; MPI may still write to their memory.
-        gone: world ranks that are known to have ended.
-    """
+    """MPI in this process, and all works that are under way."""
 
     def __init__(self) -> None:
+        # Held during each call of MPI; it is no lock where MPI takes calls from several threads at once.
         self.calls: AbstractContextManager[Any] = nullcontext()
-        self.notes: MPI.Comm = MPI.COMM_NULL
-        self.failed: list[MpiWork] = []
-        self._pending: dict[int, MpiWork] = {}
-        self._numbers = itertools.count()
-        self.gone: set[int] = set()
+        self.notes: MPI.Comm = MPI.COMM_NULL  # of all ranks, for what the backend itself has to say
+        self.failed: list[MpiWork] = []  # kept, as MPI may still write to their memory
+        self._pending: dict[MpiWork, None] = {}  # in the order in which they were added
+        self.gone: set[int] = set()  # world ranks that are known to have ended
         self._some = threading.Event()
         self._thread: threading.Thread | None = None
         self._ended = False
 
     def start(self) -> bool:
-        """Initialise MPI, unless it is, and return whether it was done here. Collective.
-
-        Raises:
-            RuntimeError: MPI takes calls from the main thread only.
-        """
+        """Initialise MPI, unless it is, and return whether it was done here. Collective."""
         ours = not MPI.Is_initialized()
         level = MPI.Init_thread(MPI.THREAD_MULTIPLE) if ours else MPI.Query_thread()
         if level < MPI.THREAD_SERIALIZED:
@@ -125,16 +81,17 @@ class Runtime:
         return ours
 
     def add(self, work: MpiWork) -> None:
-        """Take over a work and advance it.
-
-        Other threads see it only after that: the caller must post its first messages, in the same order on all ranks.
-        """
+        """Take over a work and advance it."""
+        # Before other threads see it: its first messages must be posted in the same order on all ranks.
         work.advance()
         if work.done:
-            work.raise_at_once()
+            error = work.exception()
+            if error is not None:  # a wrong call is best told where it was made
+                raise error.__cause__ if isinstance(error.__cause__, ValueError) else error
             return
-        work.number = next(self._numbers)
-        self._pending[work.number] = work
+        self._pending[work] = None
+        # MPI progresses inside of its own calls only. So a thread looks after all that is under way, and whoever waits
+        # looks after everything, too, and more often.
         if self._thread is None:
             self._thread = threading.Thread(target=self._drive, name="mpi", daemon=True)
             self._thread.start()
@@ -142,11 +99,11 @@ class Runtime:
 
     def remove(self, work: MpiWork) -> None:
         """Forget a work that is done."""
-        self._pending.pop(work.number, None)
+        self._pending.pop(work, None)
 
     def advance(self) -> None:
         """Advance all works."""
-        for work in tuple(self._pending.values()):
+        for work in tuple(self._pending):
             work.advance()
 
     def _drive(self) -> None:
@@ -158,7 +115,7 @@ class Runtime:
                 self.advance()
             elif (idle := idle + 1) > LINGER:
                 self._some.clear()
-                if not self._pending:
+                if not self._pending:  # else one was added just before
                     self._some.wait()
 
     def find_gone(self) -> set[int]:
@@ -182,7 +139,7 @@ class Runtime:
 
     def leave(self) -> bool:
         """Finish pending works, tell the other ranks that this one ends, and return whether nothing is left pending."""
-        self.finish(tuple(self._pending.values()), LEAVING)
+        self.finish(tuple(self._pending), LEAVING)
         self._ended = True
         self._some.set()
         if self._thread is not None:
@@ -200,24 +157,11 @@ runtime = Runtime()
 
 
 class MpiWork(dist.Work):
-    """One collective, or one message, under way.
-
-    Args:
-        what: its name, for messages.
-        program: what is to be done.
-        limit: seconds that a wait for it may take.
-        outputs: the tensors that it fills.
-        where: the ranks that take part, in words.
-
-    Attributes:
-        number: its number in this process.
-        done: whether it has ended, well or not.
-    """
+    """One collective, or one message, under way; ``limit`` is the seconds that a wait for it may take."""
 
     def __init__(self, what: str, program: Program, limit: float, outputs: Sequence[torch.Tensor], where: str) -> None:
         super().__init__()
-        self.number = -1
-        self.done = False
+        self.done = False  # True when it has ended, well or not
         self._what = what
         self._where = where
         self._program = program
@@ -245,12 +189,6 @@ class MpiWork(dist.Work):
         finally:
             self._busy.release()
         self._settle()
-
-    def raise_at_once(self) -> None:
-        """Raise the error of a wrong call."""
-        if self._error is not None:
-            cause = self._error.__cause__
-            raise cause if isinstance(cause, ValueError) else self._error
 
     def _arrived(self) -> bool:
         if self._stage is None:
@@ -292,12 +230,7 @@ class MpiWork(dist.Work):
             self._future.set_exception(self._error)  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until the work is done; return True.
-
-        Raises:
-            RuntimeError: it failed, was not done within ``timeout``, by default the group's, or a rank that it needs
-                has ended.
-        """
+        """Block until the work is done; raise RuntimeError if it fails, takes too long, or a needed rank has ended."""
         limit = timeout.total_seconds() or self._limit
         began = time.monotonic()
         look = began + NOTICE
@@ -326,17 +259,16 @@ class MpiWork(dist.Work):
         if not gone:
             return
         runtime.advance()  # what they sent before they ended
-        with self._busy:
-            missing = sorted(gone & self._stage.open_peers()) if self._stage is not None else []
+        missing: list[int] = []
+        with self._busy, runtime.calls:
+            if (stage := self._stage) is not None:
+                pairs = zip(stage.messages, stage.requests, strict=True)
+                missing = sorted(gone & {peer for (_, peer, _), request in pairs if not request.Get_status()})
         if missing:
             raise RuntimeError(
                 f"{self._what} over {self._where} waits for rank {', '.join(map(str, missing))}, which has ended; "
                 "all ranks must run the same collectives, and what the first rank to end says is the cause"
             )
-
-    def synchronize(self) -> None:
-        """See ``wait``."""
-        self.wait()
 
     def is_completed(self) -> bool:
         """Return whether it is done."""
@@ -351,12 +283,8 @@ class MpiWork(dist.Work):
         """Return the error of a failed work."""
         return self._error
 
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that it fills."""
-        return self._outputs
-
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the tensors that it fills."""
+        """Return a future of the tensors that it fills."""
         if self._future is None:
             self._future = torch.futures.Future()
         self._settle()
