@@ -45,15 +45,11 @@ def agreed(world: Group, blocks: Blocks) -> Blocks:
     lines = [f"block {name}" for name in blocks.names]
     lines += [f"{name} is used by blocks {', '.join(map(str, numbers))}" for name, numbers in blocks.uses.items()]
     lines.append(f"operations are {'not ' * (blocks.operations is None)}counted")
-    lines.append(f"time is {'not ' * (blocks.seconds is None)}measured")
     require_agreement(world, "what a trace of the model's forward with the first samples shows", "\n".join(lines))
-    return replace(blocks, operations=_mean(world, blocks.operations), seconds=_mean(world, blocks.seconds))
-
-
-def _mean(world: Group, costs: Sequence[float] | None) -> tuple[float, ...] | None:
-    if costs is None:
-        return None
-    return tuple(world.exchange(torch.tensor(costs, dtype=torch.float64)).mean(0).tolist())
+    if blocks.operations is None:
+        return blocks
+    counted = world.exchange(torch.tensor(blocks.operations, dtype=torch.float64))
+    return replace(blocks, operations=tuple(counted.mean(0).tolist()))
 
 
 class Pipelined:

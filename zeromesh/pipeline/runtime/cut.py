@@ -36,7 +36,7 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput |
     """
     names = find_blocks(model, patterns)
     if isinstance(model, Chain):
-        return _of_chain(model, sample)
+        return _of_chain(model)
     traced = trace(model, names, sample)
     calls = list(range(len(names))) if traced is None else _separable(model, names, traced)
     # The number of the block that each section belongs to.
@@ -66,8 +66,7 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput |
     for _, buffer, block in places:
         firsts[buffer] = min(block, firsts.get(buffer, block))
     buffers = {name: firsts[buffer] for name, buffer, _ in places}
-    known = sample if traced is None else traced.sample
-    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers, sample=known, finer=_finer(model, kept))
+    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers, _finer(model, kept))
 
 
 def _finer(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
@@ -88,12 +87,11 @@ def describe_stages(model: nn.Module, blocks: Blocks, cut: Cut) -> list[str]:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     held = [sum(sizes[name] for name, needing in cut.stages.items() if stage in needing) for stage in stages]
     shares = {"parameters": _shares(held)}
-    for what, costs in (("operations", blocks.operations), ("time", blocks.seconds)):
-        if costs is not None:
-            of_stages = [0.0] * len(stages)
-            for block, cost in enumerate(costs):
-                of_stages[cut.stage_of(block)] += cost
-            shares[what] = _shares(of_stages)
+    if blocks.operations is not None:
+        of_stages = [0.0] * len(stages)
+        for block, cost in enumerate(blocks.operations):
+            of_stages[cut.stage_of(block)] += cost
+        shares["operations"] = _shares(of_stages)
     bounds = (*cut.starts, len(cut.blocks))
     return [
         f"stage {stage}: {cut.blocks[bounds[stage]]} to {cut.blocks[bounds[stage + 1] - 1]}, {held[stage]:,} "
@@ -106,7 +104,7 @@ def _shares(costs: Sequence[float]) -> list[float]:
     return [cost / (sum(costs) or 1) for cost in costs]
 
 
-def _of_chain(model: Chain, sample: ModelInput | None) -> Blocks:
+def _of_chain(model: Chain) -> Blocks:
     """Return the layers of a chain as blocks. Modules outside of them are used after the last one."""
     last, users = frozenset([len(model.layers) - 1]), model.users()
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -122,7 +120,7 @@ def _of_chain(model: Chain, sample: ModelInput | None) -> Blocks:
     for name, parameter in model.named_parameters():
         for block in ordered[name]:
             sizes[block] += parameter.numel()
-    return Blocks(tuple(model.layers), tuple(model.kinds), ordered, tuple(sizes), None, buffers, sample=sample)
+    return Blocks(tuple(model.layers), tuple(model.kinds), ordered, tuple(sizes), None, buffers)
 
 
 def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> list[int]:

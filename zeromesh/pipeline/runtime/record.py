@@ -19,7 +19,7 @@ from zeromesh.observe.spans import clock_of
 from zeromesh.observe.trace import free_path
 from zeromesh.pipeline.schedule.actions import COMPUTE, MESSAGES, Kind, Schedule
 from zeromesh.pipeline.schedule.execution import most_held_by_rank, received_by
-from zeromesh.pipeline.schedule.picture import Panel, png, svg, trace
+from zeromesh.pipeline.schedule.picture import Panel, svg, trace
 from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
 RENDEZVOUS = 5
@@ -136,7 +136,7 @@ class Recorded:
         ]
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """Write a picture, as PNG too if matplotlib is there, and a trace for Perfetto; older files stay.
+        """Write a picture, and a trace for Perfetto; older files stay.
 
         Returns:
             The files.
@@ -145,14 +145,14 @@ class Recorded:
             OSError: one could not be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        picture, image, spans = (free_path(folder / f"{name}{ending}") for ending in (".svg", ".png", ".json"))
+        picture, spans = (free_path(folder / f"{name}{ending}") for ending in (".svg", ".json"))
         title = name.replace("_", " ")
         picture.write_text(svg(self.panels(), title, is_seconds=True), encoding="utf-8")
         timelines = {"predicted": self.predicted, "measured": self.measured}
         processes = {name: [step for row in each.ranks for step in row] for name, each in timelines.items()}
         waits = {"measured": [step for row in self.waits for step in row]}
         spans.write_text(json.dumps(trace(processes, waits)), encoding="utf-8")
-        return [picture, image, spans] if png(image, self.panels(), title, is_seconds=True) else [picture, spans]
+        return [picture, spans]
 
 
 def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Schedule) -> Recorded:

@@ -38,7 +38,6 @@ class ModelTrace:
         crossings: pairs of a section in which a value was computed and a later one that read it, other than as an
             argument of a block; between the two, the forward cannot be left and entered again.
         operators: how many were called.
-        sample: what the model was called with.
     """
 
     calls: tuple[int, ...]
@@ -46,7 +45,6 @@ class ModelTrace:
     operations: tuple[float, ...]
     crossings: frozenset[tuple[int, int]]
     operators: int
-    sample: ModelInput
 
 
 def trace(model: nn.Module, blocks: Sequence[str], own: ModelInput | None = None) -> ModelTrace | None:
@@ -98,7 +96,7 @@ def _attempt(
 
 
 def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: bool, limit: float) -> ModelTrace:
-    copied, copies = copy_of(model)
+    copied, copies = _copy_of(model)
     names = {id(one): name for name, p in model.named_parameters() for one in (p, copies[id(p)])}
     run = _Tracing(names, len(blocks), guess, limit)
     for index, name in enumerate(blocks):
@@ -131,7 +129,7 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
         _log.debug("the loss of %s cannot be traced", type(model).__name__, exc_info=True)
     uses = {name: frozenset(sections) for name, sections in run.uses.items()}
     crossings = frozenset(run.crossings)
-    return ModelTrace(tuple(run.calls), uses, tuple(run.operations), crossings, run.operators, sample)
+    return ModelTrace(tuple(run.calls), uses, tuple(run.operations), crossings, run.operators)
 
 
 class _Tracing(TorchDispatchMode):
@@ -262,25 +260,18 @@ _OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
 """Operators that need values, which tensors without memory lack -> a stand-in for their result."""
 
 
-def copy_of(model: nn.Module, values: bool = False) -> tuple[nn.Module, dict[int, Any]]:
+def _copy_of(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
     """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own.
 
     Hooks are left out, as they may do anything outside of the model, but for those of torch that make weights of
     parameters.
-
-    Args:
-        model: it is not changed.
-        values: only parameters have no memory; buffers without values have zeros.
     """
     copies: dict[int, Any] = {}
 
     def imitate(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
             is_parameter = isinstance(tensor, nn.Parameter)
-            if values and not is_parameter:
-                made = tensor.detach().clone() if not tensor.is_meta else torch.zeros(tensor.shape, dtype=tensor.dtype)
-            else:
-                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
             copies[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
         return tensor
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ class Blocks:
         parameters: how many elements each needs.
         operations: floating-point operations of each; None where they could not be counted.
         buffers: by name, of all that it has, the number of the first block that has it.
-        seconds: forward and backward of each; None where they were not measured.
-        sample: a ``ModelInput`` that the model can be called with; None where none is known.
         finer: patterns of smaller blocks inside of them.
     """
 
@@ -54,8 +51,6 @@ class Blocks:
     parameters: tuple[float, ...]
     operations: tuple[float, ...] | None
     buffers: Mapping[str, int] = field(default_factory=dict)
-    seconds: tuple[float, ...] | None = None
-    sample: Any = field(default=None, compare=False)
     finer: tuple[str, ...] = ()
 
     def cut(self, starts: Sequence[int]) -> Cut:
@@ -111,23 +106,8 @@ def uniform(blocks: int, stages: int) -> list[int]:
     return [0, *accumulate(sizes[:-1])]
 
 
-def by_time(blocks: Blocks, stages: int) -> list[int]:
-    """Return stages of equal measured time.
-
-    Raises:
-        ValueError: that was not possible.
-    """
-    if blocks.seconds is None:
-        raise ValueError(
-            'pipeline.partition is "time", and what inputs the model takes is not known; pass training_data to '
-            'initialize, or set it to "best"'
-        )
-    return partition(blocks.seconds, stages)
-
-
 WAYS: dict[str, Callable[[Blocks, int], list[int]]] = {
     "best": lambda blocks, stages: partition(blocks.operations or blocks.parameters, stages),
-    "time": by_time,
     "parameters": lambda blocks, stages: partition(blocks.parameters, stages),
     "uniform": lambda blocks, stages: uniform(len(blocks.names), stages),
 }

@@ -1,4 +1,4 @@
-"""Pictures of when each rank does what: text, SVG, PNG, and traces for Perfetto or chrome://tracing."""
+"""Pictures of when each rank does what: text, SVG, and traces for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -165,54 +164,10 @@ def svg(drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> st
     return "\n".join([*head, *parts, "</svg>"]) + "\n"
 
 
-def png(path: Path, drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> bool:
-    """Draw the same picture through matplotlib; return False if that is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        return False
-    factor, unit = (1e3, "ms") if is_seconds else (1.0, "time")
-    longest, scale = _scale(drawn, is_seconds)
-    ranks = max(len(panel.timeline.ranks) for panel in drawn)
-    size = (min(longest * scale / 90 + 3, 60), len(drawn) * (ranks * 0.35 + 0.6) + 0.8)
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    places = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-    kinds = _kinds(step for panel in drawn for row in panel.timeline.computed for step in row)
-    for axes, panel in zip(places, drawn, strict=True):
-        for rank, (row, note) in enumerate(zip(panel.timeline.computed, panel.notes or repeat(""), strict=False)):
-            for step in row:
-                _draw(axes, panel.timeline, step, rank, factor, scale)
-            axes.text(1.005, rank, note, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
-        axes.set(xlim=(0, factor * longest), ylim=(len(panel.timeline.ranks) - 0.5, -0.5))
-        axes.set_title(panel.title, loc="left", fontsize=10)
-        axes.set_yticks(range(len(panel.timeline.ranks)), [f"rank {n}" for n in range(len(panel.timeline.ranks))])
-    places[-1].set_xlabel(unit)
-    figure.suptitle(title)
-    handles = [Patch(facecolor=COLOURS[kind][1], label=COLOURS[kind][0]) for kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1))
-    figure.savefig(path, dpi=120)
-    return True
-
-
 def _kinds(steps: Iterable[TimedAction]) -> list[Kind]:
     """Return the kinds of computations, in the order of the legend."""
     present = {step.action.kind for step in steps}
     return [kind for kind in COLOURS if kind in present]
-
-
-def _draw(axes: Any, timeline: Timeline, step: TimedAction, row: int, factor: float, scale: float) -> None:
-    """Draw a computation's box, with the number of its micro-batch where there is room."""
-    from matplotlib.patches import Rectangle
-
-    place, size = (factor * step.start, row - 0.45), (factor * (step.end - step.start), 0.9)
-    colour, alpha = COLOURS[step.action.kind][1], _shade(timeline, step)
-    axes.add_patch(Rectangle(place, *size, facecolor=colour, alpha=alpha, edgecolor="#444444"))
-    label = str(step.action.microbatch)
-    if (step.end - step.start) * scale >= 7 * len(label):
-        axes.text(place[0] + size[0] / 2, row, label, ha="center", va="center", fontsize=7)
 
 
 def trace(
