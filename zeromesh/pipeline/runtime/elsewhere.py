@@ -1,9 +1,4 @@
-"""Stand-ins of parameters that other stages have: zeros that take no memory.
-
-What comes before a stage's blocks, which it computes for the shapes only, is computed with them. Nothing that counts
-may be, or a parameter that is on the wrong stage would go unnoticed. What is written to them there is dropped, as the
-stage that has the parameter writes it, too.
-"""
+"""Stand-ins of parameters that other stages have: zeros that take no memory."""
 
 from __future__ import annotations
 
@@ -18,10 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeromesh.model.in_place import writes, written
 
+# The code before a stage's blocks, which the stage runs for the shapes only, computes with them. Nothing that counts may,
+# or a parameter that is on the wrong stage would go unnoticed.
 _counts: ContextVar[bool] = ContextVar("what is computed counts", default=False)
 
-_SHAPES = ("type_as", "expand_as", "view_as", "reshape_as")
-"""Functions that look at the shape or the dtype of their second argument."""
+_SHAPES = ("type_as", "expand_as", "view_as", "reshape_as")  # look at the shape or dtype of their second argument
 
 
 class Elsewhere(Tensor):
@@ -31,14 +27,14 @@ class Elsewhere(Tensor):
 
     @classmethod
     def make(cls, path: str, like: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Elsewhere:
-        """In place of a parameter; what is floating-point on a device and of a dtype, if these are given."""
+        """Return the stand-in of a parameter; ``dtype`` is for those of floating point."""
         dtype = like.dtype if dtype is None or not like.is_floating_point() else dtype
         made = torch.zeros((), dtype=dtype, device=device).expand(like.shape).as_subclass(cls)
         made.path = path
         return made
 
     def _same(self, result: Tensor) -> Tensor:
-        """Make what shares these zeros' memory, such as ``.data`` and views, one of them, too."""
+        """Return what shares these zeros' memory, such as ``.data`` and views, as one of them."""
         if isinstance(result, Elsewhere) or result.layout is not torch.strided:
             return result
         if result.untyped_storage()._cdata != self.untyped_storage()._cdata:
@@ -54,13 +50,15 @@ class Elsewhere(Tensor):
         """Handle a function of torch that is given such a tensor."""
         kwargs = kwargs or {}
         target = written(args, kwargs) if writes(func, kwargs) else None
+        # A write is dropped: the stage that has the parameter does it, too.
         drops = isinstance(target, Elsewhere)
         source = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Elsewhere)), None)
         with torch._C.DisableTorchFunctionSubclass():
             result = target if drops else func(*args, **kwargs)
             if source is not None and not drops:
                 result = tree_map_only(Tensor, source._same, result)
-        if _counts.get() and not _is_of_shapes(func.__name__, args) and any(map(_is_tensor, tree_leaves(result))):
+        values = not _is_of_shapes(func.__name__, args) and any(isinstance(x, Tensor) for x in tree_leaves(result))
+        if _counts.get() and values:
             path = "a parameter" if source is None else source.path
             raise RuntimeError(
                 f"{path} is needed on a stage of the pipeline that does not have it, as it is used elsewhere in a "
@@ -69,10 +67,6 @@ class Elsewhere(Tensor):
                 "is not needed, or set mesh.pipeline to 1"
             )
         return result
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _is_of_shapes(name: str, args: tuple[Any, ...]) -> bool:

@@ -7,17 +7,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+# By bytes of an element. Sums of integers depend neither on order nor on rounding.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by bytes of an element; its sums depend neither on order nor on rounding."""
 
 
 class Parameters:
-    """Checksums of the parameters of some modules, as they are now.
-
-    Args:
-        model: has the modules, and their names.
-        modules: of it.
-    """
+    """Checksums of the parameters of some modules of a model, as they are now."""
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         self._model, self._modules = model, modules
@@ -31,11 +26,7 @@ class Parameters:
                     yield module, name, parameter
 
     def require_same(self) -> None:
-        """Check that no parameter was written since.
-
-        Raises:
-            RuntimeError: one was; the error has its name.
-        """
+        """Raise RuntimeError, naming the parameter, if one was written since."""
         for module, name, parameter in self._present():
             if self._sums.get(id(parameter), now := _sum(parameter)) != now:
                 path = next(path for path, other in self._model.named_modules() if other is module)

@@ -15,7 +15,7 @@ def input_gradient(schedule: Schedule, stage: int, microbatch: int) -> Action:
 
 
 def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """Yield the actions that must precede an action; a recomputation only if the schedule has it."""
+    """Yield the actions that must precede an action."""
     kind, stage, microbatch = action
     if kind is Kind.FORWARD:
         if stage > 0:
@@ -25,10 +25,12 @@ def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
         if stage < schedule.stages - 1:
             after = input_gradient(schedule, stage + 1, microbatch)
             yield _from_neighbour(schedule, action, Kind.RECEIVE_GRADIENT, after)
+        # A schedule without recomputation keeps the activations, and nothing else stands for this action.
         again = Action(Kind.RECOMPUTE, stage, microbatch)
         if again in schedule.present:
             yield again
     elif kind is Kind.WEIGHT:
+        # Its operands are left by the input gradient of the same micro-batch.
         yield Action(Kind.INPUT, stage, microbatch)
     elif kind is Kind.SEND_GRADIENT:
         yield input_gradient(schedule, stage, microbatch)
@@ -42,6 +44,7 @@ def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
 
 def _from_neighbour(schedule: Schedule, action: Action, receive: Kind, made: Action) -> Action:
     """Return the action that brings another stage's result: a message, or the computation on the same rank."""
+    # Before messages are added, a schedule depends on the neighbour's computation itself.
     apart = schedule.placement[made.stage] != schedule.placement[action.stage]
     return action._replace(kind=receive) if apart and schedule.has_messages else made
 
@@ -68,6 +71,8 @@ def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int
     order: list[tuple[int, int]] = []
     done: set[Action] = set()
     reached: set[Action] = set()
+    # Ranks are woken by what they wait for. Asking all ranks again after each action would take quadratic time, and the
+    # search executes hundreds of schedules.
     waiting: dict[tuple[bool, Action], list[int]] = defaultdict(list)
     waits: dict[int, Action] = {}
     position = [0] * len(schedule.ranks)
@@ -99,6 +104,8 @@ def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int
 
 
 def _stuck(schedule: Schedule, position: Sequence[int], waits: dict[int, Action]) -> ScheduleError:
+    # A wait inside one rank, or for an action that is nowhere, explains a deadlock better than the circle of ranks
+    # does.
     for rank, need in waits.items():
         if need in schedule.ranks[rank]:
             return ScheduleError(
@@ -116,11 +123,9 @@ def _stuck(schedule: Schedule, position: Sequence[int], waits: dict[int, Action]
 
 
 def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[tuple[int, float]]]:
-    """Return the stage of each action of each rank, and how much that stage holds after it.
+    """Return the stage of each action of each rank, and how much the stage holds after it.
 
-    Args:
-        schedule: any.
-        sizes: of one micro-batch's activations, by stage; 1 each if left out, which counts micro-batches.
+    ``sizes`` are those of one micro-batch's activations by stage; by default 1 each, which counts micro-batches.
     """
     found = []
     for actions in schedule.ranks:
@@ -135,7 +140,7 @@ def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[
 
 
 def most_held_by_stage(schedule: Schedule) -> list[int]:
-    """The largest number of micro-batches whose activations each stage holds at once."""
+    """Return the largest number of micro-batches whose activations each stage holds at once."""
     most = [0.0] * schedule.stages
     for rows in held(schedule):
         for stage, count in rows:
@@ -144,9 +149,10 @@ def most_held_by_stage(schedule: Schedule) -> list[int]:
 
 
 def most_held_by_rank(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[float]:
-    """The most that the stages of each rank hold together."""
+    """Return the most that the stages of each rank hold together."""
     found = []
     for rows in held(schedule, sizes):
+        # The most of a rank is not the sum of its stages' most, which they reach at different times.
         now: dict[int, float] = {}
         most = 0.0
         for stage, amount in rows:

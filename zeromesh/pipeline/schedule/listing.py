@@ -20,10 +20,9 @@ class ListRule:
     Attributes:
         priority: kinds, the first one first; with the full backward in place of the two gradients it is not split.
         deep_forward: of two forwards, that of the later stage comes first.
-        deep_backward: of two backwards, that of the later stage comes first.
-        sequence: of each rank, the order of forwards and backwards. Weight gradients then fill the time in which the
-            next of them cannot begin.
-        patience: how long a rank waits for what comes first, in parts of the time that what it can begin would take.
+        deep_backward: the same of two backwards.
+        sequence: order of forwards and backwards by rank; weight gradients fill the time in which none can begin.
+        patience: longest wait for what comes first, in parts of the time of what could begin.
     """
 
     priority: tuple[Kind, ...] = (INPUT, FORWARD, WEIGHT)
@@ -34,15 +33,7 @@ class ListRule:
 
 
 class ListScheduler:
-    """Scheduler that chooses action by action, at the times that follow from the costs.
-
-    Args:
-        microbatches: their number.
-        placement: the rank of each stage.
-        rule: what is taken first.
-        limit: memory that activations may take on each rank.
-        costs: what actions take.
-    """
+    """Scheduler that chooses action by action, at the times that follow from the costs."""
 
     def __init__(
         self, microbatches: int, placement: tuple[int, ...], rule: ListRule, limit: float, costs: Costs | None = None
@@ -61,11 +52,7 @@ class ListScheduler:
         self._end: dict[tuple[Kind, int, int], float] = {}
 
     def run(self, deadline: float = math.inf) -> Schedule:
-        """Make the schedule.
-
-        Raises:
-            ScheduleError: the limit leaves no room, or it is sure to end after the deadline.
-        """
+        """Make the schedule. Raise ScheduleError if the limit leaves no room, or it ends after the deadline."""
         orders: list[list[Action]] = [[] for _ in self._own]
         free = [0.0] * len(self._own)
         whole = [sum(time for (_, stage), time in self._time.items() if stage in own) for own in self._own]
@@ -85,6 +72,7 @@ class ListScheduler:
             self._done[kind, stage] += 1
             self._end[kind, stage, number] = free[rank] = end = clock + self._time[kind, stage]
             left[rank] -= self._time[kind, stage]
+            # The search has found a shorter one already: the rest of this one need not be made.
             if end + left[rank] > deadline:
                 raise ScheduleError("time", f"rank {rank} ends after {deadline:g}")
             # Something can begin here when this ends, and at its neighbours when they have the message.
@@ -99,8 +87,9 @@ class ListScheduler:
         return Schedule(self._microbatches, self._placement, tuple(map(tuple, orders)))
 
     def _choices(self, rank: int, taken: int, clock: float) -> Iterator[tuple[int, int, Kind, int]]:
-        """Return the actions that a rank can begin, with their rank in the order of preference."""
+        """Yield the actions that a rank can begin, with their rank in the order of preference."""
         if self._rule.sequence:
+            # Weight gradients are no part of the sequence, so they are not counted for the place in it.
             weights = sum(self._done.get((WEIGHT, stage), 0) for stage in self._own[rank])
             following = self._rule.sequence[rank][taken - weights : taken - weights + 1]
             for kind, stage, _ in following:
@@ -132,16 +121,14 @@ class ListScheduler:
         return kind is not FORWARD or self._has_room(stage)
 
     def _has_room(self, stage: int) -> bool:
-        """Return whether, after this forward, micro-batches in progress can be finished in turn, the oldest first.
-
-        Then the oldest of all never waits for memory on any rank, so no rank waits for ever.
-        """
+        """Return whether, after this forward, micro-batches in progress can be finished in turn, the oldest first."""
+        # Then the oldest of all never waits for memory on any rank, so no rank waits for ever.
         own = self._own[self._placement[stage]]
         begun = {other: self._done[FORWARD, other] + (other == stage) for other in own}
         ended = {other: self._done[self._last, other] for other in own}
         free = self._limit - sum(self._sizes[other] * (begun[other] - ended[other]) for other in own)
         if free < 0 or self._rule.sequence:
-            return free >= 0
+            return free >= 0  # a given sequence is known to end
         if free >= sum(self._sizes[other] for other in own):
             return True  # any one of them has room for all that it can need
         for number in range(min(ended.values()), max(begun.values())):

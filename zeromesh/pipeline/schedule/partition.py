@@ -16,9 +16,8 @@ class Cut:
     Attributes:
         blocks: their names, in the order in which they are called.
         starts: the first block of each stage.
-        stages: by parameter, under the first of its names, the stages that need it, ascending. Several where it is
-            tied.
-        buffers: by name, of all that it has, the stage whose values of it count; outside of blocks all have it.
+        stages: parameter, under the first of its names -> the stages that need it, ascending.
+        buffers: buffer, under each of its names -> the stage whose values count.
     """
 
     blocks: tuple[str, ...]
@@ -27,21 +26,21 @@ class Cut:
     buffers: Mapping[str, int]
 
     def stage_of(self, block: int) -> int:
-        """The stage of a block, by its number."""
+        """Return the stage of a block, by its number."""
         return max(stage for stage, start in enumerate(self.starts) if start <= block)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model. What is computed between a block and the next belongs to that block.
+    """The blocks of a model, any of which may be the first of a stage.
 
     Attributes:
-        names: in the order in which they are called. Each may be the first of a stage.
+        names: in the order in which they are called.
         types: the names of their classes.
-        uses: by parameter, under the first of its names, the numbers of the blocks that need it, ascending.
-        parameters: how many elements each needs.
-        operations: floating-point operations of each; None where they could not be counted.
-        buffers: by name, of all that it has, the number of the first block that has it.
+        uses: parameter, under the first of its names -> the numbers of the blocks that need it, ascending.
+        parameters: elements that each needs.
+        operations: floating-point operations of each; None: they could not be counted.
+        buffers: buffer, under each of its names -> the number of the first block that has it.
         finer: patterns of smaller blocks inside of them.
     """
 
@@ -61,16 +60,11 @@ class Blocks:
 
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Cut a row of blocks into stages so that the dearest stage is as cheap as possible; none is empty.
-
-    Of several such cuts it takes that with the most blocks in the earlier stages, since the last one has the loss.
+    """Return the first block of each stage, for the cut whose dearest stage is as cheap as possible; none is empty.
 
     Args:
         costs: of each block, in any unit.
         stages: their number.
-
-    Returns:
-        The first block of each stage.
     """
     blocks = len(costs)
     assert blocks >= stages
@@ -81,11 +75,10 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     for stage in range(1, stages):
         row = [(float("inf"), 0)] * (blocks + 1)
         for n in range(stage + 1, blocks + 1):
-            row[n] = min(
-                ((max(best[start][0], sums[n] - sums[start]), -start) for start in range(stage, n)),
-                key=lambda found: found,
-            )
-            row[n] = row[n][0], -row[n][1]
+            # Of equal cuts, the one with the most blocks in earlier stages is taken, since the last stage has the loss,
+            # too.
+            cost, start = min((max(best[start][0], sums[n] - sums[start]), -start) for start in range(stage, n))
+            row[n] = cost, -start
         tables.append(row)
         best = row
     starts, end = [], blocks
@@ -96,17 +89,16 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def uniform(blocks: int, stages: int) -> list[int]:
-    """Return stages of as many blocks each; where they do not divide, the middle ones have one more.
-
-    The first and the last stage also have the modules outside of blocks.
-    """
+    """Return stages of as many blocks each."""
     each, rest = divmod(blocks, stages)
+    # The middle stages take what is left over, as the first and the last one have the modules outside of blocks, too.
     middle = sorted(range(stages), key=lambda stage: abs(stage - (stages - 1) / 2))
     sizes = [each + (stage in middle[:rest]) for stage in range(stages)]
     return [0, *accumulate(sizes[:-1])]
 
 
 WAYS: dict[str, Callable[[Blocks, int], list[int]]] = {
+    # Without a trace there are no counts, and parameters are the next best guess of the work.
     "best": lambda blocks, stages: partition(blocks.operations or blocks.parameters, stages),
     "parameters": lambda blocks, stages: partition(blocks.parameters, stages),
     "uniform": lambda blocks, stages: uniform(len(blocks.names), stages),
@@ -118,7 +110,7 @@ def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int
     """Return the first block of each stage, as ``pipeline.partition`` says.
 
     Raises:
-        ValueError: it says nothing that is known, or that fits.
+        ValueError: an unknown value, or one that does not fit.
     """
     count = len(blocks.names)
     if count < stages:
@@ -128,13 +120,12 @@ def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int
             f"chunks per rank) to {count} at the most, or name smaller blocks in pipeline.blocks{finer}"
         )
     if not isinstance(how, str):
-        found = list(how)
-        if len(found) != stages or found[0] != 0 or sorted(set(found)) != found or found[-1] >= count:
+        if len(how) != stages or how[0] != 0 or sorted(set(how)) != list(how) or how[-1] >= count:
             raise ValueError(
                 f"pipeline.partition is {how}; as a list it has the number of the first block of each of the {stages} "
                 f"stages, ascending from 0, and there are {count} blocks"
             )
-        return found
+        return list(how)
     if how.lower().startswith("type:"):
         return _by_type(how[len("type:") :], blocks, stages)
     if how not in WAYS:

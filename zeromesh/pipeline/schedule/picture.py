@@ -27,25 +27,15 @@ def _chunk(timeline: Timeline, step: TimedAction) -> int:
     return step.action.stage // len(timeline.ranks)
 
 
-def _shade(timeline: Timeline, step: TimedAction) -> float:
-    """Later chunks are paler."""
-    return (1.0, 0.6, 0.35)[min(_chunk(timeline, step), 2)]
-
-
 def _label(timeline: Timeline, step: TimedAction) -> str:
-    """Kind and micro-batch, and a letter for the chunk where ranks have several."""
+    """Return the kind and the micro-batch, and a letter for the chunk where ranks have several."""
     several = timeline.schedule.stages > len(timeline.ranks)
     kind = "R" if step.action.kind is Kind.RECOMPUTE else step.action.kind
     return f"{kind}{step.action.microbatch}" + (chr(ord("a") + _chunk(timeline, step) % 26) if several else "")
 
 
 def grid(timeline: Timeline, width: int | None = None) -> str:
-    """Return text with a row per rank and a column per shortest computation; a, b, ... are a rank's stages.
-
-    Args:
-        timeline: of a simulation.
-        width: characters of a line; what is longer goes on below. Everything is in one line if left out.
-    """
+    """Return text with a row per rank and a column per shortest computation; beyond ``width`` it goes on below."""
     rows = timeline.computed
     steps = [step for row in rows for step in row]
     if not steps:
@@ -78,32 +68,16 @@ def grid(timeline: Timeline, width: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several timelines on one axis.
-
-    Attributes:
-        timeline: of a simulation or a run.
-        title: what it is.
-        notes: of each rank, what stands after its row; none if left out.
-    """
+    """One of several timelines on one axis; ``notes`` stand behind the rows of its ranks."""
 
     timeline: Timeline
     title: str = ""
     notes: Sequence[str] = ()
 
 
-def _scale(drawn: Sequence[Panel], is_seconds: bool) -> tuple[float, float]:
-    """Return the longest time and the pixels of a unit of time.
-
-    Measured times fill a page. Given costs are multiples of each other, so boxes get one width, with room for a number.
-    """
-    longest = max((panel.timeline.makespan for panel in drawn), default=0.0) or 1.0
-    times = [step.end - step.start for panel in drawn for row in panel.timeline.computed for step in row]
-    return longest, 1000 / longest if is_seconds else 26 / min(times, default=1.0)
-
-
 def _tick(longest: float) -> float:
     """Return a round number, of which six to fifteen are in the longest timeline."""
-    least = longest / 15 or 1.0
+    least = longest / 15 or 1.0  # fifteen labels do not touch yet
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
@@ -111,16 +85,18 @@ def _tick(longest: float) -> float:
 def svg(drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> str:
     """Return an SVG of timelines one above the other, on one axis; a tooltip names each action and its times.
 
-    Args:
-        drawn: the timelines.
-        title: of the picture.
-        is_seconds: times are in seconds and shown in ms; else they have no unit.
+    Times are in seconds and shown in ms if ``is_seconds``; else they have no unit.
     """
     left, high, gap = 58, 26, 4
     factor, unit = (1e3, " ms") if is_seconds else (1.0, "")
-    longest, scale = _scale(drawn, is_seconds)
+    longest = max((panel.timeline.makespan for panel in drawn), default=0.0) or 1.0
+    steps = [step for panel in drawn for row in panel.timeline.computed for step in row]
+    # Measured times fill a page. Given costs are multiples of each other, so boxes get one width, with room for a
+    # number.
+    scale = 1000 / longest if is_seconds else 26 / min((step.end - step.start for step in steps), default=1.0)
     wide, right = round(longest * scale), 130 if any(panel.notes for panel in drawn) else 10
-    kinds = _kinds(step for panel in drawn for row in panel.timeline.computed for step in row)
+    present = {step.action.kind for step in steps}
+    kinds = [kind for kind in COLOURS if kind in present]  # in the order of the legend
     style = " ".join(f".{kind}{{fill:{COLOURS[kind][1]};stroke:#444;stroke-width:.4}}" for kind in kinds)
     parts = [f'<text x="{left}" y="20" style="font-size:14px">{escape(title)}</text>'] if title else []
     y = 34 if title else 10
@@ -135,7 +111,8 @@ def svg(drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> st
             parts.append(f'<rect x="{left}" y="{y}" width="{wide}" height="{high}" fill="#f1f1f1"/>')
             for step in row:
                 x, size = left + step.start * scale, (step.end - step.start) * scale
-                label, shade = str(step.action.microbatch), _shade(panel.timeline, step)
+                label = str(step.action.microbatch)
+                shade = (1.0, 0.6, 0.35)[min(_chunk(panel.timeline, step), 2)]  # later chunks are paler
                 look = f'class="{step.action.kind}"' + (f' fill-opacity="{shade}"' if shade < 1 else "")
                 text = f'<text class="n" x="{x + size / 2:.2f}" y="{y + 17}">{label}</text>'
                 parts.append(
@@ -164,39 +141,28 @@ def svg(drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> st
     return "\n".join([*head, *parts, "</svg>"]) + "\n"
 
 
-def _kinds(steps: Iterable[TimedAction]) -> list[Kind]:
-    """Return the kinds of computations, in the order of the legend."""
-    present = {step.action.kind for step in steps}
-    return [kind for kind in COLOURS if kind in present]
-
-
 def trace(
     processes: Mapping[str, Iterable[TimedAction]], waits: Mapping[str, Iterable[TimedAction]] | None = None
 ) -> dict[str, Any]:
     """Return a trace for Perfetto: a process per name, such as "predicted" and "measured", a thread per rank.
 
     Args:
-        processes: name -> what was done and when, in seconds.
-        waits: name -> when ranks waited for a message, before which action.
+        processes: name -> actions, with times in seconds.
+        waits: name -> waits for messages, each with the action that waited.
     """
     events: list[dict[str, Any]] = []
     for number, (name, steps) in enumerate(processes.items()):
         events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
-        listed = list(steps)
+        waiting, listed = list((waits or {}).get(name, ())), list(steps)
         for rank in sorted({step.rank for step in listed}):
             named = {"name": f"rank {rank}"}
             events.append({"ph": "M", "pid": number, "tid": rank, "name": "thread_name", "args": named})
-        waiting = list((waits or {}).get(name, ()))
         for step, is_wait in [*((step, False) for step in listed), *((step, True) for step in waiting)]:
             kind, stage, microbatch = step.action
-            named = (
-                {"name": f"wait for {step.action}", "cat": "wait"}
-                if is_wait
-                else {"name": str(step.action), "cat": kind.name.lower()}
-            )
+            text, category = (f"wait for {step.action}", "wait") if is_wait else (str(step.action), kind.name.lower())
             events.append({
-                "ph": "X", "pid": number, "tid": step.rank, **named,
-                "ts": step.start * 1e6, "dur": (step.end - step.start) * 1e6,
+                "ph": "X", "pid": number, "tid": step.rank, "name": text, "cat": category,
+                "ts": step.start * 1e6, "dur": (step.end - step.start) * 1e6,  # the format counts in microseconds
                 "args": {"stage": stage, "microbatch": microbatch},
             })  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}

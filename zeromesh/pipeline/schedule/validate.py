@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from zeromesh.pipeline.schedule.actions import (
-    MESSAGES,
-    RECEIVES,
-    Action,
-    Kind,
-    Schedule,
-    ScheduleError,
-)
+from zeromesh.pipeline.schedule.actions import MESSAGES, RECEIVES, Action, Kind, Schedule, ScheduleError
 from zeromesh.pipeline.schedule.execution import execute, held, received_by
 from zeromesh.pipeline.schedule.simulate import Costs
 
 
 def validate(
-    schedule: Schedule,
-    memory: float | None = None,
-    costs: Costs | None = None,
-    rendezvous: bool = False,
+    schedule: Schedule, memory: float | None = None, costs: Costs | None = None, rendezvous: bool = False,
     training: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Check that a schedule is complete, that its messages match, and that its ranks get to its end.
 
     Args:
         schedule: with or without its messages.
-        memory: what activations may take on a rank; 1 for each micro-batch and stage, unless the costs say otherwise.
-        costs: for what activations take.
+        memory: limit of a rank's activations, in the unit of ``costs``; by default 1 for each micro-batch and stage.
+        costs: for the memory of activations.
         rendezvous: also check that ranks get to the end where a send waits for its receive.
         training: require backwards; else there must be none.
 
     Raises:
         ScheduleError: the first fault, with its kind, its place and what would be right.
     """
+    # The order matters: each check relies on those before, as execute() does on actions that exist once.
     _check_places(schedule)
     _check_complete(schedule, training)
     if schedule.has_messages:
@@ -99,10 +90,7 @@ def _check_complete(schedule: Schedule, training: bool) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Check that each send has its receive, and that two ranks have their messages in the same order.
-
-    A receive takes the next message from its rank, so another order would mix up the tensors.
-    """
+    """Check that each send has its receive, and that two ranks have their messages in the same order."""
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
     sends = {kind: (send, distance) for send, (kind, distance) in MESSAGES.items()}
@@ -126,6 +114,7 @@ def _check_messages(schedule: Schedule) -> None:
                 sent[rank, peer].append(other)
             else:
                 received[peer, rank].append((action, position))
+    # A receive takes the next message from its rank, so another order would mix up the tensors.
     for (sender, receiver), arrivals in received.items():
         for (action, position), due in zip(arrivals, sent[sender, receiver], strict=True):
             if action != due:
