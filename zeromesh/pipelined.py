@@ -18,6 +18,7 @@ from zeromesh.comm.agreement import require_agreement
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
+from zeromesh.config.keys import SCHEDULE
 from zeromesh.config.parts import Pipeline
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import tensors_of
@@ -152,7 +153,7 @@ class Pipelined:
             # The search may choose another placement for another number; parameters stay where they are.
             if schedule.placement != self._placement:
                 raise ValueError(
-                    f"pipeline.schedule = {self._chosen.schedule} has other stages on the ranks for {microbatches} "
+                    f"{SCHEDULE} = {self._chosen.schedule} has other stages on the ranks for {microbatches} "
                     f"micro-batches, {schedule.placement}, than those that the model was cut for, {self._placement}; "
                     "keep the number of micro-batches, or name a schedule whose stages stay"
                 )

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
+from zeromesh.config.keys import TENSOR_PLAN, WHOLE_SEQUENCE
 from zeromesh.model.in_place import version
 from zeromesh.model.linear import Columns, multiply
 from zeromesh.model.split import Held
 from zeromesh.tensor.attention import SplitAttention
-from zeromesh.tensor.guard import REMEDY, Apart, SplitGuard, summed
+from zeromesh.tensor.guard import Apart, SplitGuard, summed
 from zeromesh.tensor.heads import first_number, take_part, take_part_of_experts
 from zeromesh.tensor.linear import Layer, enter, leave
 from zeromesh.tensor.logits import Logits, Using
@@ -291,11 +292,11 @@ def _require_width(name: str, module: Any, x: Tensor, ranks_of_sequence: int = 1
     if x.shape[-1] * ranks_of_sequence == width and ranks_of_sequence > 1:
         raise ValueError(
             f"{name} reads {width} entries and was given {x.shape[-1]}, as if they were tokens, of which a rank has a "
-            f"part there; {REMEDY}"
+            f"part there; {WHOLE_SEQUENCE}"
         )
     if x.shape[-1] != width:
         raise ValueError(
-            f"{name} ({type(module).__name__}), which tensor_parallel.plan splits, has {width} entries of its input on "
+            f"{name} ({type(module).__name__}), which {TENSOR_PLAN} splits, has {width} entries of its input on "
             f"this rank, but was given {x.shape[-1]}; after colwise comes rowwise, with nothing between that needs all "
             "entries; else give the layer before the style colwise_gather_output, or one of both replicate"
         )

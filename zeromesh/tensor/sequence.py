@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
 from zeromesh.model.split import Held
 from zeromesh.tensor.plan import SplitPlan
 
@@ -66,7 +67,7 @@ def find_stacks(model: nn.Module, resolved: SplitPlan) -> list[Stack]:
             stacks.append(Stack(name, tuple(blocks), tuple(whole)))
     if not stacks:
         raise ValueError(
-            "tensor_parallel.sequence is true, but the model has no list of blocks that are all split; leave it out, "
+            f"{SEQUENCE} is true, but the model has no list of blocks that are all split; leave it out, "
             "or give a plan that splits them"
         )
     _share_gradients(model, stacks, resolved)
@@ -131,6 +132,6 @@ def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: SplitP
         if key in outside:
             raise ValueError(
                 f"{names[key]} is used by {inside[key]} on parts of the sequence and by {outside[key]} on all of it; "
-                "set tensor_parallel.sequence to false"
+                + WHOLE_SEQUENCE
             )
         resolved.of_parameter[key] = resolved.held[names[key]] = replace(held, partial=True)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
-from zeromesh.tensor.guard import REMEDY, Apart
+from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
+from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.streams import RandomStreams
@@ -69,12 +70,13 @@ def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     found = next((arg for arg in args if isinstance(arg, Tensor)), found)
     if isinstance(found, Tensor) and found.ndim > 3:
         raise ValueError(
-            f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; {REMEDY}"
+            f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; "
+            f"{WHOLE_SEQUENCE}"
         )
     if not isinstance(found, Tensor) or found.ndim < 2:
         raise ValueError(
             f"a block was called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}, in which there is "
-            f"no activation whose sequence could be spread; {REMEDY}"
+            f"no activation whose sequence could be spread; {WHOLE_SEQUENCE}"
         )
     return found
 
@@ -107,12 +109,12 @@ class _Order:
             since = "before the first" if self._last is None else f"after {self._blocks[self._before]}"
             raise ValueError(
                 f"{name} was called {since}; the sequence can be spread only over the ranks of blocks that are called "
-                f"one after the other; {REMEDY}"
+                f"one after the other; {WHOLE_SEQUENCE}"
             )
         elif x.data_ptr() != self._last.data_ptr() or x.shape != self._last.shape:
             raise ValueError(
                 f"{name} was called with something else than what {self._blocks[self._before]} returned, which is a "
-                f"part of the sequence: shape {tuple(x.shape)} after {tuple(self._last.shape)}; {REMEDY}"
+                f"part of the sequence: shape {tuple(x.shape)} after {tuple(self._last.shape)}; {WHOLE_SEQUENCE}"
             )
 
     def leave(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -132,12 +134,12 @@ class _Order:
         if raised is not None:
             raised.add_note(
                 f"{name} had returned this rank's part of the sequence, of shape {tuple(last.shape)}; if that is the "
-                f"reason, {REMEDY}"
+                f"reason, {WHOLE_SEQUENCE}"
             )
             return
         raise ValueError(
             f"{name} was the last block to be called, but {self._blocks[-1]} is where the parts of the sequence are "
-            f"joined, so what followed had a part of it; {REMEDY}"
+            f"joined, so what followed had a part of it; {WHOLE_SEQUENCE}"
         )
 
 
@@ -156,8 +158,8 @@ def _change_input(
     if name == "split" and length % group.size:
         near = [length // group.size * group.size, (length // group.size + 1) * group.size]
         raise ValueError(
-            f"tensor_parallel.sequence spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
-            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or {REMEDY}"
+            f"{SEQUENCE} spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
+            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or {WHOLE_SEQUENCE}"
         )
     return replaced(args, kwargs, x, move(x, name, group, tag, sequence_dim(x)))
 

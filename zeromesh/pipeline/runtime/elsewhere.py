@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zeromesh.config.keys import ONE_STAGE, STAGE_BLOCKS
 from zeromesh.model.in_place import writes, written
 
-# The code before a stage's blocks, which the stage runs for the shapes only, computes with them. Nothing that counts may,
-# or a parameter that is on the wrong stage would go unnoticed.
+# The code before a stage's blocks, which the stage runs for the shapes only, computes with them. Nothing that counts
+# may, or a parameter that is on the wrong stage would go unnoticed.
 _counts: ContextVar[bool] = ContextVar("what is computed counts", default=False)
 
 _SHAPES = ("type_as", "expand_as", "view_as", "reshape_as")  # look at the shape or dtype of their second argument
@@ -63,8 +64,8 @@ class Elsewhere(Tensor):
             raise RuntimeError(
                 f"{path} is needed on a stage of the pipeline that does not have it, as it is used elsewhere in a "
                 "trace of the model's forward, or in the order of registration where that cannot be traced; name "
-                "other blocks in pipeline.blocks, register the module that has it after the blocks before which it "
-                "is not needed, or set mesh.pipeline to 1"
+                f"other blocks in {STAGE_BLOCKS}, register the module that has it after the blocks before which it "
+                f"is not needed, or {ONE_STAGE}"
             )
         return result
 

@@ -111,9 +111,9 @@ class Interpreter:
     """
 
     def __init__(self, stages: Stages, messages: Messages, work: Work) -> None:
-        self.stages, self.messages, self.work = stages, messages, work
+        self._stages, self._messages, self._work = stages, messages, work
         # The outputs of a stage by its number and the signature of the inputs; shapes follow from these.
-        self.headers: dict[tuple[int, Any], Header] = {}
+        self._headers: dict[tuple[int, Any], Header] = {}
 
     def run(
         self, schedule: Schedule, rank: int, batches: Sequence[Any], signatures: Sequence[Any],
@@ -143,7 +143,7 @@ class Interpreter:
                 run.do(action, action == last.get(action.stage))
             if recorder is not None:
                 recorder.holds(run.held)
-        self.messages.finish()
+        self._messages.finish()
         return [run.losses[number] for number in sorted(run.losses)]
 
 
@@ -155,8 +155,8 @@ class _Running:
         recorder: Recorder | None, sends_all: bool,
     ) -> None:  # fmt: skip
         self.losses: dict[int, Tensor] = {}
-        self._stages, self._messages, self._work = interpreter.stages, interpreter.messages, interpreter.work
-        self._headers = interpreter.headers
+        self._stages, self._messages, self._work = interpreter._stages, interpreter._messages, interpreter._work
+        self._headers = interpreter._headers
         self._batches, self._signatures, self._recorder, self._sends_all = batches, signatures, recorder, sends_all
         self._last = schedule.stages - 1
         self._splits = schedule.splits

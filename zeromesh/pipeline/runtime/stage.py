@@ -10,21 +10,22 @@ from dataclasses import fields as dataclass_fields
 from functools import wraps
 from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from zeromesh.config.keys import ONE_STAGE, PARTITION, STAGE_BLOCKS
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.in_place import version
 from zeromesh.pipeline.runtime.elsewhere import counting, counts
 from zeromesh.pipeline.runtime.twice import Parameters
 
-# The forward is left, and entered again, between two of the model's blocks. While a stage runs, gates stand in the places
-# of the blocks: those of earlier stages return something of the right shape, the first of the stage's own is called
-# with what came from the stage before, and the first of a later stage ends the forward; what that was called with is
-# handed to the next stage. What the model makes of its inputs alone, such as masks and positions, every stage makes
-# itself: so only what depends on parameters travels.
+# The forward is left, and entered again, between two of the model's blocks. While a stage runs, gates stand in the
+# places of the blocks: those of earlier stages return something of the right shape, the first of the stage's own is
+# called with what came from the stage before, and the first of a later stage ends the forward; what that was called
+# with is handed to the next stage. What the model makes of its inputs alone, such as masks and positions, every stage
+# makes itself: so only what depends on parameters travels.
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,6 @@ class TensorForm:
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
-        """Return the form of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
         """Return memory for such a tensor."""
@@ -78,8 +74,7 @@ class Header:
         return cls(tuple(made), tuple(places), returned)
 
 
-@dataclass(frozen=True)
-class Handed:
+class Handed(NamedTuple):
     """Outputs of a stage: tensors, and their description."""
 
     tensors: tuple[Tensor, ...]
@@ -137,23 +132,22 @@ class Stages:
             expected = self._blocks[run.stop if run.is_live else run.first]
             raise RuntimeError(
                 f"the model's forward ended on stage {stage} without a call of {expected}; blocks of a pipeline are "
-                "called one after the other in every forward: name them in pipeline.blocks, or set mesh.pipeline to 1"
+                f"called one after the other in every forward: name them in {STAGE_BLOCKS}, or {ONE_STAGE}"
             )
         return result
 
     @contextmanager
     def _gates(self, run: _Run) -> Iterator[None]:
-        places = [
-            (self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._blocks
-        ]
-        blocks = [parent._modules[child] for parent, child in places]
-        for index, ((parent, child), block) in enumerate(zip(places, blocks, strict=True)):
-            assert block is not None
+        replaced = []
+        for index, name in enumerate(self._blocks):
+            around, _, child = name.rpartition(".")
+            parent, block = self._model.get_submodule(around), self._model.get_submodule(name)
+            replaced.append((parent, child, block))
             parent._modules[child] = _Gate(block, index, run)
         try:
             yield
         finally:
-            for (parent, child), block in zip(places, blocks, strict=True):
+            for parent, child, block in replaced:
                 parent._modules[child] = block
 
     @contextmanager
@@ -181,8 +175,8 @@ class Stages:
     @contextmanager
     def _spared(self, stage: int, again: bool) -> Iterator[Callable[[], None]]:
         """Replace the buffers outside of blocks by copies; yield what restores them once the stage's blocks begin."""
-        # The code before a stage's blocks runs once for each stage of a rank. It must change the rank's buffers, such as
-        # running statistics, once: in the run of the first stage. A recomputation must change none. The first run of
+        # The code before a stage's blocks runs once for each stage of a rank. It must change the rank's buffers, such
+        # as running statistics, once: in the run of the first stage. A recomputation must change none. The first run of
         # each stage also checks that this code changes no parameters.
         parameters = None
         if stage not in self._watched and not again:
@@ -276,7 +270,7 @@ class _Run:
         if index <= self._latest:
             raise RuntimeError(
                 f"{self.blocks[index]} was called after {self.blocks[self._latest]}; blocks of a pipeline are called "
-                "one after the other: name them in that order in pipeline.blocks, or set mesh.pipeline to 1"
+                f"one after the other: name them in that order in {STAGE_BLOCKS}, or {ONE_STAGE}"
             )
         self._latest = index
         if index >= self.stop:
@@ -320,7 +314,7 @@ class _Run:
             if any(one is other and value is not received for other, received in self._replaced[:number]):
                 raise RuntimeError(
                     f"{self.blocks[self.first]} is given one tensor twice on this stage, and two on the one before; "
-                    "give it copies, or cut elsewhere with pipeline.partition"
+                    f"give it copies, or cut elsewhere with {PARTITION}"
                 )
         following = iter(values)
         return map_tensors((args, kwargs), lambda _: next(following))
@@ -329,10 +323,7 @@ class _Run:
         """Return the arguments with received tensors for those that all blocks share, as an encoder's outputs."""
         if not self._replaced:
             return args, kwargs
-
-        def pick(tensor: Tensor) -> Tensor:
-            return next((value for one, value in self._replaced if one is tensor), tensor)
-
+        pick = lambda x: next((value for one, value in self._replaced if one is x), x)  # noqa: E731
         return map_tensors((args, kwargs), pick)
 
     def _hand(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handed:
@@ -341,10 +332,9 @@ class _Run:
                 f"{self.blocks[index]} was called, and no block of this stage, {self.blocks[self.first]} to "
                 f"{self.blocks[self.stop - 1]}; blocks of a pipeline are called in every forward"
             )
-        args, kwargs = self._as_received(args, kwargs)
+        found = tensors_of(self._as_received(args, kwargs))
         sent: list[Tensor] = []
         places = []
-        found = tensors_of((args, kwargs))
         if not any(tensor.requires_grad for tensor in found):
             self.check_gradients()  # a context around the call may be the reason
         if self.known is not None and len(self.known) != len(found):
@@ -359,8 +349,8 @@ class _Run:
             known = next((number for number, other in enumerate(sent) if other is tensor), len(sent))
             places.append(known)
             sent += [tensor] if known == len(sent) else []
-        header = Header(tuple(TensorForm.of(tensor) for tensor in sent), tuple(places), dict(self._returned))
-        return Handed(tuple(sent), header)
+        forms = tuple(TensorForm(tuple(x.shape), x.dtype, x.requires_grad) for x in sent)
+        return Handed(tuple(sent), Header(forms, tuple(places), dict(self._returned)))
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if a context entered before the stage's blocks has switched gradients off."""
@@ -368,7 +358,7 @@ class _Run:
             raise RuntimeError(
                 f"the model's forward calls {self.blocks[self.first]} inside of torch.set_grad_enabled, enable_grad or "
                 "no_grad, in which no stage can begin: freeze blocks by requires_grad_(False) in its place, choose "
-                "another place with pipeline.partition, or set mesh.pipeline to 1"
+                f"another place with {PARTITION}, or {ONE_STAGE}"
             )
 
     def _depends(self, tensor: Tensor) -> bool:

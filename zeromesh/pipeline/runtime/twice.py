@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from zeromesh.config.keys import SCHEDULE
+
 # By bytes of an element. Sums of integers depend neither on order nor on rounding.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,7 +35,7 @@ class Parameters:
                 raise RuntimeError(
                     f"the model's forward changes {path}.{name} each time, outside of the pipeline's blocks, and a "
                     "rank with several stages runs that part once for each of them; take a schedule with one stage "
-                    "per rank (pipeline.schedule 1f1b, gpipe or zb-h1), or change it inside of a block or after "
+                    f"per rank ({SCHEDULE} 1f1b, gpipe or zb-h1), or change it inside of a block or after "
                     "engine.step()"
                 )
 

@@ -13,8 +13,8 @@ from zeromesh.model.linear import Columns, Kept, is_keeping, multiply
 
 def postpone(model: nn.Module) -> None:
     """Let a model's linear layers, transposed ones as GPT-2's too, postpone weight gradients under ``keeping``."""
-    # The stage before waits for input gradients, and nothing waits for weight gradients, which can fill idle time. Other
-    # layers than linear ones are a small part of the time, and compute all gradients at once.
+    # The stage before waits for input gradients, and nothing waits for weight gradients, which can fill idle time.
+    # Other layers than linear ones are a small part of the time, and compute all gradients at once.
     for module in model.modules():
         transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
         # Layers with a forward of their own, as those that are split over tensor-parallel ranks, do so already.
