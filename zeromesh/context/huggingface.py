@@ -1,8 +1,4 @@
-"""Context parallelism of causal decoders of transformers.
-
-They call attention through a table by the name in their configuration, and so do they make masks: each model gets a
-name of its own there. Their loss function gets labels that are shifted already.
-"""
+"""Context parallelism of causal decoders of transformers."""
 
 from __future__ import annotations
 
@@ -21,25 +17,20 @@ from zeromesh.context.plain import require_no_mixing, require_plain
 
 _numbers = itertools.count()
 
+# Rotary positions whose frequencies depend on the longest position that a rank has.
 _FROM_LONGEST = ("dynamic", "longrope")
-"""Rotary positions whose frequencies depend on the longest position that a rank has."""
 
+# Arguments of attention that it may have beside the usual ones, and what they mean.
 _EXTRAS = {
     "sliding_window": "its attention sees a sliding window of {value} tokens",
     "softcap": "its attention caps scores at {value}",
     "s_aux": "its attention has sinks",
     "position_bias": "its attention adds a bias to scores",
 }
-"""Arguments of attention that it may have beside the usual ones, and what they mean."""
 
 
 def install(model: Any, applied: SpreadSequences) -> None:
-    """Change a model of transformers so that its sequences are spread over ranks.
-
-    Raises:
-        Unsupported: it cannot.
-        ValueError: the ranks do not divide its heads where the strategy needs it.
-    """
+    """Change a model of transformers so that its sequences are spread over ranks. Raise Unsupported if it cannot."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -48,10 +39,13 @@ def install(model: Any, applied: SpreadSequences) -> None:
     heads = getattr(model.config, "num_attention_heads", None)
     if applied.strategy == "ulysses" and heads is not None:
         require_heads(heads, applied.group.size)
+    # Models call attention, and make masks, through tables by the name in their configuration: each gets a name of its
+    # own.
     name = f"zeromesh_context_{next(_numbers)}"
     parts = _Parts(model, applied, ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     AttentionInterface.register(name, parts.attention)
     AttentionMaskInterface.register(name, parts.mask)
+    # The tables live as long as the process, and would keep a function for every model that ever was.
     for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         weakref.finalize(model, table._global_mapping.pop, name, None)
     model.set_attn_implementation(name)
@@ -148,10 +142,12 @@ class _Parts:
             )
         part = batch.split(named, applied.group)
         if "use_cache" in parameters_of(self._kind):
+            # A cache would have this rank's tokens only.
             part["use_cache"] = False
-        applied.attentions = applied.losses = 0
+        applied.begin()
         output = forward(**part)
         applied.require_attention(name)
+        # A loss that was computed otherwise would be the mean over this rank's tokens only.
         if "labels" in part and not applied.losses:
             raise refuse(name, "it computes its loss without its loss_function")
         return output
@@ -181,7 +177,7 @@ class _Parts:
         return f"{paths[0] if paths else 'a module'} ({type(module).__name__})"
 
     def mask(self, *args: Any, **kwargs: Any) -> Any:
-        """Return no mask, in the signature of transformers: attention is causal; position jumps are no documents."""
+        """Return no mask, in the signature of transformers: attention is causal, and positions have no jumps."""
         if not self._applied.active:
             return self._sdpa_mask(*args, **kwargs)
         name = self._kind.__name__
@@ -193,7 +189,7 @@ class _Parts:
 
 
 class _Loss:
-    """A model's loss function, given labels of the next tokens of this rank's part of the sequence."""
+    """A model's loss function, given labels that are shifted already, of this rank's part of the sequence."""
 
     def __init__(self, loss: Any, applied: SpreadSequences) -> None:
         self._loss, self._applied = loss, applied
