@@ -1,12 +1,6 @@
 """Sequence parallelism: between the split parts of blocks, each rank has a part of the sequence.
 
-Norms, dropout and residuals of a block then take 1/ranks of the memory, and the all-reduces before and after split
-parts become gathers and scatters, which move the same bytes (Korthikanti et al., "Reducing Activation Recomputation in
-Large Transformer Models", 2022). The sequence is spread where the first block of a list begins, and whole again after
-the last. What is used on parts of the sequence, and is not split, has a share of its gradient on each rank.
-
-A module in a block that is neither an attention nor an MLP that is all split, as a mixture of experts with its router,
-or latent attention, is given the whole sequence, and computes as it does without sequence parallelism.
+It is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
 
 from __future__ import annotations
@@ -20,18 +14,16 @@ from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
 from zeromesh.model.split import Held
 from zeromesh.tensor.plan import SplitPlan
 
+# Norms, dropout and residuals of a block then take 1/ranks of the memory, and the all-reduces before and after split
+# parts become gathers and scatters, which move the same bytes. The sequence is spread where the first block of a list
+# begins, and whole again after the last.
+
 LISTS = (nn.ModuleList, nn.Sequential)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks that are called one after the other.
-
-    Attributes:
-        name: of the list.
-        blocks: names, in order.
-        whole: names of the modules inside that are given the whole sequence.
-    """
+    """Blocks that are called one after the other, and the modules inside that are given the whole sequence."""
 
     name: str
     blocks: tuple[str, ...]
@@ -94,6 +86,8 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
     odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and not _is_norm(m)]
     apart = any(m.kind == "module" or m.style.after not in (None, "leave") or m.style.before == "split" for m in direct)
     mixes = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
+    # A module that is neither an attention nor an MLP that is all split, as experts with their router, or latent
+    # attention, computes as it does without sequence parallelism.
     if apart or mixes:
         yield name
         return

@@ -1,9 +1,4 @@
-"""Hooks where the sequence becomes spread over the ranks, and whole again; see ``sequence.py``.
-
-The list of blocks itself is never called, and the code between blocks is the model's. So each block checks that it is
-given what the one before it returned, and what is given to its split parts and returned by it is looked at in the
-first pass in which gradients are computed (``guard.py``).
-"""
+"""Hooks where the sequence becomes spread over the ranks, and whole again; see ``sequence.py``."""
 
 from __future__ import annotations
 
@@ -34,13 +29,15 @@ def spread(
     """Spread the sequence over the ranks in a list of blocks.
 
     Args:
-        modules: of the model, by name.
+        modules: modules of the model, by name.
         stack: the blocks.
         group: the ranks along the tensor axis.
-        streams: of random numbers.
-        tag: of messages; the three after it are used, too.
-        eager: as ``functools.partial``, for functions that torch's compiler cannot see through.
+        streams: random numbers.
+        tag: first of four tags of messages.
+        eager: ``functools.partial`` for functions that torch's compiler cannot see through.
     """
+    # The order of registration is that in which hooks run: random numbers are apart before anything of the block runs,
+    # and joined after all of it.
     order = _Order(stack.blocks)
     last = modules[stack.blocks[-1]]
     for number, name in enumerate(stack.blocks):
@@ -61,11 +58,7 @@ def spread(
 
 
 def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the input of a block or an attention: the first tensor of the arguments.
-
-    Raises:
-        ValueError: there is none, or it is no sequence.
-    """
+    """Return the input of a block or an attention, the first tensor. Raise ValueError if it is no sequence."""
     found = kwargs.get("hidden_states")
     found = next((arg for arg in args if isinstance(arg, Tensor)), found)
     if isinstance(found, Tensor) and found.ndim > 3:
@@ -87,10 +80,10 @@ def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Te
 
 
 class _Order:
-    """Check that blocks are called one after the other.
+    """Check that blocks are called one after the other."""
 
-    Recomputation in the backward, which begins anywhere, is left alone.
-    """
+    # The list of blocks itself is never called, and the code between blocks is the model's. So each block checks that
+    # it is given what the one before it returned. Recomputation in the backward begins anywhere, and is left alone.
 
     def __init__(self, blocks: tuple[str, ...]) -> None:
         self._blocks = blocks
@@ -144,7 +137,7 @@ class _Order:
 
 
 def _recomputes() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # autograd runs a backward on this thread
 
 
 def _change_input(
