@@ -51,22 +51,12 @@ def agreed(world: Group, blocks: Blocks) -> Blocks:
 
 
 class Pipelined:
-    """A model in pipeline stages.
+    """A model in pipeline stages. Raise ValueError if it cannot be cut so, or there is no such schedule.
 
     Attributes:
         cut: the blocks of each stage.
         recorded: the update that was recorded last; None if none was.
         taken: places of parameters of other ranks' stages, where there are zeros now.
-
-    Args:
-        model: the whole; it is not changed before ``take_away``.
-        mesh: the ranks.
-        chosen: the section ``pipeline`` of the configuration.
-        microbatches: number of micro-batches of an update.
-        blocks: blocks of the model.
-
-    Raises:
-        ValueError: the model cannot be cut so, or there is no such schedule.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, chosen: Pipeline, microbatches: int, blocks: Blocks) -> None:
@@ -132,18 +122,14 @@ class Pipelined:
         return frozenset().union(*(self.units_of(other, sharded) or () for other in self._open))
 
     def work(self, sharded: ShardedModel, computation: Computation) -> StageWork:
-        """Return what computes the stages of this rank."""
+        """Return the computation of this rank's stages."""
         return StageWork(self, sharded, computation)
 
     def _compute(self, microbatches: int) -> Schedule:
         return generate(self._chosen.schedule, self._group.size, microbatches, self._chosen.chunks)
 
     def schedule(self, microbatches: int) -> Schedule:
-        """Return the schedule of a training step, with its messages.
-
-        Raises:
-            ValueError: there is none for so many micro-batches.
-        """
+        """Return the schedule of a training step, with its messages; raise ValueError if there is none."""
         if microbatches not in self._schedules:
             compute = self._compute(microbatches)
             if self._chosen.recompute:
@@ -187,7 +173,7 @@ class Pipelined:
     def _write(self, recorded: Recorded, folder: Path) -> None:
         try:
             files = ", ".join(map(str, recorded.write(folder, f"update_{self._updates}")))
-        except OSError as error:
+        except OSError as error:  # a full disk is no reason to end a training
             files = f"no files, as they could not be written: {error}"
         bubbles = recorded.measured.bubble, recorded.predicted.bubble
         _log.info("update %d: bubble %.1f%%, predicted %.1f%%; %s", self._updates, *(100 * b for b in bubbles), files)
@@ -232,13 +218,7 @@ class Pipelined:
 
 
 class StageWork:
-    """Computation of this rank's stages, one micro-batch at a time, for the interpreter of a schedule.
-
-    Args:
-        pipelined: the stages.
-        sharded: the model's states, whose units are fetched and reduced stage by stage.
-        computation: forwards, which the interpreter enters and leaves between blocks, and backwards.
-    """
+    """Computation of this rank's stages, one micro-batch at a time, for the interpreter of a schedule."""
 
     def __init__(self, pipelined: Pipelined, sharded: ShardedModel, computation: Computation) -> None:
         self._pipelined, self._sharded, self._computation = pipelined, sharded, computation

@@ -27,16 +27,11 @@ def refuse(what: str, reason: str, remedy: str = ONE_CONTEXT_RANK) -> Unsupporte
 
 
 class SpreadSequences:
-    """Context parallelism of one model.
+    """Context parallelism of one model, by one of ``STRATEGIES``; messages take three tags from ``tag`` on.
 
     Attributes:
         active: True if the model's sequences are spread at present.
         losses: number of calls of the model's loss function since the forward began.
-
-    Args:
-        strategy: one of ``STRATEGIES``.
-        group: the ranks along the context axis.
-        tag: first of three tags of its messages.
     """
 
     def __init__(self, strategy: str, group: Group, tag: int) -> None:

@@ -36,15 +36,9 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: floa
         q: this rank's part of the queries, (batch, heads, sequence, width).
         k: the same of the keys, whose heads may be fewer; each serves several of the queries' in their order.
         v: values, with as many heads as the keys.
-        group: the ranks along the context axis.
+        group: the ranks along the context axis, which divide the heads.
         tag: distinguishes operators that are under way at the same time.
         scale: scale of the scores; None: the root of the width, inverted.
-
-    Returns:
-        This rank's part of the result.
-
-    Raises:
-        ValueError: the ranks do not divide the heads.
     """
     q, k, v = _in_one_dtype(q, k, v)
     ranks, heads = group.size, q.shape[1]

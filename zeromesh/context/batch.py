@@ -26,14 +26,8 @@ def split(
 ) -> dict[str, Any]:
     """Return this rank's part of a batch that all ranks of the context axis have, with positions.
 
-    Args:
-        batch: arguments of the model, by name.
-        group: the ranks along the context axis.
-        positions: the name of the model's argument for positions.
-        shift: True if a token's label is the token itself, as transformers' models take it; else it is the next.
-
-    Raises:
-        ValueError: a sequence that cannot be cut, or something in the batch that is not known to be cut.
+    If ``shift``, a token's label is the token itself, as transformers' models take it; else it is the next. Raise
+    ValueError for a sequence that cannot be cut, or for something in the batch that is not known to be cut.
     """
     parts = {name: value for name, value in batch.items() if value is not None}
     first = next((parts[name] for name in TOKENS if name in parts), None)
@@ -101,11 +95,7 @@ def _require_causal_mask(mask: Tensor | None, labels: Tensor | None, shape: tupl
 def mean_loss(loss: Tensor, labels: Tensor, group: Group, tag: int) -> Tensor:
     """Return the mean loss over the tokens of the whole sequences, equal on all ranks.
 
-    Args:
-        loss: mean over this rank's tokens that have a label; any value if none has.
-        labels: labels of this rank's tokens.
-        group: the ranks along the context axis.
-        tag: distinguishes collectives that are under way at the same time.
+    ``loss`` is the mean over this rank's tokens that have a label, or any value if none has.
     """
     if group.size == 1:
         return loss

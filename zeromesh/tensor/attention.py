@@ -21,13 +21,8 @@ from zeromesh.tensor.streams import RandomStreams
 class SplitAttention:
     """The forward of an ``nn.MultiheadAttention`` of which each rank has some heads.
 
-    Args:
-        group: the ranks along the tensor axis.
-        streams: random numbers; ranks draw different ones where attention weights are dropped out.
-        tag: first of ``TAGS`` tags of its messages.
-        spread: True if the query is a part of the sequence.
-        name: name of the module.
-        memory: True if keys and values are whole all the same, as an encoder's outputs in a decoder.
+    If it ``spread``s, the query is a part of the sequence; with ``memory``, keys and values are whole all the same, as
+    an encoder's outputs in a decoder. Messages take ``TAGS`` tags.
     """
 
     # torch's forward reads the weights itself, past any layer's forward, and counts on all heads.
@@ -44,11 +39,7 @@ class SplitAttention:
         key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
         average_attn_weights: bool = True, is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Compute ``nn.MultiheadAttention.forward``; attention weights, if asked for, are of all heads.
-
-        Raises:
-            ValueError: nested tensors; ``is_causal`` without ``attn_mask``; keys of unknown extent.
-        """
+        """Compute ``nn.MultiheadAttention.forward``; attention weights, if asked for, are of all heads."""
         if query.is_nested:
             raise ValueError("heads of nn.MultiheadAttention are split; give it padded tensors and a mask, none nested")
         if is_causal and attn_mask is None:

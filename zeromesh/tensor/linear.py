@@ -36,12 +36,7 @@ def enter(
 ) -> tuple[Tensor, list[Layer]]:
     """Bring an activation to layers that are split by columns: operator f of "Megatron-LM", or g over the sequence.
 
-    Args:
-        x: the same on all ranks; with ``dim``, this rank's part of that dim.
-        columns: layers that will read it, or something made of it.
-        group: the ranks along the tensor axis.
-        tag: distinguishes operators that are under way at the same time; the next one is used, too.
-        dim: dim that is spread over the ranks outside (sequence parallelism); None: none.
+    ``x`` is the same on all ranks, or this rank's part of ``dim``. Messages take the tag and the next one.
 
     Returns:
         The whole activation, and the layers in their order; no layers where they are to be called as they are.

@@ -21,17 +21,11 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Entries of the vocabulary in the rows of this rank's head.
+    """Entries of the vocabulary in the rows of this rank's head."""
 
-    Attributes:
-        start: the first entry.
-        size: entries on all ranks together; rows from there on are padding, which takes no part.
-        group: ranks that share the vocabulary; None: it is whole.
-    """
-
-    start: int
-    size: int
-    group: Group | None = None
+    start: int  # the first entry
+    size: int  # entries on all ranks together; rows from there on are padding, which takes no part
+    group: Group | None = None  # ranks that share the vocabulary; None: it is whole
 
 
 @dataclass(frozen=True)

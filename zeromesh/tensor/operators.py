@@ -30,15 +30,8 @@ CONJUGATES = {
 def move(x: Tensor, name: str, group: Group, tag: int, dim: int = 0) -> Tensor:
     """Apply an operator of ``CONJUGATES``; it can be differentiated any number of times.
 
-    Args:
-        x: any shape and floating dtype; the same shape on all ranks of the group.
-        name: name of the operator.
-        group: the ranks along the tensor axis.
-        tag: distinguishes operators that are under way at the same time.
-        dim: dim that is gathered or kept.
-
-    Raises:
-        ValueError: the ranks do not divide a dim of which they keep parts.
+    ``x`` has any floating dtype, and the same shape on all ranks. ``tag`` distinguishes operators that are under way at
+    the same time. Raise ValueError if the ranks do not divide a dim of which they keep parts.
     """
     if group.size == 1:
         return x

@@ -42,11 +42,7 @@ class Stack:
 
 
 def find_stacks(model: nn.Module, resolved: SplitPlan) -> list[Stack]:
-    """Return the lists of blocks whose sequence is spread; ``resolved`` then says whose gradients have shares.
-
-    Raises:
-        ValueError: there are none, or a parameter is used in them and elsewhere.
-    """
+    """Return the lists of blocks whose sequence is spread; ``resolved`` then says whose gradients have shares."""
     names = {member.name for member in resolved.members}
     stacks: list[Stack] = []
     for name, module in model.named_modules():

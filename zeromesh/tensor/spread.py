@@ -26,15 +26,9 @@ def spread(
     modules: dict[str, nn.Module], stack: Stack, group: Group, streams: RandomStreams, tag: int,
     eager: Callable[..., Callable[..., Any]],
 ) -> None:  # fmt: skip
-    """Spread the sequence over the ranks in a list of blocks.
+    """Spread the sequence over the ranks in a list of blocks; messages take four tags.
 
-    Args:
-        modules: modules of the model, by name.
-        stack: the blocks.
-        group: the ranks along the tensor axis.
-        streams: random numbers.
-        tag: first of four tags of messages.
-        eager: ``functools.partial`` for functions that torch's compiler cannot see through.
+    ``eager`` is ``functools.partial`` for functions that torch's compiler cannot see through.
     """
     # The order of registration is that in which hooks run: random numbers are apart before anything of the block runs,
     # and joined after all of it.

@@ -8,30 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Style:
-    """Treatment of a module's parameters, and of activations that enter and leave it.
+    """Treatment of a module's parameters, and of activations that enter and leave it."""
 
-    Attributes:
-        cut: dim of the weight that is cut: ``outputs`` or ``inputs`` of a product, ``rows`` or ``width`` of an
-            embedding; None: none.
-        sections: parts of that dim that are each cut on their own, as gate and up of a fused weight.
-        padded: True if any size will do, the last rank having less.
-        before: for the input: ``enter`` (its gradient is summed), ``split`` (each rank takes its part of the last
-            dim), ``mask`` (of ids, each rank looks up its own), ``copy`` (as enter, of an expert's input and weights),
-            ``share`` (divided by the number of ranks), ``divide`` (so is the parameter).
-        after: for the output: ``leave`` (summed, then the bias is added), ``join`` (gathered along the last dim),
-            ``sum``, ``sum_rotary`` (of the part for rotary embeddings, the gradient is summed), ``logits`` (a loss is
-            computed without gathering them, see ``logits.py``).
-        partial: True if ranks have shares of the gradients of its parameters, which are not cut.
-        kinds: kinds of modules that it fits.
-    """
-
+    # Dim of the weight that is cut: ``outputs`` or ``inputs`` of a product, ``rows`` or ``width`` of an embedding;
+    # None: none.
     cut: str | None = None
-    sections: int = 1
-    padded: bool = False
+    sections: int = 1  # parts of that dim that are each cut on their own, as gate and up of a fused weight
+    padded: bool = False  # true if any size will do, the last rank having less
+    # For the input: ``enter`` (its gradient is summed), ``split`` (each rank takes its part of the last dim), ``mask``
+    # (of ids, each rank looks up its own), ``copy`` (as enter, of an expert's input and weights), ``share`` (divided by
+    # the number of ranks), ``divide`` (so is the parameter).
     before: str | None = None
+    # For the output: ``leave`` (summed, then the bias is added), ``join`` (gathered along the last dim), ``sum``,
+    # ``sum_rotary`` (of the part for rotary embeddings, the gradient is summed), ``logits`` (a loss is computed without
+    # gathering them, see ``logits.py``).
     after: str | None = None
-    partial: bool = False
-    kinds: tuple[str, ...] = ("linear",)
+    partial: bool = False  # true if ranks have shares of the gradients of its parameters, which are not cut
+    kinds: tuple[str, ...] = ("linear",)  # kinds of modules that it fits
 
 
 LINEAR = ("linear", "parameter")

@@ -26,10 +26,7 @@ REMEDY = f"name others in {STAGE_BLOCKS}, in the order in which they are called,
 def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput | None = None) -> Blocks:
     """Find the blocks of a model by a trace of its forward; by the order of registration if it cannot be traced.
 
-    Args:
-        model: its parameters may be on any device, meta included; it is not changed.
-        patterns: see ``find_blocks``.
-        sample: the model's input, for which operations are counted; None: inputs are guessed.
+    Operations are counted for ``sample``; without one, inputs are guessed. The model is not changed.
 
     Raises:
         ValueError: there are no blocks, or they are not called one after the other.
@@ -149,9 +146,7 @@ def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> li
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     """Return the candidates for blocks: children of the outermost lists of modules, in order of registration.
 
-    Args:
-        model: its parameters may be on any device, meta included.
-        patterns: names of other blocks, in the order of their calls; ``*`` is anything without a dot.
+    ``patterns`` name others, in the order of their calls; ``*`` is anything without a dot.
 
     Raises:
         ValueError: a pattern matches nothing, or there are no blocks.
@@ -211,17 +206,9 @@ def take_away(
     model: nn.Module, cut: Cut, stages: Sequence[int], dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> list[Place]:  # fmt: skip
-    """Remove the parameters, and the buffers that are state, of all but some stages.
+    """Remove the parameters, and the buffers that are state, of all but some stages; return the parameters' places.
 
-    Args:
-        model: the whole.
-        cut: its stages.
-        stages: those that stay.
-        dtype: dtype of computation, but for batch norms; None: the parameters' own.
-        device: device on which the model computes.
-
-    Returns:
-        The places of the parameters.
+    Stand-ins have the dtype of computation, ``dtype``, but for those of batch norms; None: the parameters' own.
     """
     # Zeros that take no memory are in the places of the others. The code before a stage's blocks can be computed with
     # these; blocks of other stages are not called.

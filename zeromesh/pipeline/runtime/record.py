@@ -62,17 +62,11 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run of a schedule.
+    """One run of a schedule."""
 
-    Attributes:
-        measured: times of actions, in seconds from the first computation, without the waits before them.
-        waits: computations of each rank that waited, and when.
-        held: the most micro-batches whose activations each rank had at once.
-    """
-
-    measured: Timeline
-    waits: tuple[tuple[TimedAction, ...], ...]
-    held: tuple[int, ...]
+    measured: Timeline  # times of actions, in seconds from the first computation, without the waits before them
+    waits: tuple[tuple[TimedAction, ...], ...]  # computations of each rank that waited, and when
+    held: tuple[int, ...]  # the most micro-batches whose activations each rank had at once
 
     @cached_property
     def costs(self) -> Costs:

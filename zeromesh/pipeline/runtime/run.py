@@ -46,13 +46,7 @@ class Work(Protocol):
 
 
 class Messages:
-    """Tensors between the stages of a pipeline.
-
-    Args:
-        group: the ranks along the pipeline axis.
-        placement: the rank of each stage.
-        device: device of the tensors.
-    """
+    """Tensors between the stages of a pipeline; ``placement`` has the rank of each stage."""
 
     def __init__(self, group: Group, placement: Sequence[int], device: torch.device) -> None:
         self._group, self._placement, self.device = group, tuple(placement), device
@@ -102,13 +96,7 @@ class Messages:
 
 
 class Interpreter:
-    """Interpreter of schedules.
-
-    Args:
-        stages: stages of the model.
-        messages: messages between them.
-        work: computation of a micro-batch.
-    """
+    """Interpreter of schedules."""
 
     def __init__(self, stages: Stages, messages: Messages, work: Work) -> None:
         self._stages, self._messages, self._work = stages, messages, work
@@ -119,18 +107,15 @@ class Interpreter:
         self, schedule: Schedule, rank: int, batches: Sequence[Any], signatures: Sequence[Any],
         recorder: Recorder | None = None, sends_all: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """Do a rank's actions.
+        """Do a rank's actions; return the detached losses in the order of micro-batches, none without the last stage.
 
         Args:
             schedule: with messages.
             rank: along the pipeline axis.
             batches: the micro-batches; all stages are given the same.
-            signatures: of each; micro-batches of one signature have the same shapes everywhere in the model.
+            signatures: one per micro-batch; equal ones mean the same shapes everywhere in the model.
             recorder: notes the times of the actions; None: they are not noted.
             sends_all: see ``Stages.run``.
-
-        Returns:
-            The losses, detached, in the order of micro-batches; none unless the last stage is here.
         """
         run = _Running(self, schedule, batches, signatures, recorder, sends_all)
         noted: AbstractContextManager[None] = nullcontext()

@@ -43,17 +43,12 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Header:
-    """Description of a stage's outputs, for the next stage.
+    """Description of a stage's outputs, for the next stage."""
 
-    Attributes:
-        forms: of the tensors that are sent.
-        places: for each tensor in the arguments of the next block, which of those it is; -1: each stage makes it.
-        returned: list of blocks so far -> outline of what its blocks return.
-    """
-
-    forms: tuple[TensorForm, ...]
+    forms: tuple[TensorForm, ...]  # of the tensors that are sent
+    # For each tensor in the arguments of the next block, which of those it is; -1: each stage makes it.
     places: tuple[int, ...]
-    returned: Mapping[str, Any]
+    returned: Mapping[str, Any]  # list of blocks so far -> outline of what its blocks return
 
     def fits(self, other: Header, grad: bool) -> bool:
         """Return whether tensors of another header fit this one; ``grad``: also in whether they have gradients."""
@@ -82,19 +77,12 @@ class Handed(NamedTuple):
 
 
 class Stages:
-    """The stages of a model.
-
-    Args:
-        model: the whole; blocks of other ranks' stages need not have their parameters.
-        blocks: names of its blocks, in the order in which they are called.
-        starts: the first block of each stage, ascending from 0.
-        first: the first stage of this rank.
-    """
+    """The stages of a model: blocks by name in the order of their calls, and the first block of each stage."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], starts: Sequence[int], first: int = 0) -> None:
         self._model, self._blocks = model, tuple(blocks)
         self._bounds = (*starts, len(blocks))
-        self._first, self._watched = first, {first}
+        self._first, self._watched = first, {first}  # the first stage of this rank
         inside = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
         self._outside = [module for module in model.modules() if id(module) not in inside]
 

@@ -29,22 +29,15 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """Trace of a forward, in sections: before the first call of a block, and from each call of a block to the next.
+    """Trace of a forward, in sections: before the first call of a block, and from each call of a block to the next."""
 
-    Attributes:
-        calls: numbers of the blocks in the order of their calls.
-        uses: parameter, under the first of its names -> the sections in which it was used.
-        operations: floating-point operations of each section.
-        crossings: pairs of a section in which a value was computed and a later one that read it past the blocks'
-            arguments; between the two, the forward cannot be left and entered again.
-        operators: number of operators called.
-    """
-
-    calls: tuple[int, ...]
-    uses: Mapping[str, frozenset[int]]
-    operations: tuple[float, ...]
+    calls: tuple[int, ...]  # numbers of the blocks in the order of their calls
+    uses: Mapping[str, frozenset[int]]  # parameter, under the first of its names -> the sections in which it was used
+    operations: tuple[float, ...]  # floating-point operations of each section
+    # Pairs of a section in which a value was computed and a later one that read it past the blocks' arguments; between
+    # the two, the forward cannot be left and entered again.
     crossings: frozenset[tuple[int, int]]
-    operators: int
+    operators: int  # number of operators called
 
 
 def trace(model: nn.Module, blocks: Sequence[str], own: ModelInput | None = None) -> ModelTrace | None:

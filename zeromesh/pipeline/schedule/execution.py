@@ -56,17 +56,10 @@ def received_by(send: Action) -> Action:
 
 
 def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int]]:
-    """Follow a schedule: a rank does its next action as soon as the actions that it depends on have been done.
+    """Return rank and position of all actions, in an order in which they can happen.
 
-    Args:
-        schedule: any.
-        rendezvous: a send waits until the other rank receives; else messages are buffered.
-
-    Returns:
-        Rank and position of all actions, in an order in which they can happen.
-
-    Raises:
-        ScheduleError: ranks wait for each other for ever.
+    A rank does its next action as soon as the actions that it depends on have been done. With ``rendezvous``, a send
+    waits until the other rank receives; else messages are buffered. Raise ScheduleError for a deadlock.
     """
     order: list[tuple[int, int]] = []
     done: set[Action] = set()

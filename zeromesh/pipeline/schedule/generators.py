@@ -45,30 +45,19 @@ Order = tuple[list[int | None], list[int], int]
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """Named schedule.
+    """Named schedule."""
 
-    Attributes:
-        text: description, in a line.
-        chunks: the least and the most stages per rank; the least is the default.
-        placement: from ranks and chunks to the rank of each stage.
-        split: True if input and weight gradients are actions of their own.
-        order: from a rank to its order.
-        full: least number of micro-batches that fill the pipeline.
-        bubble: idle time in parts of busy time, if the pipeline is full, a forward and either gradient take the same
-            time, and messages none.
-        formula: the same for the reader.
-        held: the most micro-batches that all stages of a rank together hold.
-    """
-
-    text: str
-    chunks: tuple[int, float]
-    placement: Callable[[int, int], tuple[int, ...]]
-    split: bool
-    order: Callable[[Shape, int], Order]
-    full: Callable[[Shape], int]
+    text: str  # description, in a line
+    chunks: tuple[int, float]  # the least and the most stages per rank; the least is the default
+    placement: Callable[[int, int], tuple[int, ...]]  # from ranks and chunks to the rank of each stage
+    split: bool  # true if input and weight gradients are actions of their own
+    order: Callable[[Shape, int], Order]  # from a rank to its order
+    full: Callable[[Shape], int]  # least number of micro-batches that fill the pipeline
+    # Idle time in parts of busy time, if the pipeline is full, a forward and either gradient take the same time, and
+    # messages none.
     bubble: Callable[[Shape], Fraction]
-    formula: str
-    held: Callable[[Shape, int], int]
+    formula: str  # the same for the reader
+    held: Callable[[Shape, int], int]  # the most micro-batches that all stages of a rank together hold
 
 
 def _in_groups(shape: Shape, warm_up: int, group: int) -> Order:
@@ -245,11 +234,7 @@ def _numbered(kind: Kind, chunks: list[int | None], own: list[int]) -> list[Acti
 
 
 def search(shape: Shape, costs: Costs, memory: float | None = None) -> Schedule:
-    """Return the schedule with the shortest simulated time within the memory; of equals, one that holds less.
-
-    Raises:
-        ValueError: no order keeps within the memory.
-    """
+    """Return the schedule with the shortest simulated time within the memory; of equals, one that holds less."""
     sizes = costs.activations(shape.ranks * shape.chunks)
     # All rows for this shape are among the attempts, so the result is never worse than one of them within the memory.
     best: tuple[float, float] | None = None

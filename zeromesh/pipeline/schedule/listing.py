@@ -15,21 +15,15 @@ FORWARD, INPUT, WEIGHT, BACKWARD = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.B
 
 @dataclass(frozen=True)
 class ListRule:
-    """Order of preference.
+    """Order of preference."""
 
-    Attributes:
-        priority: kinds, the first one first; with the full backward in place of the two gradients it is not split.
-        deep_forward: of two forwards, that of the later stage comes first.
-        deep_backward: the same of two backwards.
-        sequence: order of forwards and backwards by rank; weight gradients fill the time in which none can begin.
-        patience: longest wait for what comes first, in parts of the time of what could begin.
-    """
-
+    # Kinds, the first one first; with the full backward in place of the two gradients it is not split.
     priority: tuple[Kind, ...] = (INPUT, FORWARD, WEIGHT)
-    deep_forward: bool = True
-    deep_backward: bool = True
+    deep_forward: bool = True  # of two forwards, that of the later stage comes first
+    deep_backward: bool = True  # the same of two backwards
+    # Order of forwards and backwards by rank; weight gradients fill the time in which none can begin.
     sequence: tuple[tuple[Action, ...], ...] | None = None
-    patience: float = 0.0
+    patience: float = 0.0  # longest wait for what comes first, in parts of the time of what could begin
 
 
 class ListScheduler:

@@ -13,19 +13,13 @@ from zeromesh.config.keys import PARTITION, PIPELINE_RANKS, STAGE_BLOCKS
 
 @dataclass(frozen=True)
 class Cut:
-    """A model cut into stages.
+    """A model cut into stages."""
 
-    Attributes:
-        blocks: their names, in the order in which they are called.
-        starts: the first block of each stage.
-        stages: parameter, under the first of its names -> the stages that need it, ascending.
-        buffers: buffer, under each of its names -> the stage whose values count.
-    """
-
-    blocks: tuple[str, ...]
-    starts: tuple[int, ...]
+    blocks: tuple[str, ...]  # their names, in the order in which they are called
+    starts: tuple[int, ...]  # the first block of each stage
+    # Parameter, under the first of its names -> the stages that need it, ascending.
     stages: Mapping[str, tuple[int, ...]]
-    buffers: Mapping[str, int]
+    buffers: Mapping[str, int]  # buffer, under each of its names -> the stage whose values count
 
     def stage_of(self, block: int) -> int:
         """Return the stage of a block, by its number."""
@@ -34,25 +28,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model, any of which may be the first of a stage.
+    """The blocks of a model, any of which may be the first of a stage."""
 
-    Attributes:
-        names: in the order in which they are called.
-        types: the names of their classes.
-        uses: parameter, under the first of its names -> the numbers of the blocks that need it, ascending.
-        parameters: elements that each needs.
-        operations: floating-point operations of each; None: they could not be counted.
-        buffers: buffer, under each of its names -> the number of the first block that has it.
-        finer: patterns of smaller blocks inside of them.
-    """
-
-    names: tuple[str, ...]
-    types: tuple[str, ...]
+    names: tuple[str, ...]  # in the order in which they are called
+    types: tuple[str, ...]  # the names of their classes
+    # Parameter, under the first of its names -> the numbers of the blocks that need it, ascending.
     uses: Mapping[str, tuple[int, ...]]
-    parameters: tuple[float, ...]
-    operations: tuple[float, ...] | None
+    parameters: tuple[float, ...]  # elements that each needs
+    operations: tuple[float, ...] | None  # floating-point operations of each; None: they could not be counted
+    # Buffer, under each of its names -> the number of the first block that has it.
     buffers: Mapping[str, int] = field(default_factory=dict)
-    finer: tuple[str, ...] = ()
+    finer: tuple[str, ...] = ()  # patterns of smaller blocks inside of them
 
     def cut(self, starts: Sequence[int]) -> Cut:
         """Cut the model before these blocks."""
@@ -62,12 +48,7 @@ class Blocks:
 
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the first block of each stage, for the cut whose dearest stage is as cheap as possible; none is empty.
-
-    Args:
-        costs: of each block, in any unit.
-        stages: their number.
-    """
+    """Return the first block of each stage, for the cut whose dearest stage is as cheap as possible; none is empty."""
     blocks = len(costs)
     assert blocks >= stages
     sums = [0.0, *accumulate(costs)]
@@ -109,11 +90,7 @@ WAYS: dict[str, Callable[[Blocks, int], list[int]]] = {
 
 
 def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int]:
-    """Return the first block of each stage, as ``pipeline.partition`` says.
-
-    Raises:
-        ValueError: an unknown value, or one that does not fit.
-    """
+    """Return the first block of each stage, as ``pipeline.partition`` says. Raise ValueError if it does not fit."""
     count = len(blocks.names)
     if count < stages:
         finer = f", as {json.dumps(blocks.finer)}" if blocks.finer else ""

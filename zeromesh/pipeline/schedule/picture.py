@@ -144,11 +144,9 @@ def svg(drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> st
 def trace(
     processes: Mapping[str, Iterable[TimedAction]], waits: Mapping[str, Iterable[TimedAction]] | None = None
 ) -> dict[str, Any]:
-    """Return a trace for Perfetto: a process per name, such as "predicted" and "measured", a thread per rank.
+    """Return a trace for Perfetto, from times in seconds: a process per name, a thread per rank.
 
-    Args:
-        processes: name -> actions, with times in seconds.
-        waits: name -> waits for messages, each with the action that waited.
+    ``waits`` has the waits for messages of a process, each with the action that waited.
     """
     events: list[dict[str, Any]] = []
     for number, (name, steps) in enumerate(processes.items()):

@@ -14,23 +14,14 @@ PerStage = float | Sequence[float]  # one number for all stages, or one for each
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of actions, in any unit, and memory of activations.
+    """Times of actions, in any unit, and memory of activations."""
 
-    Attributes:
-        forward: time of a micro-batch's forward, and of its recomputation.
-        input: of its input gradient.
-        weight: of its weight gradient.
-        backward: of both at once; None: their sum.
-        latency: of a message between two ranks.
-        activation: memory of what a stage keeps of a micro-batch for its backward.
-    """
-
-    forward: PerStage = 1.0
-    input: PerStage = 1.0
-    weight: PerStage = 1.0
-    backward: PerStage | None = None
-    latency: float = 0.0
-    activation: PerStage = 1.0
+    forward: PerStage = 1.0  # time of a micro-batch's forward, and of its recomputation
+    input: PerStage = 1.0  # of its input gradient
+    weight: PerStage = 1.0  # of its weight gradient
+    backward: PerStage | None = None  # of both at once; None: their sum
+    latency: float = 0.0  # of a message between two ranks
+    activation: PerStage = 1.0  # memory of what a stage keeps of a micro-batch for its backward
 
     def time(self, kind: Kind, stage: int) -> float:
         """Return the time that an action of this kind takes the stage's rank; 0 for messages."""
