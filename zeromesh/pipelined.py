@@ -152,9 +152,8 @@ class Pipelined:
         """Run forward and backward of all micro-batches; return detached losses, on the last stage's rank only."""
         self._open = set(self.stages)
         self._updates += 1
-        chosen = self._chosen.record
+        chosen, schedule = self._chosen.record, self.schedule(len(given))
         due = chosen is not None and chosen.step == self._updates
-        schedule = self.schedule(len(given))
         if not (due or self._records):
             return self._run(trainer, schedule, given)
         self._records = False
@@ -189,7 +188,7 @@ class Pipelined:
     ) -> list[Tensor]:
         mode = torch.is_grad_enabled(), self._model.training
         trains = [parameter.requires_grad for parameter in self._model.parameters()]
-        shapes = [(*mode, _signature(batch)) for batch in given]
+        shapes = [(*mode, tuple((tuple(x.shape), str(x.dtype)) for x in tensors_of(batch))) for batch in given]
         frozen = self._require_same(given, shapes, zlib.crc32(bytes(trains)))
         # Which parameters are frozen, on any stage, decides which tensors are sent.
         signatures = [(*shape, frozen) for shape in shapes]
@@ -205,9 +204,8 @@ class Pipelined:
         sums = sum((number + 1) * float(batches.checksum(one, self._mesh.device)) for number, one in enumerate(given))
         shapes = zlib.crc32(repr(signatures).encode())
         rows = self._group.exchange(torch.tensor([len(given), shapes, sums, own], dtype=torch.float64)).tolist()
-        (*first, _), *others = rows
-        for stage, row in enumerate(others, 1):
-            for name, one, other in zip(("numbers", "shapes", "values"), first, row[:3], strict=True):
+        for stage, row in enumerate(rows[1:], 1):
+            for name, one, other in zip(("numbers", "shapes", "values"), rows[0][:3], row[:3], strict=True):
                 if one != other:
                     raise ValueError(
                         f"ranks 0 and {stage} of a pipeline were given different {name} of micro-batches; give all "
@@ -265,7 +263,3 @@ class StageWork:
             if roots:
                 # The values of these gradients are not read: the nodes have their operands.
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-
-
-def _signature(batch: Any) -> tuple[Any, ...]:
-    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(batch))

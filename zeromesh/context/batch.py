@@ -35,7 +35,11 @@ def split(
         raise ValueError(f"the batch has {', '.join(parts) or 'nothing'}, but none of {', '.join(TOKENS)} to be cut")
     size, length = first.shape[:2]
     # Before anything is cut, as the next token of a rank's last one is on another rank.
-    labels = _next_labels(parts.pop("labels", None), parts.pop("shift_labels", None), shift)
+    labels, shifted = parts.pop("labels", None), parts.pop("shift_labels", None)
+    if shifted is not None:
+        labels = shifted
+    elif labels is not None and shift:
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_LABEL)
     # A mask of ones, or of padding that comes last and has no labels, is left out: under causal attention no other
     # token sees it.
     _require_causal_mask(parts.pop("attention_mask", None), labels, (size, length))
@@ -66,12 +70,6 @@ def split(
         if name in known and value.shape[1] != length:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but its sequences should have {length} tokens")
     return {name: keep(value, group.rank, group.size, 1) if name in known else value for name, value in parts.items()}
-
-
-def _next_labels(labels: Tensor | None, shifted: Tensor | None, shift: bool) -> Tensor | None:
-    if shifted is not None or labels is None:
-        return shifted
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_LABEL) if shift else labels
 
 
 def _require_causal_mask(mask: Tensor | None, labels: Tensor | None, shape: tuple[int, int]) -> None:

@@ -58,17 +58,17 @@ def require(model: Any) -> None:
     """Raise Unsupported if a model is not a causal decoder whose attention can be replaced."""
     config, name = model.config, type(model).__name__
     parameters = parameters_of(type(model))
-    if config.is_encoder_decoder:
-        raise refuse(name, "it is an encoder with a decoder, and only causal decoders can be spread")
-    if model._is_stateful:
-        raise refuse(name, "its state-space or recurrent layers read a sequence from its begin")
-    if getattr(config, "alibi", False):
-        raise refuse(name, "it adds biases to its attention's scores (ALiBi)")
+    for applies, reason in (
+        (config.is_encoder_decoder, "it is an encoder with a decoder, and only causal decoders can be spread"),
+        (model._is_stateful, "its state-space or recurrent layers read a sequence from its begin"),
+        (getattr(config, "alibi", False), "it adds biases to its attention's scores (ALiBi)"),
+    ):
+        if applies:
+            raise refuse(name, reason)
     _require_modules(model)
     if not model._supports_attention_backend:
-        raise refuse(
-            name, "it computes attention itself (with ALiBi, say) and not by transformers' table of attention functions"
-        )
+        reason = "it computes attention itself (with ALiBi, say) and not by transformers' table of attention functions"
+        raise refuse(name, reason)
     if config._attn_implementation != "sdpa":
         raise refuse(
             name,
@@ -81,12 +81,8 @@ def require(model: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     for settings in (rope, *(one for one in rope.values() if isinstance(one, dict))):
         if settings.get("rope_type") in _FROM_LONGEST:
-            raise refuse(
-                name,
-                f"the frequencies of its rotary positions ({settings['rope_type']}) follow the longest position that a "
-                "rank has",
-                f"take another rope_type, or {ONE_CONTEXT_RANK}",
-            )
+            reason = f"the frequencies of its rotary positions ({settings['rope_type']}) follow the longest position "
+            raise refuse(name, f"{reason}that a rank has", f"take another rope_type, or {ONE_CONTEXT_RANK}")
     if "position_ids" not in parameters:
         raise refuse(name, "its forward takes no position_ids")
     if "labels" in parameters and "shift_labels" not in inspect.signature(model.loss_function).parameters:
@@ -111,11 +107,8 @@ def _require_modules(model: Any) -> None:
         if not module.is_causal:
             raise refuse(what, "its attention is not causal")
         if isinstance(window := getattr(module, "sliding_window", window_of_all), int):
-            raise refuse(
-                what,
-                f"its attention sees a sliding window of {window} tokens",
-                f"set sliding_window to None, if it may see all, or {ONE_CONTEXT_RANK}",
-            )
+            remedy = f"set sliding_window to None, if it may see all, or {ONE_CONTEXT_RANK}"
+            raise refuse(what, f"its attention sees a sliding window of {window} tokens", remedy)
         if getattr(module, "attn_logit_softcapping", None) is not None:
             raise refuse(what, f"its attention caps scores at {module.attn_logit_softcapping}")
         if getattr(module, "sinks", None) is not None:
@@ -137,9 +130,8 @@ class _Parts:
         if named.get("past_key_values") is not None:
             raise refuse(name, "it is called with a cache, as in generation", "generate within paused()")
         if named.get("num_items_in_batch") is not None:
-            raise refuse(
-                name, "num_items_in_batch counts labels, and the ranks count theirs themselves", "leave it out"
-            )
+            reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
+            raise refuse(name, reason, "leave it out")
         part = batch.split(named, applied.group)
         if "use_cache" in parameters_of(self._kind):
             # A cache would have this rank's tokens only.

@@ -246,9 +246,9 @@ class _Sums:
 
 
 def _times(value: Tensor, factor: Tensor | None) -> Tensor:
-    """Multiply by a scalar; a view with one dim keeps torch from rounding it to the value's dtype."""
     if factor is None:
         return value
+    # A view with one dim, as torch rounds a scalar to the value's dtype.
     return value.mul_(factor) if value.dtype == factor.dtype else value * factor.view(1)
 
 

@@ -79,7 +79,9 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
     direct = [member for member in resolved.members if member.name.rpartition(".")[0] == name]
     children = {f"{name}.{child}": m for child, m in module.named_children()}
     kept = {path: m for path, m in children.items() if not _has_members(path, resolved)}
-    odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and not _is_norm(m)]
+    # Norms are of each token alone, and so can be of a part of the sequence.
+    norms = {path for path, m in kept.items() if any("norm" in kind.__name__.lower() for kind in type(m).__mro__)}
+    odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and path not in norms]
     apart = any(m.kind == "module" or m.style.after not in (None, "leave") or m.style.before == "split" for m in direct)
     mixes = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
     # A module that is neither an attention nor an MLP that is all split, as experts with their router, or latent
@@ -99,10 +101,6 @@ def _is_local(parameter: nn.Parameter, resolved: SplitPlan) -> bool:
     held = resolved.of_parameter.get(id(parameter))
     added = any(parameter is getattr(m.module, "bias", None) and m.style.cut == "inputs" for m in resolved.members)
     return added or (held is not None and (held.split is not None or held.partial))
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return any("norm" in kind.__name__.lower() for kind in type(module).__mro__)
 
 
 def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: SplitPlan) -> None:

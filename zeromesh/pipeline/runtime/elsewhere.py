@@ -58,8 +58,7 @@ class Elsewhere(Tensor):
             result = target if drops else func(*args, **kwargs)
             if source is not None and not drops:
                 result = tree_map_only(Tensor, source._same, result)
-        values = not _is_of_shapes(func.__name__, args) and any(isinstance(x, Tensor) for x in tree_leaves(result))
-        if _counts.get() and values:
+        if _counts.get() and _computes(func.__name__, args, result):
             path = "a parameter" if source is None else source.path
             raise RuntimeError(
                 f"{path} is needed on a stage of the pipeline that does not have it, as it is used elsewhere in a "
@@ -70,11 +69,13 @@ class Elsewhere(Tensor):
         return result
 
 
-def _is_of_shapes(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether a function reads no values."""
+def _computes(name: str, args: tuple[Any, ...], result: Any) -> bool:
+    """Return whether a function makes tensors of the values of these zeros, and not of their shapes only."""
     if name in _SHAPES or name == "to":
-        return not isinstance(args[0], Elsewhere)
-    return name.startswith("new_") or name.endswith("_like")
+        of_values = isinstance(args[0], Elsewhere)
+    else:
+        of_values = not (name.startswith("new_") or name.endswith("_like"))
+    return of_values and any(isinstance(x, Tensor) for x in tree_leaves(result))
 
 
 @contextmanager

@@ -113,10 +113,7 @@ class Recorded:
                 f"{name}: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble:.1%}",
                 [f"{bubble:.1%}, {count} held" for bubble, count in zip(timeline.bubbles, held, strict=True)],
             )
-            for name, timeline, held in (
-                ("predicted", self.predicted, most),
-                ("measured", self.measured, self.held),
-            )
+            for name, timeline, held in (("predicted", self.predicted, most), ("measured", self.measured, self.held))
         ]
 
     def write(self, folder: Path, name: str) -> list[Path]:

@@ -351,10 +351,9 @@ class _Run:
 
     def _depends(self, tensor: Tensor) -> bool:
         """Return whether the next stage cannot make it of the inputs itself."""
-        if tensor.requires_grad or any(tensor is other for other in self._made):
-            return True
         # With frozen parameters, requires_grad does not show all that depends on parameters.
-        return self.sends_all and tensor.is_floating_point()
+        maybe = self.sends_all and tensor.is_floating_point()
+        return maybe or tensor.requires_grad or any(tensor is other for other in self._made)
 
 
 def _is_passed_on(tensor: Tensor, arguments: Sequence[tuple[Tensor, int]]) -> bool:

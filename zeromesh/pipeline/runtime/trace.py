@@ -66,7 +66,6 @@ def _attempt(
 ) -> ModelTrace | None:
     # A condition on values, which tensors without memory lack, is tried both ways.
     for guess in (False, True):
-        guessed = True
         try:
             with undisturbed(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -74,9 +73,8 @@ def _attempt(
         except Exception as error:
             _log.debug("%s cannot be traced", type(model).__name__, exc_info=True)
             reasons.append(f"{type(error).__name__}: {error}")
-            guessed = getattr(error, "guessed", True)
-        if not guessed:
-            break
+            if not getattr(error, "guessed", True):
+                break
     return None
 
 
@@ -86,10 +84,8 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
     run = _Tracing(names, len(blocks), guess, limit)
     for index, name in enumerate(blocks):
         parent, _, child = name.rpartition(".")
-        holder = copied.get_submodule(parent)
-        block = holder._modules[child]
-        assert block is not None
-        holder._modules[child] = _Gate(block, index, run)  # type: ignore[arg-type]
+        block = copied.get_submodule(name)
+        copied.get_submodule(parent)._modules[child] = _Gate(block, index, run)  # type: ignore[arg-type]
         for buffer_name, buffer in block.named_buffers():
             owner, _, key = buffer_name.rpartition(".")
             # Buffers that are state go with the block; others every stage has, as it has masks.
@@ -115,8 +111,7 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
             raise
         _log.debug("the loss of %s cannot be traced", type(model).__name__, exc_info=True)
     uses = {name: frozenset(sections) for name, sections in run.uses.items()}
-    crossings = frozenset(run.crossings)
-    return ModelTrace(tuple(run.calls), uses, tuple(run.operations), crossings, run.operators)
+    return ModelTrace(tuple(run.calls), uses, tuple(run.operations), frozenset(run.crossings), run.operators)
 
 
 class _Tracing(TorchDispatchMode):
@@ -185,8 +180,7 @@ class _Tracing(TorchDispatchMode):
             result = _grouped_product(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        formula = FORMULAS.get(operator)
-        if formula is not None:
+        if formula := FORMULAS.get(operator):
             self.operations[self._section] += int(formula(*args, **kwargs, out_val=result))
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for tensor in made:

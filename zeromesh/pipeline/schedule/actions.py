@@ -39,10 +39,7 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD, Kind.
 BACKWARDS = (Kind.INPUT, Kind.BACKWARD)  # give the gradient that the stage before waits for
 LAST = (Kind.WEIGHT, Kind.BACKWARD)  # end a stage's hold on the activations of a micro-batch
 
-MESSAGES = {
-    Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
-    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
-}
+MESSAGES = {Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1), Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1)}
 """Kind of a send -> kind of its receive, and the receiver's stage relative to the sender's."""
 
 RECEIVES = frozenset(kind for kind, _ in MESSAGES.values())
@@ -150,11 +147,9 @@ def parse(text: str) -> Schedule:
         if wrong := [word for word in words if not word.isdecimal()]:
             raise _unread(number, wrong[0], "it must be a whole number")
         head[name] = [int(word) for word in words]
-    for name, count in (("microbatches", 1), ("placement", None)):
+    for name, count, rule in (("microbatches", 1, "one number"), ("placement", None, "a rank per stage")):
         if not head.get(name) or count not in (None, len(head[name])):
-            raise _unread(
-                1, name, f"there must be a line '{name}:' with {'one number' if count else 'a rank per stage'}"
-            )
+            raise _unread(1, name, f"there must be a line '{name}:' with {rule}")
     return Schedule(head["microbatches"][0], tuple(head["placement"]), tuple(ranks))
 
 
@@ -177,10 +172,8 @@ def _around(schedule: Schedule, rank: int, position: int) -> str:
     first = max(position - SHOWN, 0)
     rows: list[Sequence[str]] = []
     for number, actions in enumerate(schedule.ranks):
-        words = [str(action) for action in actions[first : max(position, 0) + SHOWN + 1]]
-        rows.append(
-            [f">{word}<" if (number, first + at) == (rank, position) else f" {word} " for at, word in enumerate(words)]
-        )
+        shown = enumerate(actions[first : max(position, 0) + SHOWN + 1], first)
+        rows.append([f">{action}<" if (number, at) == (rank, position) else f" {action} " for at, action in shown])
     width = max((len(word) for row in rows for word in row), default=0)
     dots = "... " if first else ""
     return "\n".join(

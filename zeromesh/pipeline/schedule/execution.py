@@ -100,14 +100,11 @@ def _stuck(schedule: Schedule, position: Sequence[int], waits: dict[int, Action]
     # A wait inside one rank, or for an action that is nowhere, explains a deadlock better than the circle of ranks
     # does.
     for rank, need in waits.items():
+        place = schedule, rank, position[rank]
         if need in schedule.ranks[rank]:
-            return ScheduleError(
-                "wrong order", f"{need} of the same rank must come before it", schedule, rank, position[rank]
-            )
+            return ScheduleError("wrong order", f"{need} of the same rank must come before it", *place)
         if need not in schedule.present:
-            return ScheduleError(
-                "missing action", f"it needs {need}, which no rank does", schedule, rank, position[rank]
-            )
+            return ScheduleError("missing action", f"it needs {need}, which no rank does", *place)
     listed = "; ".join(
         f"rank {rank} at {schedule.ranks[rank][position[rank]]} waits for {need}" for rank, need in waits.items()
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product, zip_longest
+from itertools import count, product, zip_longest
 
 from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop, vee
 from zeromesh.pipeline.schedule.execution import most_held_by_rank
@@ -86,18 +86,14 @@ def _interleaved_warm_up(shape: Shape, rank: int) -> int:
     return 2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * shape.group
 
 
-def _interleaved(shape: Shape, rank: int) -> Order:
-    return _in_groups(shape, _interleaved_warm_up(shape, rank), shape.group)
-
-
 def _vee_order(shape: Shape, rank: int) -> Order:
     """Return forwards of the first chunk until the second one can begin, then chunks in turn."""
     # For few micro-batches the order has micro-batches that do not exist; _fixed_order leaves them out.
-    ranks, count = shape.ranks, shape.microbatches
-    after = ranks - rank
-    steady = [chunk for turn in range(count - ranks) for chunk in (0 if turn <= count - 2 * ranks + rank else None, 1)]
+    ranks, number = shape.ranks, shape.microbatches
+    after, least = ranks - rank, number - 2 * ranks + rank
+    steady = [chunk for turn in range(number - ranks) for chunk in (0 if turn <= least else None, 1)]
     forwards = [0] * (2 * after - 1) + [1, 0] * rank + [1] * after + steady
-    backwards = [1] * after + [0, 1] * (count - after) + [0] * after
+    backwards = [1] * after + [0, 1] * (number - after) + [0] * after
     return forwards, backwards, 2 * ranks - 1
 
 
@@ -113,7 +109,8 @@ ROWS: dict[str, ScheduleRow] = {
         lambda s, rank: min(s.microbatches, s.ranks - rank),
     ),
     "interleaved-1f1b": ScheduleRow(
-        "1f1b over several stages per rank", (2, math.inf), loop, False, _interleaved, lambda s: 1,
+        "1f1b over several stages per rank", (2, math.inf), loop, False,
+        lambda s, rank: _in_groups(s, _interleaved_warm_up(s, rank), s.group), lambda s: 1,
         lambda s: Fraction(s.ranks - 1, s.chunks * s.microbatches), "(p-1)/(v m)",
         lambda s, rank: min(s.chunks * s.microbatches, _interleaved_warm_up(s, rank) + 1),
     ),
@@ -222,15 +219,8 @@ def _fixed_order(row: ScheduleRow, shape: Shape) -> Schedule:
 
 
 def _numbered(kind: Kind, chunks: list[int | None], own: list[int]) -> list[Action | None]:
-    done = [0] * len(own)
-    actions: list[Action | None] = []
-    for chunk in chunks:
-        if chunk is None:
-            actions.append(None)
-            continue
-        actions.append(Action(kind, own[chunk], done[chunk]))
-        done[chunk] += 1
-    return actions
+    counts = [count() for _ in own]
+    return [None if chunk is None else Action(kind, own[chunk], next(counts[chunk])) for chunk in chunks]
 
 
 def search(shape: Shape, costs: Costs, memory: float | None = None) -> Schedule:

@@ -34,14 +34,13 @@ class ListScheduler:
     ) -> None:
         costs = costs or Costs()
         self._microbatches, self._placement, self._rule, self._limit = microbatches, placement, rule, limit
-        self._backward = BACKWARD if BACKWARD in rule.priority else INPUT
-        self._last = BACKWARD if BACKWARD in rule.priority else WEIGHT
+        self._backward, self._last = (BACKWARD, BACKWARD) if BACKWARD in rule.priority else (INPUT, WEIGHT)
         stages = range(len(placement))
         self._own = [[stage for stage in stages if placement[stage] == rank] for rank in range(max(placement) + 1)]
         self._sizes = costs.activations(len(placement))
         self._time = {(kind, stage): costs.time(kind, stage) for kind in rule.priority for stage in stages}
-        apart = [stage > 0 and placement[stage - 1] != placement[stage] for stage in stages]
-        self._message = [costs.latency if apart[stage] else 0.0 for stage in stages]
+        # By the later one of two neighbours.
+        self._message = [costs.latency * (s > 0 and placement[s - 1] != placement[s]) for s in stages]
         self._done = {(kind, stage): 0 for kind in rule.priority for stage in stages}
         self._end: dict[tuple[Kind, int, int], float] = {}
 

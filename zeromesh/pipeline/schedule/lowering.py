@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zeromesh.pipeline.schedule.actions import BACKWARDS, COMPUTE, MESSAGES, Action, Kind, Schedule
 from zeromesh.pipeline.schedule.execution import execute, received_by
@@ -49,7 +50,7 @@ def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
             receive = received_by(send)
             ranks[rank].append(send)
             ranks[schedule.placement[receive.stage]].append(receive)
-    return _with(schedule, ranks)
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))
 
 
 def _send_of(schedule: Schedule, action: Action) -> Action | None:
@@ -71,8 +72,4 @@ def add_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> Sc
                 order.append(action._replace(kind=Kind.RECOMPUTE))
             order.append(action)
         ranks.append(order)
-    return _with(schedule, ranks)
-
-
-def _with(schedule: Schedule, ranks: Sequence[Sequence[Action]]) -> Schedule:
-    return Schedule(schedule.microbatches, schedule.placement, tuple(map(tuple, ranks)))
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))

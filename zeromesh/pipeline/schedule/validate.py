@@ -39,13 +39,11 @@ def validate(
 
 def _check_places(schedule: Schedule) -> None:
     """Check that every action is of an existing stage and micro-batch, on the stage's rank, once."""
-    if schedule.microbatches < 1 or not all(0 <= rank < len(schedule.ranks) for rank in schedule.placement):
-        found = (
-            f"{schedule.microbatches} micro-batches, and orders of {len(schedule.ranks)} ranks for {schedule.placement}"
-        )
-        raise ScheduleError(
-            "wrong placement", f"{found}; there must be a micro-batch, and an order for each of the ranks"
-        )
+    ranks = len(schedule.ranks)
+    if schedule.microbatches < 1 or not all(0 <= rank < ranks for rank in schedule.placement):
+        found = f"{schedule.microbatches} micro-batches, and orders of {ranks} ranks for {schedule.placement}"
+        rule = "there must be a micro-batch, and an order for each of the ranks"
+        raise ScheduleError("wrong placement", f"{found}; {rule}")
     seen: set[Action] = set()
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
@@ -76,14 +74,11 @@ def _check_complete(schedule: Schedule, training: bool) -> None:
             if not forward:
                 raise ScheduleError("missing action", f"there is no F{name}", schedule, rank)
             if not training and (inputs or weight or backward):
-                raise ScheduleError(
-                    "needless action", f"only forwards are wanted; {name} has a backward", schedule, rank
-                )
+                reason = f"only forwards are wanted; {name} has a backward"
+                raise ScheduleError("needless action", reason, schedule, rank)
             if backward and (inputs or weight):
-                which = "I" if inputs else "W"
-                raise ScheduleError(
-                    "done twice", f"B{name} does what {which}{name} does; take one of them", schedule, rank
-                )
+                reason = f"B{name} does what {'I' if inputs else 'W'}{name} does; take one of them"
+                raise ScheduleError("done twice", reason, schedule, rank)
             if training and not backward and not (inputs and weight):
                 wanted = f"W{name}" if inputs else f"I{name}" if weight else f"B{name}, or I{name} and W{name}"
                 raise ScheduleError("missing action", f"there is no {wanted}", schedule, rank)
@@ -96,20 +91,19 @@ def _check_messages(schedule: Schedule) -> None:
     sends = {kind: (send, distance) for send, (kind, distance) in MESSAGES.items()}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            if action.kind not in MESSAGES and action.kind not in RECEIVES:
-                continue
+            place = schedule, rank, position
             if action.kind in MESSAGES:
                 other = received_by(action)
-            else:
+            elif action.kind in RECEIVES:
                 send, distance = sends[action.kind]
                 other = Action(send, action.stage - distance, action.microbatch)
+            else:
+                continue
             if other not in schedule.present:
-                raise ScheduleError("unmatched message", f"there is no {other}; add it", schedule, rank, position)
+                raise ScheduleError("unmatched message", f"there is no {other}; add it", *place)
             peer = schedule.placement[other.stage]
             if peer == rank:
-                raise ScheduleError(
-                    "needless message", "both stages are on this rank; leave it out", schedule, rank, position
-                )
+                raise ScheduleError("needless message", "both stages are on this rank; leave it out", *place)
             if action.kind in MESSAGES:
                 sent[rank, peer].append(other)
             else:
