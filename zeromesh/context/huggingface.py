@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def install(model: Any, applied: SpreadSequences) -> None:
         weakref.finalize(model, table._global_mapping.pop, name, None)
     model.set_attn_implementation(name)
     if "labels" in parameters_of(type(model)):
-        model.loss_function = _Loss(model.loss_function, applied)
+        model.loss_function = partial(_loss, model.loss_function, applied)
     replace_forward(model, parts.run)
 
 
@@ -180,14 +181,8 @@ class _Parts:
         return None
 
 
-class _Loss:
-    """A model's loss function, given labels that are shifted already, of this rank's part of the sequence."""
-
-    def __init__(self, loss: Any, applied: SpreadSequences) -> None:
-        self._loss, self._applied = loss, applied
-
-    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._applied.active:
-            own: Tensor = self._loss(logits, labels, *args, **kwargs)
-            return own
-        return self._applied.mean_loss(self._loss(logits, labels, *args, shift_labels=labels, **kwargs), labels)
+def _loss(loss: Any, applied: SpreadSequences, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute a model's loss of labels that are shifted already, of this rank's part of the sequence."""
+    if not applied.active:
+        return loss(logits, labels, *args, **kwargs)
+    return applied.mean_loss(loss(logits, labels, *args, shift_labels=labels, **kwargs), labels)

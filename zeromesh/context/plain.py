@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def install(model: nn.Module, applied: SpreadSequences) -> None:
     for path, module in model.named_modules():
         if not type(module).__module__.startswith("torch.nn"):
             replace_forward(module, _Interception(path or name, applied).run)
-    replace_forward(model, _Root(type(model), positions, applied).run)
+    replace_forward(model, partial(_run, type(model), positions, applied))
 
 
 def require_no_mixing(model: nn.Module) -> None:
@@ -52,30 +53,25 @@ def require_no_mixing(model: nn.Module) -> None:
             raise refuse(f"{path} ({type(module).__name__})", "a convolution reads tokens that other ranks have")
 
 
-class _Root:
-    """Forward of the model that cuts its arguments, and takes the mean of its losses."""
-
-    def __init__(self, kind: type[nn.Module], positions: str, applied: SpreadSequences) -> None:
-        self._kind, self._positions, self._applied = kind, positions, applied
-
-    def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        applied = self._applied
-        if not applied.active:
-            return forward(*args, **kwargs)
-        applied.begin()
-        named = named_arguments(self._kind, args, kwargs)
-        part = batch.split(named, applied.group, self._positions, shift=False)
-        output = forward(**part)
-        applied.require_attention(self._kind.__name__)
-        if "labels" not in part:
-            return output
-        if not isinstance(output, Tensor) or output.numel() != 1:
-            raise refuse(
-                self._kind.__name__,
-                "given labels, it returns something else than its mean loss, a scalar",
-                "call it without labels, and give your loss of its output, and this rank's labels, to mean_loss",
-            )
-        return applied.mean_loss(output, part["labels"])
+def _run(
+    kind: type[nn.Module], positions: str, applied: SpreadSequences, forward: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Cut the arguments of the model's forward, and take the mean of its losses."""
+    if not applied.active:
+        return forward(*args, **kwargs)
+    applied.begin()
+    part = batch.split(named_arguments(kind, args, kwargs), applied.group, positions, shift=False)
+    output = forward(**part)
+    applied.require_attention(kind.__name__)
+    if "labels" not in part:
+        return output
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        raise refuse(
+            kind.__name__,
+            "given labels, it returns something else than its mean loss, a scalar",
+            "call it without labels, and give your loss of its output, and this rank's labels, to mean_loss",
+        )
+    return applied.mean_loss(output, part["labels"])
 
 
 # The replacement in force. A backward may run on a thread of its own, where none is.

@@ -15,6 +15,7 @@ from zeromesh.model.linear import Columns, multiply
 from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.linear import enter, leave
 from zeromesh.tensor.operators import move
+from zeromesh.tensor.spread import sequence_dim
 from zeromesh.tensor.streams import RandomStreams
 
 
@@ -49,14 +50,14 @@ class SplitAttention:
                 "nn.MultiheadAttention was given keys that are not the query, and it cannot be known whether they are "
                 f"a part of the sequence; {WHOLE_SEQUENCE}"
             )
-        dim = self._dim(query)
+        dim = sequence_dim(query) if self._spread else None
         if dim is not None:
             self._apart.check(query, dim)
         drops = module.dropout if module.training else 0.0
         if drops and not self._spread:
             self._streams.separate()  # the weights that are dropped are of this rank's heads
         try:
-            q, k, v = self._project(module, query, key, value)
+            q, k, v = self._project(module, query, key, value, dim)
             heads = module.num_heads // self._group.size
             # With a mask of nothing but later keys, the fused kernel needs none, which saves the scores' memory.
             only_causal = is_causal and key_padding_mask is None and not need_weights
@@ -80,12 +81,8 @@ class SplitAttention:
         output = leave(partial, module.out_proj.bias, self._group, self._tag, dim)
         return output, None if weights is None else self._whole_weights(weights, average_attn_weights, query.ndim == 2)
 
-    def _dim(self, query: Tensor) -> int | None:
-        """Return the dim of the input that is spread over the ranks."""
-        return (1 if query.ndim > 2 else 0) if self._spread else None
-
     def _project(
-        self, module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+        self, module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, dim: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads, shape ``(samples, length, part of the width)``."""
         biases: Sequence[Tensor | None] = [None] * 3
@@ -105,8 +102,8 @@ class SplitAttention:
                 continue
             # Layers that read one tensor enter together, so that its gradient is summed once.
             same = [n for n, source in enumerate(sources) if source is first]
-            dim = self._dim(query) if first is query else None
-            entered, layers = enter(first, [columns[n] for n in same], self._group, self._tag + 2 * number + 2, dim)
+            its, tag = dim if first is query else None, self._tag + 2 * number + 2
+            entered, layers = enter(first, [columns[n] for n in same], self._group, tag, its)
             for position, n in enumerate(same):
                 made[n] = layers[position](entered) if layers else multiply(entered, columns[n])
         whole = [made[n] for n in range(len(sources))]

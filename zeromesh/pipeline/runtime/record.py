@@ -148,18 +148,13 @@ def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Sch
         met = first.setdefault(nodes[rank], row[:RENDEZVOUS])  # by the first rank of the node
         behind = median(one - other for one, other in zip(met, rows[0][:RENDEZVOUS], strict=True))
         values = [value - behind for value in row[RENDEZVOUS + 1 :]]
-        found.append([values[at : at + 3] for at in range(0, 3 * len(schedule.ranks[rank]), 3)])
-    return _recorded(schedule, found, [int(row[RENDEZVOUS]) for row in rows])
-
-
-def _recorded(schedule: Schedule, times: Sequence[Sequence[Sequence[float]]], held: Sequence[int]) -> Recorded:
-    paired = [list(zip(actions, rows, strict=True)) for actions, rows in zip(schedule.ranks, times, strict=True)]
-    zero = min(row[1] for rank in paired for action, row in rank if action.kind in COMPUTE)  # a wait before it is none
+        found.append([(action, values[3 * at : 3 * at + 3]) for at, action in enumerate(schedule.ranks[rank])])
+    # The first computation begins the time; what its rank waited before that is no wait.
+    zero = min(row[1] for pairs in found for action, row in pairs if action.kind in COMPUTE)
     steps, waits = [], []
-    for rank, pairs in enumerate(paired):
-        moved = [(action, [max(value - zero, 0.0) for value in row]) for action, row in pairs]
-        steps.append(tuple(TimedAction(rank, action, start, end) for action, (_, start, end) in moved))
-        waits.append(
-            tuple(TimedAction(rank, action, begin, start) for action, (begin, start, _) in moved if start > begin)
-        )
-    return Recorded(Timeline(schedule, tuple(steps)), tuple(waits), tuple(held))
+    for rank, pairs in enumerate(found):
+        moved = [(action, *(max(value - zero, 0.0) for value in row)) for action, row in pairs]
+        steps.append(tuple(TimedAction(rank, action, start, end) for action, _, start, end in moved))
+        waits.append(tuple(TimedAction(rank, action, turn, start) for action, turn, start, _ in moved if start > turn))
+    held = tuple(int(row[RENDEZVOUS]) for row in rows)
+    return Recorded(Timeline(schedule, tuple(steps)), tuple(waits), held)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from zeromesh.config.keys import ONE_STAGE, PARTITION, STAGE_BLOCKS
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.in_place import version
-from zeromesh.pipeline.runtime.elsewhere import counting, counts
-from zeromesh.pipeline.runtime.twice import Parameters
+from zeromesh.pipeline.runtime.elsewhere import Parameters, counting, counts
 
 # The forward is left, and entered again, between two of the model's blocks. While a stage runs, gates stand in the
 # places of the blocks: those of earlier stages return something of the right shape, the first of the stage's own is

@@ -112,8 +112,8 @@ def _stuck(schedule: Schedule, position: Sequence[int], waits: dict[int, Action]
     return ScheduleError("deadlock", f"{listed}; reorder one of them", schedule, rank, position[rank])
 
 
-def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[tuple[int, float]]]:
-    """Return the stage of each action of each rank, and how much the stage holds after it.
+def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[tuple[int, float, float]]]:
+    """Return the stage of each action of each rank, and how much the stage and the rank hold after it.
 
     ``sizes`` are those of one micro-batch's activations by stage; by default 1 each, which counts micro-batches.
     """
@@ -124,7 +124,7 @@ def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[
         for kind, stage, _ in actions:
             size = 1.0 if sizes is None else sizes[stage]
             now[stage] += size * ((kind is Kind.FORWARD) - (kind in LAST))
-            rows.append((stage, now[stage]))
+            rows.append((stage, now[stage], sum(now.values())))
         found.append(rows)
     return found
 
@@ -133,20 +133,12 @@ def most_held_by_stage(schedule: Schedule) -> list[int]:
     """Return the largest number of micro-batches whose activations each stage holds at once."""
     most = [0.0] * schedule.stages
     for rows in held(schedule):
-        for stage, count in rows:
+        for stage, count, _ in rows:
             most[stage] = max(most[stage], count)
     return [int(count) for count in most]
 
 
 def most_held_by_rank(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[float]:
     """Return the most that the stages of each rank hold together."""
-    found = []
-    for rows in held(schedule, sizes):
-        # The most of a rank is not the sum of its stages' most, which they reach at different times.
-        now: dict[int, float] = {}
-        most = 0.0
-        for stage, amount in rows:
-            now[stage] = amount
-            most = max(most, sum(now.values()))
-        found.append(most)
-    return found
+    # It is not the sum of the stages' most, which they reach at different times.
+    return [max((0.0, *(total for _, _, total in rows))) for rows in held(schedule, sizes)]

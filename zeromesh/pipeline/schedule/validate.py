@@ -118,9 +118,7 @@ def _check_messages(schedule: Schedule) -> None:
 
 def _check_memory(schedule: Schedule, memory: float, costs: Costs) -> None:
     for rank, rows in enumerate(held(schedule, costs.activations(schedule.stages))):
-        now: dict[int, float] = {}
-        for position, (stage, amount) in enumerate(rows):
-            now[stage] = amount
-            if sum(now.values()) > memory:
-                reason = f"activations take {sum(now.values()):g} of {memory:g}; do a backward before it"
+        for position, (_, _, total) in enumerate(rows):
+            if total > memory:
+                reason = f"activations take {total:g} of {memory:g}; do a backward before it"
                 raise ScheduleError("memory", reason, schedule, rank, position)
