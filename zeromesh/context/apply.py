@@ -20,17 +20,9 @@ def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> Spre
     Given labels, its loss is the mean over the whole sequences, equal on all ranks; the mean of gradients over the
     ranks is the loss's gradient. All else that it returns is of this rank's tokens, in the order of ``order.py``.
 
-    Args:
-        model: a causal decoder of transformers with the attention sdpa, or one inside of other modules; or a torch
-            module that calls ``F.scaled_dot_product_attention(is_causal=True)``, takes the positions of its tokens, and
-            whose labels, if it takes any, are those of the next tokens.
-        strategy: one of ``STRATEGIES``.
-        group: the ranks along the context axis; with one, nothing is done.
-        tag: first of three tags of its messages.
-
-    Raises:
-        Unsupported: the model cannot run so; it says why. What is seen only in a forward is refused there.
-        ValueError: an unknown strategy.
+    The model is a causal decoder of transformers with the attention sdpa, or one inside of other modules; or a torch
+    module that calls ``F.scaled_dot_product_attention(is_causal=True)``, takes the positions of its tokens, and whose
+    labels are those of the next tokens. Raise Unsupported for others, some only in a forward.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join(STRATEGIES)}")

@@ -141,7 +141,11 @@ class _Ring(torch.autograd.Function):
             if source == group.rank:  # the first, and the only one that all queries need
                 out, lse = part.to(wide), its
             else:
-                _combine(out[:, :, rows], lse[:, :, rows], part, its)
+                # The results of different keys are weighted by their log-sum-exp: a sigmoid of the difference, as
+                # exponentials of either would overflow.
+                mine, before = out[:, :, rows], lse[:, :, rows]
+                mine.lerp_(part.to(wide), torch.sigmoid(its - before).unsqueeze(-1))
+                before.copy_(torch.logaddexp(before, its))
         result = out.to(q.dtype)
         ctx.save_for_backward(q, own, result, lse)
         ctx.settings = (k.shape, v.shape, group, tag, scale)
@@ -205,13 +209,6 @@ def _around(own: Tensor, group: Group, tag: int) -> Iterator[tuple[int, Tensor]]
         travel.wait()
         present = coming
     yield (group.rank + 1) % group.size, present
-
-
-def _combine(out: Tensor, lse: Tensor, part: Tensor, its: Tensor) -> None:
-    """Add the result of other keys to a result, in place, by the log-sum-exp of each."""
-    # A sigmoid of the difference of both, as exponentials of either would overflow.
-    out.lerp_(part.to(out.dtype), torch.sigmoid(its - lse).unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, its))
 
 
 def _unpack(buffer: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,8 @@ def split(
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_LABEL)
     # A mask of ones, or of padding that comes last and has no labels, is left out: under causal attention no other
     # token sees it.
-    _require_causal_mask(parts.pop("attention_mask", None), labels, (size, length))
+    if (mask := parts.pop("attention_mask", None)) is not None:
+        _require_causal_mask(mask, labels, (size, length))
     documents = parts.pop("documents", None)
     if documents is not None and bool((documents != documents[:, :1]).any()):
         raise ValueError(
@@ -72,10 +73,8 @@ def split(
     return {name: keep(value, group.rank, group.size, 1) if name in known else value for name, value in parts.items()}
 
 
-def _require_causal_mask(mask: Tensor | None, labels: Tensor | None, shape: tuple[int, int]) -> None:
+def _require_causal_mask(mask: Tensor, labels: Tensor | None, shape: tuple[int, int]) -> None:
     """Raise ValueError if the mask hides something from a token that counts."""
-    if mask is None:
-        return
     reason = ""
     if mask.shape != shape:
         reason = f"it has shape {tuple(mask.shape)} and not {shape}"

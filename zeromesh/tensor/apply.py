@@ -44,7 +44,7 @@ class SplitPlace:
 
     group: Group
     streams: RandomStreams
-    stacks: Sequence[Stack]
+    stacks: tuple[Stack, ...]
     using: Using
 
     def spreads(self, name: str) -> bool:
@@ -63,7 +63,7 @@ def apply(
     """
     # A module stays the object that it was, as users and the engine hold it: split linear layers get another forward,
     # others get hooks.
-    place = SplitPlace(group, RandomStreams(device, group.rank), stacks, using)
+    place = SplitPlace(group, RandomStreams(device, group.rank), tuple(stacks), using)
     modules = dict(model.named_modules(remove_duplicate=False))
     entrances: dict[str, Entrance] = {}
     done: set[int] = set()
@@ -118,18 +118,13 @@ def _require_whole(parts: dict[str, tuple[int, ...]], module: nn.Module, prefix:
 
 
 class Entrance:
-    """Entrance of an activation into the layers of one module that are split by columns.
-
-    Attributes:
-        layers: by number, this rank's part of each.
-        spread: True if the activation is a part of the sequence.
-    """
+    """Entrance of an activation into the layers of one module that are split by columns."""
 
     # Which columns read the same activation is seen when they are called: all that are children of one module and are
     # given the very same tensor share one entry, so the gradient of that activation is summed once.
 
     def __init__(self, place: SplitPlace, tag: int, separates: bool, spread: bool, opens: bool, name: str) -> None:
-        self.layers: list[Callable[[], Columns]] = []
+        self.layers: list[Callable[[], Columns]] = []  # by number, this rank's part of each
         self.spread = spread
         # Random numbers drawn inside are each rank's own if it separates; it opens if the layers gather a spread
         # sequence themselves, and not the module around them.
@@ -144,6 +139,7 @@ class Entrance:
         """Return the activation that layer ``index`` reads, and the layer for this pass if gradients are computed."""
         if self._separates and training:
             self._place.streams.separate()
+        # The same object that was written to since is another activation.
         known = self._key is not None and self._key[0]() is x and self._key[1] == version(x)
         if not known or index not in self._waiting:
             self._enter(x, self.spread and self._opens)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.config.keys import TENSOR_PLAN, WHOLE_SEQUENCE
-from zeromesh.tensor.heads import Heads
 from zeromesh.tensor.plan import Member, SplitPlan
 
 # In the first pass in which gradients are computed, autograd's graph is walked from the input of the layer that is
@@ -62,9 +61,16 @@ class SplitGuard:
         if self._done or torch.compiler.is_compiling() or x.grad_fn is None:
             return
         self._done = True
-        heads = self._heads()
+        container, resolved = self._member.container, self._resolved
+        around, every = container.rpartition(".")[0], self._resolved.heads
+        # Those of the attention around the layer, or beside the module around it, as in BERT.
+        beside = (one for name, one in every.items() if name.rpartition(".")[0] == around)
+        heads = every.get(container) or next(beside, None)
+        # Lengths of the split dim on this rank in the layers of the same module.
+        same = [m for m in resolved.members if m.container == container and m.style.cut and m.kind == "linear"]
+        splits = [resolved.held_of(m.module, "weight").split for m in (self._member, *same)]
         # A reduction over a head's width, as a norm of queries has it, is of what one rank has whole.
-        widths = self._widths() - ({heads.width} if heads else set())
+        widths = {split.length for split in splits if split} - ({heads.width} if heads else set())
         for node in _nodes(x):
             kind = node.name()
             if kind == "_MoveBackward" and node.settings[:2] in (SUM, JOIN):
@@ -73,19 +79,6 @@ class SplitGuard:
                 self._require_shared(node.variable)
             if wide := widths & _reduced(node, heads is not None):
                 self._refuse(f"{kind} before it works on the {max(wide)} entries of the split dim that are here")
-
-    def _heads(self) -> Heads | None:
-        """Return the heads of the attention around the layer, or beside the module around it, as in BERT."""
-        container, heads = self._member.container, self._resolved.heads
-        around = container.rpartition(".")[0]
-        return heads.get(container) or next((h for name, h in heads.items() if name.rpartition(".")[0] == around), None)
-
-    def _widths(self) -> set[int]:
-        """Return the lengths of the split dim on this rank in the layers of the same module."""
-        container, resolved = self._member.container, self._resolved
-        around = [m for m in resolved.members if m.container == container and m.style.cut and m.kind == "linear"]
-        splits = [resolved.held_of(m.module, "weight").split for m in (self._member, *around)]
-        return {split.length for split in splits if split}
 
     def _require_shared(self, variable: Tensor) -> None:
         """Check that a parameter that is used inside is split, or its gradient summed; other tensors are unknown."""

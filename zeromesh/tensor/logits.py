@@ -170,8 +170,7 @@ class Logits(Tensor):
             plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             saved = nullcontext() if saving == _saving() else plain
             with torch.inference_mode(inference), torch.set_grad_enabled(graded or node is not None), saved:
-                # A Function of another library that was given these logits has its own node, which must get the
-                # gradient.
+                # Where another Function has returned these logits, the gradient must go to it.
                 if _ours(node):
                     self._value = self._compute()[0]
                 else:

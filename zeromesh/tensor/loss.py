@@ -83,7 +83,7 @@ def linear_cross_entropy(
         )
     vocabulary = vocabulary or Vocabulary(0, weight.shape[0])
     device = hidden.device.type
-    # The products are inside of Functions, where autocast does not cast them.
+    # Once, as autocast would cast the weight anew for each chunk; inside it is off.
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)

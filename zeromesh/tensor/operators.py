@@ -53,7 +53,6 @@ class _Move(torch.autograd.Function):
 
 
 def _nothing(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
-    # A Function that returned its input itself would be taken for one that changes it in place.
     same: Tensor = x.view_as(x)
     return same
 

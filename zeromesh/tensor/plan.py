@@ -142,11 +142,9 @@ def kind_of(module: nn.Module) -> str:
 def resolve(model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int) -> SplitPlan:
     """Find what each rule is for, and cut every parameter once; the user's ``own`` rules go before those ``found``.
 
-    Raises:
-        ValueError: everything that is wrong: a pattern that matches nothing, a module that two rules are for, a style
-            that does not fit, numbers that the ranks do not divide, a shared parameter that is cut in two ways.
+    Raise ValueError with everything that is wrong.
     """
-    # All problems are gathered, since a plan is written once and tried over many minutes of loading.
+    # All problems are gathered, so that a user can mend them in one go.
     problems: list[str] = []
     rules: dict[str, tuple[str, PlanRule]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -321,7 +319,7 @@ def _split(member: Member, dim: int, size: int, ranks: int, heads: Heads | None)
     sections = list(rule.sections) or [size // style.sections] * style.sections
     if sum(sections) != size:
         raise ValueError(f"the sections {sections} make {sum(sections)} entries, and there are {size}")
-    # Such layers are gathered or summed as they are: nothing but the last rank's share depends on the size.
+    # Any size will do, as the last rank's part is padded.
     if style.padded and not rule.sections and not rule.block and size % ranks:
         return Split.padded(dim, size, ranks)
     block = rule.block or (1 if style.padded or heads is None else _block(sections, heads, member.name))

@@ -27,9 +27,6 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput |
     """Find the blocks of a model by a trace of its forward; by the order of registration if it cannot be traced.
 
     Operations are counted for ``sample``; without one, inputs are guessed. The model is not changed.
-
-    Raises:
-        ValueError: there are no blocks, or they are not called one after the other.
     """
     names = find_blocks(model, patterns)
     if isinstance(model, Chain):
@@ -115,11 +112,7 @@ def _of_chain(model: Chain) -> tuple[dict[str, frozenset[int]], dict[str, int]]:
 
 
 def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> list[int]:
-    """Return the numbers of the calls at which the forward can be left and entered again, and of the first.
-
-    Raises:
-        ValueError: no call but the first is such, or a block with parameters is called twice.
-    """
+    """Return the numbers of the calls at which the forward can be left and entered again, and of the first."""
     repeated = {block for block in traced.calls if traced.calls.count(block) > 1}
     for block in repeated:
         if _has_parameters(model.get_submodule(names[block])):
@@ -147,9 +140,6 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     """Return the candidates for blocks: children of the outermost lists of modules, in order of registration.
 
     ``patterns`` name others, in the order of their calls; ``*`` is anything without a dot.
-
-    Raises:
-        ValueError: a pattern matches nothing, or there are no blocks.
     """
     if isinstance(model, Chain):
         if patterns:
@@ -222,7 +212,7 @@ def take_away(
                 del module._parameters[name]
                 taken.append((module, name))
                 full = f"{path}.{name}".lstrip(".")
-                # Statistics of batch norms stay in fp32, and so do their parameters.
+                # Batch norms compute in their own dtype, as their statistics would suffer in 16 bits.
                 keeps = isinstance(module, nn.modules.batchnorm._BatchNorm)
                 vars(module)[name] = Elsewhere.make(full, parameter, device, None if keeps else dtype)
         # Buffers stay as plain attributes: a checkpoint must not have their values from here.

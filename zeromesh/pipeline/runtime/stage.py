@@ -89,7 +89,7 @@ class Stages:
         self, stage: int, call: Callable[[], Any], received: Handed | None, places: Sequence[int] | None = None,
         sends_all: bool = False, again: bool = False,
     ) -> Any:  # fmt: skip
-        """Run one stage of a forward.
+        """Run one stage of a forward; return outputs for the next stage, or, of the last stage, what ``call`` returned.
 
         Args:
             stage: its number.
@@ -98,12 +98,6 @@ class Stages:
             places: as in the header of the outputs, if known; else they are found by the tensors' graphs.
             sends_all: hand over all floating-point tensors.
             again: it was run before, and buffers were changed then.
-
-        Returns:
-            Outputs for the next stage; of the last stage, what ``call`` returned.
-
-        Raises:
-            RuntimeError: the model did not call the blocks one after the other.
         """
         bounds = self._bounds[stage], self._bounds[stage + 1]
         with self._spared(stage, again) as enter:
@@ -128,7 +122,8 @@ class Stages:
         replaced = []
         for index, name in enumerate(self._blocks):
             around, _, child = name.rpartition(".")
-            parent, block = self._model.get_submodule(around), self._model.get_submodule(name)
+            parent = self._model.get_submodule(around)
+            block = getattr(parent, child)
             replaced.append((parent, child, block))
             parent._modules[child] = _Gate(block, index, run)
         try:
@@ -210,7 +205,6 @@ class _Gate(nn.Module):
             self.__dict__[name] = getattr(block, name)
 
     @property  # type: ignore[misc]
-    # A forward may ask for the class of its blocks.
     def __class__(self) -> Any:
         """Class of the value, for ``isinstance``."""
         return type(self.__dict__["_gated"][0])
@@ -283,7 +277,7 @@ class _Run:
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin the stage's own blocks; return the arguments with the received tensors in their places."""
         assert self.received is not None
-        # From here on the forward is the stage's own: with its graph, on the model's own buffers.
+        # From here on the forward is the stage's own, and has a graph.
         torch.set_grad_enabled(self._grad)
         self.is_live = True
         self.restore()

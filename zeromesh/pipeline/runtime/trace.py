@@ -146,7 +146,7 @@ class _Tracing(TorchDispatchMode):
         arguments = tensors_of((args, kwargs))
         for tensor in arguments:  # an argument is handed on from stage to stage: only the first block uses it
             if id(tensor) in self._names and id(tensor) not in self._handed:
-                self._use(tensor)
+                self.uses[self._names[id(tensor)]].add(self._section)
                 self._handed.add(id(tensor))
         self.calls.append(index)
         self.operations.append(0.0)
@@ -199,15 +199,12 @@ class _Tracing(TorchDispatchMode):
         """Note that a tensor is read; return whether it depends on parameters."""
         if id(tensor) in self._names:
             if id(tensor) not in self._arguments:
-                self._use(tensor)
+                self.uses[self._names[id(tensor)]].add(self._section)
             return True
         made = self._made.get(id(tensor))
         if made is not None and made < self._section and id(tensor) not in self._arguments:
             self.crossings.add((made, self._section))
         return made is not None or id(tensor) in self.states
-
-    def _use(self, parameter: Tensor) -> None:
-        self.uses[self._names[id(parameter)]].add(self._section)
 
 
 # Operators that read no values.

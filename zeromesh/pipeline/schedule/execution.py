@@ -25,7 +25,7 @@ def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
         if stage < schedule.stages - 1:
             after = input_gradient(schedule, stage + 1, microbatch)
             yield _from_neighbour(schedule, action, Kind.RECEIVE_GRADIENT, after)
-        # A schedule without recomputation keeps the activations, and nothing else stands for this action.
+        # Without recomputation the activations were kept.
         again = Action(Kind.RECOMPUTE, stage, microbatch)
         if again in schedule.present:
             yield again

@@ -77,7 +77,7 @@ class Panel:
 
 def _tick(longest: float) -> float:
     """Return a round number, of which six to fifteen are in the longest timeline."""
-    least = longest / 15 or 1.0  # fifteen labels do not touch yet
+    least = longest / 15 or 1.0
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 

@@ -25,7 +25,7 @@ class Costs:
 
     def time(self, kind: Kind, stage: int) -> float:
         """Return the time that an action of this kind takes the stage's rank; 0 for messages."""
-        # Where it was measured, a backward in one part has a time of its own, which is not the sum of guessed parts.
+        # It is given by itself where both at once take another time than one after the other.
         if kind in (Kind.FORWARD, Kind.RECOMPUTE):
             return of_stage(self.forward, stage)
         if kind is Kind.BACKWARD and self.backward is not None:
