@@ -1,7 +1,4 @@
-"""The interface of ``deepspeed.pipe``: a model as a list of layers, which trains whole or cut into stages.
-
-Layers are built without memory. How a model is cut, and what runs its stages, is the same as for any other model.
-"""
+"""The interface of ``deepspeed.pipe``: a model as a list of layers, which trains whole or cut into stages."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import torch
 from torch import nn
 
 from zeromesh.activation.checkpoint import checkpoint
+from zeromesh.config.keys import PIPELINE_RANKS, TENSOR_RANKS
 from zeromesh.model.chain import Chain, Function, Shared
 from zeromesh.pipeline.schedule.partition import WAYS
 from zeromesh.shard.deferred import is_deferred, recording
@@ -30,12 +28,9 @@ class LayerSpec:
     """A layer that is yet to be built.
 
     Args:
-        typename: its class.
-        module_args: what the class is called with.
-        module_kwargs: the same.
-
-    Raises:
-        ValueError: it is no class of modules.
+        typename: class of the layer, of torch.nn.Module.
+        module_args: positional arguments of the class.
+        module_kwargs: named arguments of the class.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -51,7 +46,7 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join([*map(repr, self.module_args), *options])})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """The module; ``log`` is accepted for DeepSpeed's sake."""
+        """Return the module; ``log`` is accepted for DeepSpeed's sake."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
@@ -59,12 +54,12 @@ class TiedLayerSpec(LayerSpec):
     """A layer that computes with one module together with all others of its key.
 
     Args:
-        key: of the module.
-        typename: its class.
-        module_args: what the class is called with.
-        forward_fn: is given the module and the inputs, and called in place of the module.
+        key: name of the module.
+        typename: class of the module.
+        module_args: positional arguments of the class.
+        forward_fn: from the module and the inputs to the outputs; None calls the module.
         tied_weight_attr: accepted for DeepSpeed's sake: all parameters of the module are shared.
-        module_kwargs: see ``module_args``.
+        module_kwargs: named arguments of the class.
     """
 
     def __init__(
@@ -84,25 +79,22 @@ class TiedLayerSpec(LayerSpec):
 class PipelineModule(Chain):
     """A list of layers as a model: each is given, as one argument, what the one before returned.
 
-    It trains like any other model: whole, or cut into ``num_stages`` stages. Parameters are named as DeepSpeed names
-    them: ``3.weight`` by the number of the layer, ``tied_modules.KEY.weight``.
+    Parameters are named as DeepSpeed names them: ``3.weight`` by the number of the layer, ``tied_modules.KEY.weight``.
 
     Args:
         layers: LayerSpecs, which are built without memory, modules, or functions.
-        num_stages: ranks that share the layers; None is what the configuration says.
+        num_stages: ranks that share the layers; None: the configuration's.
         topology: in its place, an object with ``get_dim``, as DeepSpeed's are, that knows the axis ``pipe``.
         loss_fn: from the outputs and the labels to the loss, unless ``initialize`` is given another; None: the last
             layer returns the loss.
         seed_layers: seed the random numbers before each layer is built, and before it computes.
-        seed_fn: is given each seed, in place of ``torch.manual_seed`` and those of numpy and Python.
-        base_seed: the first of them.
-        partition_method: how the layers are dealt to the stages, unless the configuration's ``pipeline.partition`` says
-            so: ``parameters``, ``uniform``, ``type:REGEX``, or the number of the first layer of each stage.
-        activation_checkpoint_interval: so many layers, of one stage, are computed again in the backward together; 0
-            keeps all activations.
-        activation_checkpoint_func: does that; it is given a function and what to call it with.
-        checkpointable_layers: names of classes; layers of others are not computed again. None are those with
-            parameters.
+        seed_fn: takes each seed, in place of ``torch.manual_seed`` and those of numpy and Python.
+        base_seed: the first seed.
+        partition_method: distribution of layers over stages, unless ``pipeline.partition`` is set: ``parameters``,
+            ``uniform``, ``type:REGEX``, or the number of the first layer of each stage.
+        activation_checkpoint_interval: layers of one stage that are recomputed together; 0 keeps all activations.
+        activation_checkpoint_func: function that recomputes; takes a function and its arguments.
+        checkpointable_layers: names of classes that are recomputed; None: those with parameters.
         dynamic_shape: accepted for DeepSpeed's sake; shapes may always change.
 
     Raises:
@@ -136,6 +128,8 @@ class PipelineModule(Chain):
         for number, layer in enumerate(layers):
             if seed_layers:
                 self._seed(base_seed + number)
+            # Layers are built without memory, as no rank holds the whole model; their values are made where a stage has
+            # them.
             with recording():
                 built, kind = self._build(number, layer)
             self.add_layer(built, kind)
@@ -144,7 +138,7 @@ class PipelineModule(Chain):
         self._note_versions()
 
     def _build(self, number: int, layer: Any) -> tuple[nn.Module, str]:
-        """The module for a layer, and the name of its class or function."""
+        """Return the module for a layer, and the name of its class or function."""
         if isinstance(layer, PipelineModule):
             raise ValueError(f"layer {number} is a PipelineModule; put its layers into the list in its place")
         if isinstance(layer, TiedLayerSpec):
@@ -176,11 +170,9 @@ class PipelineModule(Chain):
             numpy.random.seed(seed % 2**32)
             torch.manual_seed(seed)
 
-    # What is done to the model before it trains is recorded, as its construction is.
-
     def apply(self, fn: Callable[[nn.Module], None]) -> PipelineModule:
-        """See ``torch.nn.Module.to``."""
-        with recording():
+        """See ``torch.nn.Module.apply``."""
+        with recording():  # as the construction is, so that the owner of a layer repeats it
             super().apply(fn)
         self._note_versions()
         return self
@@ -192,6 +184,7 @@ class PipelineModule(Chain):
         return self
 
     def _note_versions(self) -> None:
+        # A later write is seen by the version, since a parameter without memory keeps no values.
         self._versions = {name: parameter._version for name, parameter in self.named_parameters()}
 
     def require_recorded(self) -> None:
@@ -204,8 +197,6 @@ class PipelineModule(Chain):
                     "inside `with zeromesh.zero.Init():`"
                 )
 
-    # The forward.
-
     def forward(self, inputs: Any) -> Any:
         """Return the output of the last layer."""
         self._forwards += 1
@@ -216,17 +207,20 @@ class PipelineModule(Chain):
             if not self._is_checkpointable(first, stop):
                 inputs = run(first, stop, inputs)
                 continue
-            # Where the stage begins here, what came from the one before is what is kept.
+            # Where the stage begins in this group, what came from the stage before must be kept, not the zeros of the
+            # way here.
             arrive = getattr(self._modules[self.layers[first]], "arrive_at_gate", None)
             inputs = inputs if arrive is None else arrive(inputs)
+            # Checkpointing looks for tensors among the arguments, not inside of a tuple.
             many = isinstance(inputs, tuple)
-            group = partial(_as_one if many else _call, partial(run, first, stop))
+            group = partial(_call, partial(run, first, stop), many)
             inputs = self.activation_checkpoint_func(group, *(inputs if many else (inputs,)))
         return inputs
 
     def _run_seeded(self, forward: int, first: int, stop: int, inputs: Any) -> Any:
         if not self.seed_layers:
             return self.run(first, stop, inputs)
+        # Layers draw the same numbers on whatever rank they are, and when they are computed again.
         for number in range(first, stop):
             self._seed(self.base_seed * (forward + 1) + number)
             inputs = self.run(number, number + 1, inputs)
@@ -237,8 +231,6 @@ class PipelineModule(Chain):
             return all(kind in self.checkpointable_layers for kind in self.kinds[first:stop])
         return any(next(self.computes_with(n).parameters(), None) is not None for n in range(first, stop))
 
-    # What DeepSpeed's has.
-
     def set_checkpoint_interval(self, interval: int) -> None:
         """Change ``activation_checkpoint_interval``."""
         if not isinstance(interval, int) or interval < 0:
@@ -248,20 +240,16 @@ class PipelineModule(Chain):
         self.activation_checkpoint_interval = interval
 
     def num_pipeline_stages(self) -> int | None:
-        """``num_stages``, or what the topology says."""
+        """Return ``num_stages``, or the topology's number."""
         return self.num_stages
 
 
-def _call(function: Callable[[Any], Any], inputs: Any) -> Any:
-    return function(inputs)
-
-
-def _as_one(function: Callable[[Any], Any], *inputs: Any) -> Any:
-    return function(inputs)
+def _call(function: Callable[[Any], Any], many: bool, *inputs: Any) -> Any:
+    return function(inputs if many else inputs[0])
 
 
 def _axis(topology: Any, axis: str) -> int:
-    """The size of an axis of a topology; 1 where there is none."""
+    """Return the size of an axis of a topology; 1 where there is none."""
     if topology is None:
         return 1
     if not callable(getattr(topology, "get_dim", None)):
@@ -286,7 +274,7 @@ def _stages(given: int | None, topology: Any) -> int | None:
 def _method(given: str | Sequence[int]) -> str | list[int]:
     if not isinstance(given, str):
         return list(given)
-    known = given.lower() if given.lower() in WAYS else given
+    known = given.lower() if given.lower() in WAYS else given  # a regular expression keeps its case
     if known not in WAYS and not known.lower().startswith("type:"):
         raise ValueError(
             f"partition_method is {given!r}; use one of {', '.join(sorted(WAYS))}, type:REGEX, or a list of the number "
@@ -296,11 +284,7 @@ def _method(given: str | Sequence[int]) -> str | list[int]:
 
 
 def settings_of(model: nn.Module, settings: Settings, mesh: Mesh | None) -> Settings:
-    """The configuration, with what a PipelineModule says where the configuration says nothing.
-
-    Raises:
-        ValueError: they say different things about the ranks.
-    """
+    """Return the configuration, completed by a PipelineModule's arguments. Raise ValueError if they contradict it."""
     if not isinstance(model, PipelineModule):
         return settings
     model.require_recorded()
@@ -310,12 +294,12 @@ def settings_of(model: nn.Module, settings: Settings, mesh: Mesh | None) -> Sett
     if stages is not None and said not in (None, stages):
         raise ValueError(
             f"the PipelineModule has {stages} stages (num_stages, or the axis 'pipe' of its topology), and the "
-            f"{'configuration' if mesh is None else 'mesh'} {said} (mesh.pipeline); leave one of them out"
+            f"{'configuration' if mesh is None else 'mesh'} {said} ({PIPELINE_RANKS}); leave one of them out"
         )
     if model.tensor_ranks not in (1, sizes["tensor"]):
         raise ValueError(
-            f"the axis 'model' of the PipelineModule's topology has {model.tensor_ranks} ranks, and mesh.tensor "
-            f"{sizes['tensor']}: set mesh.tensor to {model.tensor_ranks}, and build the layers whole"
+            f"the axis 'model' of the PipelineModule's topology has {model.tensor_ranks} ranks, and {TENSOR_RANKS} "
+            f"{sizes['tensor']}: set {TENSOR_RANKS} to {model.tensor_ranks}, and build the layers whole"
         )
     if interval := settings.pipeline.activation_checkpoint_interval:
         model.set_checkpoint_interval(interval)

@@ -18,6 +18,7 @@ from zeromesh.comm.agreement import require_agreement
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
+from zeromesh.config.keys import SCHEDULE
 from zeromesh.config.parts import Pipeline
 from zeromesh.model.chain import Chain
 from zeromesh.model.containers import tensors_of
@@ -37,42 +38,25 @@ _log = logging.getLogger("zeromesh")
 
 
 def agreed(world: Group, blocks: Blocks) -> Blocks:
-    """Return the blocks with costs averaged over ranks, because samples of ranks may have different shapes.
-
-    Raises:
-        ValueError: the ranks have different ones.
-    """
+    """Return the blocks with costs averaged over ranks. Raise ValueError if the ranks have different blocks."""
     lines = [f"block {name}" for name in blocks.names]
     lines += [f"{name} is used by blocks {', '.join(map(str, numbers))}" for name, numbers in blocks.uses.items()]
     lines.append(f"operations are {'not ' * (blocks.operations is None)}counted")
-    lines.append(f"time is {'not ' * (blocks.seconds is None)}measured")
     require_agreement(world, "what a trace of the model's forward with the first samples shows", "\n".join(lines))
-    return replace(blocks, operations=_mean(world, blocks.operations), seconds=_mean(world, blocks.seconds))
-
-
-def _mean(world: Group, costs: Sequence[float] | None) -> tuple[float, ...] | None:
-    if costs is None:
-        return None
-    return tuple(world.exchange(torch.tensor(costs, dtype=torch.float64)).mean(0).tolist())
+    if blocks.operations is None:
+        return blocks
+    # Samples of ranks may have different shapes, and all ranks must cut alike.
+    counted = world.exchange(torch.tensor(blocks.operations, dtype=torch.float64))
+    return replace(blocks, operations=tuple(counted.mean(0).tolist()))
 
 
 class Pipelined:
-    """A model in pipeline stages.
+    """A model in pipeline stages. Raise ValueError if it cannot be cut so, or there is no such schedule.
 
     Attributes:
         cut: the blocks of each stage.
         recorded: the update that was recorded last; None if none was.
-        taken: where parameters of other ranks' stages were; attributes with zeros are in their places.
-
-    Args:
-        model: the whole; not changed.
-        mesh: the ranks.
-        chosen: the configuration's section.
-        microbatches: of an update.
-        blocks: the model's.
-
-    Raises:
-        ValueError: the model cannot be cut so, or there is no such schedule.
+        taken: places of parameters of other ranks' stages, where there are zeros now.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, chosen: Pipeline, microbatches: int, blocks: Blocks) -> None:
@@ -81,10 +65,9 @@ class Pipelined:
         self._schedules: dict[int, Schedule] = {}
         self._evaluations: dict[int, Schedule] = {}
         self._units: dict[int, frozenset[int]] = {}
-        self._open: set[int] = set()
-        placement = self._compute(microbatches).placement
-        self._placement = placement
-        self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(placement)))
+        self._open: set[int] = set()  # stages whose last backward of this update is yet to come
+        self._placement = self._compute(microbatches).placement
+        self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(self._placement)))
         self._interpreter: Interpreter | None = None
         self.recorded: Recorded | None = None
         self._records = False
@@ -104,7 +87,7 @@ class Pipelined:
 
     @property
     def tied(self) -> dict[str, list[int]]:
-        """Return the ranks along the pipeline that have a parameter, by name, for those on several ranks."""
+        """Parameters on several ranks of the pipeline, and these ranks."""
         ranks = {name: sorted({self._placement[s] for s in needing}) for name, needing in self.cut.stages.items()}
         return {name: holders for name, holders in ranks.items() if len(holders) > 1}
 
@@ -116,7 +99,7 @@ class Pipelined:
     def take_away(self, dtype: torch.dtype | None) -> None:
         """Remove the parameters of other ranks' stages; ``dtype`` is that of 16-bit runs."""
         if isinstance(self._model, Chain):
-            self._model.starts = self.cut.starts
+            self._model.cut(self.cut.starts)
         self.taken = take_away(self._model, self.cut, self.stages, dtype, self._mesh.device)
 
     def units_of(self, stage: int, sharded: ShardedModel) -> frozenset[int] | None:
@@ -139,41 +122,38 @@ class Pipelined:
         return frozenset().union(*(self.units_of(other, sharded) or () for other in self._open))
 
     def work(self, sharded: ShardedModel, computation: Computation) -> StageWork:
-        """Return what computes the stages of this rank."""
+        """Return the computation of this rank's stages."""
         return StageWork(self, sharded, computation)
 
     def _compute(self, microbatches: int) -> Schedule:
         return generate(self._chosen.schedule, self._group.size, microbatches, self._chosen.chunks)
 
     def schedule(self, microbatches: int) -> Schedule:
-        """Return the schedule of a training step, with its messages.
-
-        Raises:
-            ValueError: there is none for so many micro-batches.
-        """
+        """Return the schedule of a training step, with its messages; raise ValueError if there is none."""
         if microbatches not in self._schedules:
             compute = self._compute(microbatches)
-            if self._chosen.recompute:  # of the last stage the backward follows at once
+            if self._chosen.recompute:
+                # Of the last stage the backward follows at once: there is nothing to be saved.
                 compute = add_recompute(compute, range(compute.stages - 1))
             schedule = add_messages(compute)
+            # The search may choose another placement for another number; parameters stay where they are.
             if schedule.placement != self._placement:
                 raise ValueError(
-                    f"pipeline.schedule = {self._chosen.schedule} has other stages on the ranks for {microbatches} "
+                    f"{SCHEDULE} = {self._chosen.schedule} has other stages on the ranks for {microbatches} "
                     f"micro-batches, {schedule.placement}, than those that the model was cut for, {self._placement}; "
                     "keep the number of micro-batches, or name a schedule whose stages stay"
                 )
             self._schedules[microbatches] = schedule
             if schedule.splits:
-                postpone(self._model)
+                postpone(self._model)  # not before: another schedule leaves the layers as they are
         return self._schedules[microbatches]
 
     def train(self, trainer: Work, given: Sequence[Any]) -> list[Tensor]:
         """Run forward and backward of all micro-batches; return detached losses, on the last stage's rank only."""
         self._open = set(self.stages)
         self._updates += 1
-        chosen = self._chosen.record
+        chosen, schedule = self._chosen.record, self.schedule(len(given))
         due = chosen is not None and chosen.step == self._updates
-        schedule = self.schedule(len(given))
         if not (due or self._records):
             return self._run(trainer, schedule, given)
         self._records = False
@@ -186,13 +166,13 @@ class Pipelined:
         return losses
 
     def record(self) -> None:
-        """Record the times of the next update's actions; see ``recorded``. All ranks call it."""
+        """Record the times of the next update's actions in ``recorded``. All ranks call it."""
         self._records = True
 
     def _write(self, recorded: Recorded, folder: Path) -> None:
         try:
             files = ", ".join(map(str, recorded.write(folder, f"update_{self._updates}")))
-        except OSError as error:
+        except OSError as error:  # a full disk is no reason to end a training
             files = f"no files, as they could not be written: {error}"
         bubbles = recorded.measured.bubble, recorded.predicted.bubble
         _log.info("update %d: bubble %.1f%%, predicted %.1f%%; %s", self._updates, *(100 * b for b in bubbles), files)
@@ -208,31 +188,24 @@ class Pipelined:
     ) -> list[Tensor]:
         mode = torch.is_grad_enabled(), self._model.training
         trains = [parameter.requires_grad for parameter in self._model.parameters()]
-        shapes = [(*mode, _signature(batch)) for batch in given]
+        shapes = [(*mode, tuple((tuple(x.shape), str(x.dtype)) for x in tensors_of(batch))) for batch in given]
         frozen = self._require_same(given, shapes, zlib.crc32(bytes(trains)))
-        signatures = [(*shape, frozen) for shape in shapes]  # what is sent depends on it, too
+        # Which parameters are frozen, on any stage, decides which tensors are sent.
+        signatures = [(*shape, frozen) for shape in shapes]
         if self._interpreter is None:
             stages = Stages(self._model, self.cut.blocks, self.cut.starts, self.stages[0])
             messages = Messages(self._group, schedule.placement, self._mesh.device)
             self._interpreter = Interpreter(stages, messages, trainer)
-        self._interpreter.sends_all = not all(trains)
-        return self._interpreter.run(schedule, self._group.rank, given, signatures, recorder)
+        return self._interpreter.run(schedule, self._group.rank, given, signatures, recorder, not all(trains))
 
     def _require_same(self, given: Sequence[Any], signatures: Sequence[Any], own: float) -> tuple[float, ...]:
-        """Compare the micro-batches of all stages, which would otherwise wait for messages that never come.
-
-        Returns:
-            ``own`` of each rank of the pipeline.
-
-        Raises:
-            ValueError: they are not; on all ranks.
-        """
+        """Return ``own`` of each rank. Raise ValueError, on all ranks, if stages have different micro-batches."""
+        # Stages that are given different micro-batches would wait for messages that never come.
         sums = sum((number + 1) * float(batches.checksum(one, self._mesh.device)) for number, one in enumerate(given))
         shapes = zlib.crc32(repr(signatures).encode())
         rows = self._group.exchange(torch.tensor([len(given), shapes, sums, own], dtype=torch.float64)).tolist()
-        (*first, _), *others = rows
-        for stage, row in enumerate(others, 1):
-            for name, one, other in zip(("numbers", "shapes", "values"), first, row[:3], strict=True):
+        for stage, row in enumerate(rows[1:], 1):
+            for name, one, other in zip(("numbers", "shapes", "values"), rows[0][:3], row[:3], strict=True):
                 if one != other:
                     raise ValueError(
                         f"ranks 0 and {stage} of a pipeline were given different {name} of micro-batches; give all "
@@ -243,13 +216,7 @@ class Pipelined:
 
 
 class StageWork:
-    """Computation of this rank's stages, one micro-batch at a time, for the interpreter of a schedule.
-
-    Args:
-        pipelined: the stages.
-        sharded: the model's states, whose units are fetched and reduced stage by stage.
-        computation: runs forwards, which the interpreter enters and leaves between blocks, and backwards.
-    """
+    """Computation of this rank's stages, one micro-batch at a time, for the interpreter of a schedule."""
 
     def __init__(self, pipelined: Pipelined, sharded: ShardedModel, computation: Computation) -> None:
         self._pipelined, self._sharded, self._computation = pipelined, sharded, computation
@@ -264,20 +231,14 @@ class StageWork:
 
     @contextmanager
     def _computing(self, stage: int, kept: Kept | None, last: bool = False, trains: bool = True) -> Iterator[None]:
+        # Units that another stage of this rank still uses before the update are not done with yet.
         after = self._pipelined.units_after(stage, self._sharded) if last else frozenset()
         part = self._pipelined.units_of(stage, self._sharded)
         with self._sharded.events.order.of_stage(part, after, trains), keeping(kept):
             yield
 
     def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> Tensor:
-        """Return the loss of a micro-batch, which the stages compute together; a scalar.
-
-        Args:
-            stage: the stage to compute.
-            batch: the whole micro-batch.
-            kept: takes what the weight gradients of linear layers are made of; None: the backward is in one part.
-            trains: whether a backward follows. There may be a graph without one.
-        """
+        """Return the loss of a micro-batch, which the stages compute together; see ``Work``."""
         with self._computing(stage, kept, trains=trains):
             return self._computation.loss(batch)
 
@@ -285,18 +246,11 @@ class StageWork:
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, last: bool,
         kept: Kept | None,
     ) -> None:  # fmt: skip
-        """Run a stage's part of the backward of a micro-batch.
-
-        Args:
-            stage: the stage.
-            roots: tensors that the stage handed over; the loss in the last stage.
-            gradients: of each root; None in the last stage.
-            last: whether it is the stage's last backward before the update.
-            kept: keeps the operands of weight gradients for ``stage_weights``; None: there are none.
-        """
+        """Run a stage's part of the backward of a micro-batch; see ``Work``."""
         if gradients is None:
             accumulation = self._sharded.accumulation
             losses = [batches.check_loss(root) for root in roots]
+            # The last stage has a loss and no gradient of it. Only there losses are scaled, once for all stages.
             roots, gradients = [accumulation.scaled(loss / accumulation.steps) for loss in losses], [None]
         with self._computing(stage, kept, last):
             self._computation.differentiate(roots, gradients, last, reduces=kept is None)
@@ -307,8 +261,5 @@ class StageWork:
         phase, events = self._computation.phase("backward"), self._sharded.events
         with self._computing(stage, None, last), phase, events.backward.weights(last):
             if roots:
+                # The values of these gradients are not read: the nodes have their operands.
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-
-
-def _signature(batch: Any) -> tuple[Any, ...]:
-    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(batch))

@@ -57,23 +57,14 @@ def test_chunks_groups_costs_and_memory_are_obeyed() -> None:
 
 
 def test_files_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = {name: tmp_path / f"a.{name}" for name in ("svg", "png", "trace", "text")}
+    files = {name: tmp_path / f"a.{name}" for name in ("svg", "trace", "text")}
     options = [part for name, file in files.items() for part in (f"--{name}", file)]
     shown = call("--stages", "4", "--microbatches", "4", "--name", "zb-v", *options)
     assert shown.exit_code == 0, shown.output
     assert files["svg"].read_text().startswith("<svg")
-    assert files["png"].read_bytes().startswith(b"\x89PNG")
     spans = [event for event in json.loads(files["trace"].read_text())["traceEvents"] if event["ph"] == "X"]
     assert len(spans) == 4 * 4 * 3
     assert parse(files["text"].read_text()) == add_messages(generate("zb-v", 2, 4))
-
-
-def test_a_png_without_matplotlib_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    shown = call("--png", tmp_path / "a.png")
-    assert shown.exit_code == 2
-    assert "pip install 'zeromesh[plots]'" in shown.stderr
 
 
 def test_a_file_is_checked(tmp_path: Path) -> None:

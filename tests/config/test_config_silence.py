@@ -97,6 +97,7 @@ ON: list[dict[str, Any]] = [
     {"zero_optimization": {"stage": 2, "zeropp_loco_param": {"err_beta": 0.8}}},
     {"amp": {"enabled": True}},
     {"vocabulary_size": 50257},
+    {"pipeline": {"partition": "time"}},
 ]
 
 OFF: list[dict[str, Any]] = [

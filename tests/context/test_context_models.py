@@ -343,7 +343,7 @@ def test_calls_of_attention_that_cannot_be_spread_are_refused(options: dict[str,
 def test_a_plain_model_that_is_given_labels_must_return_its_loss() -> None:
     model = Tiny(is_causal=True)
     applied = apply(model, "ring", fake(2))
-    applied.attend = lambda q, k, v, scale: [setattr(applied, "attentions", 1), q][1]  # type: ignore[method-assign]
+    applied.attend = lambda q, k, v, scale: [setattr(applied, "_attentions", 1), q][1]  # type: ignore[method-assign]
     tokens = torch.zeros(2, 8, dtype=torch.long)
     assert model(tokens).shape == (2, 1, 4, 8)
     with pytest.raises(Unsupported, match="something else than its mean loss"):

@@ -581,7 +581,6 @@ def described(**changes: Any) -> Blocks:
     names = tuple(f"layers.{n}" for n in range(6))
     types = ("Stem", "MyLayer", "MyLayer", "Pool", "MyLayer", "MyLayer")
     base = Blocks(names, types, {}, (9.0, 1.0, 1.0, 1.0, 1.0, 9.0), (0.0, 2.0, 2.0, 2.0, 2.0, 4.0))
-    base = replace(base, seconds=(4.0, 4.0, 1.0, 2.0, 2.0, 2.0))
     return replace(base, **changes)
 
 
@@ -589,7 +588,6 @@ def described(**changes: Any) -> Blocks:
     ("how", "starts"),
     [
         ("best", [0, 4]),
-        ("time", [0, 2]),
         ("parameters", [0, 3]),
         ("uniform", [0, 3]),
         ("type:layer", [0, 4]),
@@ -606,15 +604,10 @@ def test_without_operations_parameters_count() -> None:
     assert starts_of("best", described(operations=None, parameters=uneven), 2) == [0, 5]
 
 
-def test_without_measurements_there_is_no_cut_by_time() -> None:
-    with pytest.raises(ValueError, match=r"\"time\", and what inputs the model takes is not known; pass training_data"):
-        starts_of("time", described(seconds=None), 2)
-
-
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("bets", "'bets'; use one of best, time, parameters, uniform, type:REGEX"),
+        ("bets", "'bets'; use one of best, parameters, uniform, type:REGEX"),
         ("type:transformer", "matches none of the blocks, whose classes are MyLayer, Pool, Stem"),
         ("type:(", "is no regular expression"),
         ([0], "as a list it has the number of the first block of each of the 2 stages"),

@@ -537,7 +537,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "both": (lambda: PipelineModule([torch.relu], 2, Topology(pipe=4)), "num_stages is 2, .* has 4; leave num_stages"),
     "partition": (
         lambda: PipelineModule([torch.relu], partition_method="profile"),
-        "partition_method is 'profile'; use one of best, parameters, time, uniform, type:REGEX",
+        "partition_method is 'profile'; use one of best, parameters, uniform, type:REGEX",
     ),
     "interval": (
         lambda: PipelineModule([torch.relu], activation_checkpoint_interval=-1),

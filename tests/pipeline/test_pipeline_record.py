@@ -22,7 +22,7 @@ from zeromesh.pipeline.runtime.record import Recorded, Recorder, gather
 from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind, parse
 from zeromesh.pipeline.schedule.execution import dependencies, most_held_by_rank
 from zeromesh.pipeline.schedule.generators import generate
-from zeromesh.pipeline.schedule.picture import Panel, png, svg, trace
+from zeromesh.pipeline.schedule.picture import Panel, svg, trace
 from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -95,11 +95,11 @@ def test_an_update_is_recorded_and_drawn(tmp_path: Path, schedule: str, chunks: 
     assert recorded.predicted.schedule == recorded.measured.schedule
     assert second[1] == [], "it is said and written once"
     (line,) = lines
-    files = [tmp_path / f"update_2{ending}" for ending in (".svg", ".png", ".json")]
+    files = [tmp_path / f"update_2{ending}" for ending in (".svg", ".json")]
     assert sorted(tmp_path.iterdir()) == sorted(files)
     bubbles = f"bubble {recorded.measured.bubble:.1%}, predicted {recorded.predicted.bubble:.1%}"
     assert line == f"update 2: {bubbles}; {', '.join(map(str, files))}"
-    events = json.loads(files[2].read_text())["traceEvents"]
+    events = json.loads(files[1].read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"predicted", "measured"}
     waits = [event for event in events if event.get("cat") == "wait"]
     assert len(waits) == sum(map(len, recorded.waits)) > 0
@@ -314,12 +314,6 @@ def test_a_picture_has_timelines_one_above_the_other_on_one_axis() -> None:
     rows = sorted({float(box.get("y")) for box in boxes})
     assert len(rows) == 4
     assert "200" in texts, "milliseconds of the axis"
-
-
-def test_the_picture_is_drawn_through_matplotlib_too(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert png(tmp_path / "a.png", an_example().panels(), "a", is_seconds=True)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_panels_say_what_was_idle_and_held() -> None:

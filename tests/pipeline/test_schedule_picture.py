@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,7 +11,7 @@ import pytest
 from zeromesh.pipeline.schedule.actions import Action, Kind
 from zeromesh.pipeline.schedule.generators import ROWS, generate
 from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute
-from zeromesh.pipeline.schedule.picture import Panel, grid, png, svg, trace
+from zeromesh.pipeline.schedule.picture import Panel, grid, svg, trace
 from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -74,18 +73,6 @@ def test_the_svg_has_a_box_per_computation_at_its_time() -> None:
             found = [float(boxes[text].get(key)) for key in ("x", "width", "y")]
             assert found == [left + 26 * step.start, 26 * (step.end - step.start), tops[step.rank]]
         assert root.find(f"{SPACE}text").text == "a < b & c"
-
-
-def test_the_png_is_drawn_where_matplotlib_is_and_left_out_where_it_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    timeline = simulate(generate("zb-v", 2, 3))
-    assert png(tmp_path / "a.png", [Panel(timeline)], "zb-v")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not png(tmp_path / "b.png", [Panel(timeline)])
-    assert not (tmp_path / "b.png").exists()
 
 
 def test_a_trace_has_a_process_of_each_name_and_a_thread_of_each_rank() -> None:

@@ -192,7 +192,6 @@ def schedule(
         float | None, typer.Option(metavar="N", help="Activations that a rank can hold, in micro-batches of one stage.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the schedule into this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the schedule into this file with matplotlib.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto into this file.")] = None,
     text: Annotated[Path | None, typer.Option(help="Write the schedule, with its messages, into this file.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Show the names and exit.")] = False,
@@ -207,7 +206,7 @@ def schedule(
         elif check is not None:
             schedules.check(check)
         else:
-            files = schedules.ScheduleFiles(svg, png, trace, text)
+            files = schedules.ScheduleFiles(svg, trace, text)
             schedules.show(name, stages, microbatches, chunks, group, schedules.costs_of(costs), memory, files)
 
 

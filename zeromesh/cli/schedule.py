@@ -22,7 +22,6 @@ class ScheduleFiles:
     """Files to write; None: it is not written."""
 
     svg: Path | None = None
-    png: Path | None = None
     trace: Path | None = None
     text: Path | None = None
 
@@ -111,7 +110,3 @@ def _write(files: ScheduleFiles, timeline: Timeline, title: str) -> None:
     if files.trace:
         steps = [step for row in timeline.ranks for step in row]
         files.trace.write_text(json.dumps(picture.trace({"predicted": steps})), encoding="utf-8")
-    if files.png and not picture.png(files.png, [picture.Panel(timeline)], title):
-        raise ValueError(
-            f"{files.png} was not drawn: that needs matplotlib; pip install 'zeromesh[plots]', or take --svg"
-        )

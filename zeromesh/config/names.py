@@ -34,6 +34,17 @@ GONE_OPTIMIZERS: dict[str, str] = {
 """Optimizers of DeepSpeed that are not here, in lower case, and what to use instead."""
 
 
+GONE_PARTITIONS = {"time": "use best, which balances counted operations, or list the first block of each stage"}
+"""Values of ``pipeline.partition`` that earlier versions had, and what to use instead."""
+
+
+def check_partition(value: str | list[int]) -> str | list[int]:
+    """Return ``value``. Raise ValueError, with the remedy, if it is one of earlier versions."""
+    if isinstance(value, str) and value in GONE_PARTITIONS:
+        raise ValueError(f"is not available; {GONE_PARTITIONS[value]}")
+    return value
+
+
 def check_optimizer(name: str) -> str:
     """Return ``name``. Raise ValueError, with a suggestion, if there is no such optimizer."""
     import torch

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from zeromesh.config.names import check_optimizer, check_scheduler
+from zeromesh.config.names import check_optimizer, check_partition, check_scheduler
 from zeromesh.config.section import (
     BudgetInt,
     CountFloat,
@@ -166,8 +166,8 @@ class Pipeline(Section):
     chunks: PositiveInt | None = key(None, "Stages per rank, where the schedule has several.")
     partition: str | list[int] = key(
         "best",
-        "Distribution of blocks over stages: best (by counted operations), time (as measured at the start), "
-        "parameters, uniform, type:REGEX (equally many of matching classes), or the first block of each.",
+        "Distribution of blocks over stages: best (by counted operations), parameters, uniform, type:REGEX (equally "
+        "many of matching classes), or the first block of each.",
     )
     blocks: list[str] = key([], "Patterns of names of the blocks, in the order in which they are called.")
     recompute: bool = key(False, "Keep only the inputs of stages, and recompute activations in idle time.")
@@ -179,6 +179,8 @@ class Pipeline(Section):
     pipe_partitioned: bool = key(True, "Split activations over tensor-parallel ranks.")
     grad_partitioned: bool = key(True, "Split their gradients over tensor-parallel ranks.")
     use_reentrant: bool = key(True, "Kind of activation checkpointing.")
+
+    _known_partition = field_validator("partition")(check_partition)
 
 
 class CheckpointWriter(Section):

@@ -27,30 +27,21 @@ def refuse(what: str, reason: str, remedy: str = ONE_CONTEXT_RANK) -> Unsupporte
 
 
 class SpreadSequences:
-    """Context parallelism of one model.
+    """Context parallelism of one model, by one of ``STRATEGIES``; messages take three tags from ``tag`` on.
 
     Attributes:
-        active: whether the model's sequences are spread at present.
-        attentions: calls of attention since the forward began.
-        losses: calls of the model's loss function since then.
-
-    Args:
-        strategy: one of ``STRATEGIES``.
-        group: the ranks along the context axis.
-        tag: distinguishes what is under way at the same time; this one, and the next two, are used.
+        active: True if the model's sequences are spread at present.
+        losses: number of calls of the model's loss function since the forward began.
     """
 
     def __init__(self, strategy: str, group: Group, tag: int) -> None:
         self.strategy, self.group, self.tag = strategy, group, tag
         self.active = True
-        self.attentions = self.losses = 0
+        self._attentions = self.losses = 0
         # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
         self._uncompiled = torch.compiler.disable(self._attend)
-        group.purposes |= {
-            tag: f"{strategy} attention",
-            tag + 1: "gradients of keys and values",
-            tag + 2: "the mean loss",
-        }
+        purposes = f"{strategy} attention", "gradients of keys and values", "the mean loss"
+        group.purposes.update(zip(range(tag, tag + 3), purposes, strict=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequences:
         """Return the same object: a copy of a model is spread over the same ranks."""
@@ -65,13 +56,17 @@ class SpreadSequences:
         finally:
             self.active = before
 
+    def begin(self) -> None:
+        """Count calls of attention and of the loss anew: a forward begins."""
+        self._attentions = self.losses = 0
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Compute causal attention of this rank's part of the sequence."""
         out: Tensor = self._uncompiled(q, k, v, scale)
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        self.attentions += 1
+        self._attentions += 1
         return attend(self.strategy, q, k, v, self.group, self.tag, scale)
 
     def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
@@ -81,15 +76,14 @@ class SpreadSequences:
 
     def require_attention(self, name: str) -> None:
         """Raise Unsupported if the model's forward has ended without a call of attention that was seen."""
-        if not self.attentions:
+        # Its attention would then see this rank's tokens only, and nothing else would tell.
+        if not self._attentions:
             raise refuse(name, "its forward ended without a call of the attention that is replaced")
 
 
 def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Replace the module's forward by ``run(forward, *args, **kwargs)``.
-
-    Unlike hooks, it also runs where a wrapper of the model calls ``forward`` itself.
-    """
+    """Replace the module's forward by ``run(forward, *args, **kwargs)``."""
+    # Unlike hooks, it also runs where a wrapper of the model calls ``forward`` itself.
     forward = module.forward
     module.forward = functools.wraps(forward)(functools.partial(run, forward))
 

@@ -11,8 +11,7 @@ from zeromesh.context import huggingface, plain
 from zeromesh.context.applied import SpreadSequences
 from zeromesh.context.attention import STRATEGIES
 
-TAG = 8
-"""First of three tags on the context axis that nothing else uses."""
+TAG = 8  # first of three on the context axis that nothing else uses
 
 
 def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> SpreadSequences:
@@ -21,26 +20,17 @@ def apply(model: nn.Module, strategy: str, group: Group, tag: int = TAG) -> Spre
     Given labels, its loss is the mean over the whole sequences, equal on all ranks; the mean of gradients over the
     ranks is the loss's gradient. All else that it returns is of this rank's tokens, in the order of ``order.py``.
 
-    Modules are to be checkpointed after this, not before, so that what is computed again is what was computed.
-
-    Args:
-        model: a causal decoder of transformers with the attention sdpa, or one inside of other modules; or a torch
-            module that calls ``F.scaled_dot_product_attention(is_causal=True)``, takes the positions of its tokens, and
-            whose labels, if it takes any, are those of the next tokens.
-        strategy: one of ``STRATEGIES``.
-        group: the ranks along the context axis; with one, nothing is done.
-        tag: distinguishes what is under way at the same time; this one, and the next two, are used.
-
-    Raises:
-        Unsupported: the model cannot run so; it says why. What is seen only in a forward is refused there.
-        ValueError: an unknown strategy.
+    The model is a causal decoder of transformers with the attention sdpa, or one inside of other modules; or a torch
+    module that calls ``F.scaled_dot_product_attention(is_causal=True)``, takes the positions of its tokens, and whose
+    labels are those of the next tokens. Raise Unsupported for others, some only in a forward.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join(STRATEGIES)}")
     applied = SpreadSequences(strategy, group, tag)
     if group.size == 1:
         return applied
-    utils = sys.modules.get("transformers.modeling_utils")  # a model of it cannot be there without
+    # To import transformers takes seconds, and a model of it cannot be there without.
+    utils = sys.modules.get("transformers.modeling_utils")
     models = [one for one in model.modules() if utils is not None and isinstance(one, utils.PreTrainedModel)]
     if models:
         huggingface.install(models[0], applied)

@@ -1,19 +1,4 @@
-"""Causal attention of a sequence that is spread over ranks, in the order of ``order.py``.
-
-``ulysses`` (Jacobs et al., "DeepSpeed Ulysses", 2023) gives each rank the whole sequence for some of the heads, by one
-all-to-all before the attention and one after it. ``ring`` (Liu et al., "Ring Attention with Blockwise Transformers",
-2023) leaves the queries where they are; keys and values go around the ranks while the present ones are used, and so do
-their gradients. Bytes that each rank sends, for c ranks, sizes of its parts of q, k, v and the result in their dtype:
-
-========  ==============================================  ========================================================
-strategy  forward                                         backward
-========  ==============================================  ========================================================
-ulysses   (q + k + v + result) (c-1)/c                    the same
-ring      (k + v) (c-1)                                   (k + v) (c-1), and their gradients in at least fp32 (c-1)
-========  ==============================================  ========================================================
-
-Key heads that have to be repeated for ``ulysses`` (fewer than ranks) count as often as they are.
-"""
+"""Causal attention of a sequence that is spread over ranks, in the order of ``order.py``."""
 
 from __future__ import annotations
 
@@ -31,6 +16,9 @@ from zeromesh.context import blocks
 from zeromesh.context.blocks import AttentionBlock
 from zeromesh.context.order import gathered_order
 
+# Bytes that each rank sends, for c ranks and sizes of its parts of q, k, v and the result in their dtype:
+# ulysses: (q + k + v + result) (c-1)/c, and the same in the backward; repeated key heads count as often as they are.
+# ring: (k + v) (c-1), and in the backward the same, with (c-1) times their gradients in at least fp32.
 STRATEGIES = ("ring", "ulysses")
 
 
@@ -38,31 +26,26 @@ def attend(
     strategy: str, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None
 ) -> Tensor:
     """Compute attention by the strategy of a name, ``ring`` or ``ulysses``."""
-    return {"ring": ring, "ulysses": ulysses}[strategy](q, k, v, group, tag, scale)
+    return (ring if strategy == "ring" else ulysses)(q, k, v, group, tag, scale)
 
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None) -> Tensor:
-    """Compute causal attention with the heads spread over the ranks (Jacobs et al., 2023).
+    """Compute causal attention with the heads spread over the ranks (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
     Args:
         q: this rank's part of the queries, (batch, heads, sequence, width).
         k: the same of the keys, whose heads may be fewer; each serves several of the queries' in their order.
         v: values, with as many heads as the keys.
-        group: the ranks along the context axis.
+        group: the ranks along the context axis, which divide the heads.
         tag: distinguishes operators that are under way at the same time.
-        scale: of the scores; by default the root of the width, inverted.
-
-    Returns:
-        This rank's part of the result.
-
-    Raises:
-        ValueError: the ranks do not divide the heads.
+        scale: scale of the scores; None: the root of the width, inverted.
     """
     q, k, v = _in_one_dtype(q, k, v)
     ranks, heads = group.size, q.shape[1]
     if ranks > 1:
         require_heads(heads, ranks)
-        # As many key heads as ranks at least, and a multiple of them, so that each rank has those of its queries.
+        # Each rank gets the whole sequence for some of the heads. As many key heads as ranks at least, and a multiple
+        # of them, so that each rank has those of its queries.
         times = math.lcm(k.shape[1], ranks) // k.shape[1]
         if times > 1:
             k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
@@ -91,7 +74,7 @@ def _to_heads(parts: list[Tensor], group: Group, tag: int) -> list[Tensor]:
     for x, y in zip(rows, swapped.split([math.prod(x.shape[1:]) for x in rows], 1), strict=True):
         # (ranks, batch, heads, their two chunks, tokens, width) to the chunks in the order of the sequence
         y = y.view(x.shape).unflatten(3, (2, -1)).permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
-        found.append(y.index_select(2, _places(ranks, y.device)).flatten(2, 3))
+        found.append(y.index_select(2, torch.tensor(gathered_order(ranks), device=y.device).argsort()).flatten(2, 3))
     return found
 
 
@@ -107,13 +90,8 @@ def _to_sequence(x: Tensor, group: Group, tag: int) -> Tensor:
     return whole
 
 
-def _places(ranks: int, device: torch.device) -> Tensor:
-    """Return, for each chunk of the sequence, its place among the gathered chunks."""
-    return torch.tensor(gathered_order(ranks), device=device).argsort()
-
-
 def _swap(rows: Tensor, group: Group, tag: int) -> Tensor:
-    """All-to-all of a matrix: row r goes to rank r, and comes from there. It is its own transpose."""
+    """Exchange the rows of a matrix: row r goes to rank r, and comes from there. It is its own transpose."""
     swapped: Tensor = _Swap.apply(rows, group, tag)  # type: ignore[no-untyped-call]
     return swapped
 
@@ -137,18 +115,9 @@ class _Swap(torch.autograd.Function):
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None) -> Tensor:
-    """Compute causal attention with keys and values going around the ranks (Liu et al., 2023).
+    """Compute causal attention with keys and values going around the ranks (Liu et al., "Ring Attention", 2023).
 
-    Args:
-        q: this rank's part of the queries, (batch, heads, sequence, width).
-        k: the same of the keys, whose heads may be fewer; each serves several of the queries' in their order.
-        v: values, with as many heads as the keys.
-        group: the ranks along the context axis.
-        tag: distinguishes operators that are under way at the same time; this one, and the next, are used.
-        scale: of the scores; by default the root of the width, inverted.
-
-    Returns:
-        This rank's part of the result. It can be differentiated once.
+    Arguments and result are those of ``ulysses``; the tag after ``tag`` is used, too. It can be differentiated once.
     """
     q, k, v = _in_one_dtype(q, k, v)
     if group.size == 1:
@@ -161,8 +130,9 @@ def ring(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float |
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float) -> Tensor:
+        # Results of many blocks are added up: in 16 bits their errors would, too.
         wide = torch.promote_types(q.dtype, torch.float32)
-        own = _pack(k, v)
+        own = torch.cat([k.reshape(-1), v.reshape(-1)])
         out, lse = q.new_empty(0), q.new_empty(0)
         for source, present in _around(own, group, tag):
             rows, columns, causal = needed(group.rank, source, q.shape[2])
@@ -171,7 +141,11 @@ class _Ring(torch.autograd.Function):
             if source == group.rank:  # the first, and the only one that all queries need
                 out, lse = part.to(wide), its
             else:
-                _combine(out[:, :, rows], lse[:, :, rows], part, its)
+                # The results of different keys are weighted by their log-sum-exp: a sigmoid of the difference, as
+                # exponentials of either would overflow.
+                mine, before = out[:, :, rows], lse[:, :, rows]
+                mine.lerp_(part.to(wide), torch.sigmoid(its - before).unsqueeze(-1))
+                before.copy_(torch.logaddexp(before, its))
         result = out.to(q.dtype)
         ctx.save_for_backward(q, own, result, lse)
         ctx.settings = (k.shape, v.shape, group, tag, scale)
@@ -189,8 +163,9 @@ class _Ring(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         dq = torch.zeros_like(q, dtype=wide)
         kept, travelling = (torch.zeros_like(own, dtype=wide) for _ in range(2))
-        ahead, behind = _neighbours(group)
-        # What the ranks before this one found for the present keys arrives while this one's share is computed.
+        ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        # The gradients of keys and values travel with them, one step behind: what the ranks before this one found for
+        # the present keys arrives while this one's share is computed.
         arriving, landing = None, travelling
         for source, present in _around(own, group, tag):
             rows, columns, causal = needed(group.rank, source, q.shape[2])
@@ -214,11 +189,8 @@ class _Ring(torch.autograd.Function):
 
 
 def needed(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
-    """Return the ranges of a rank's queries and of rank ``source``'s keys that see each other, and their mask.
-
-    Both have ``length`` tokens, an early and a late chunk. In each case it is half of all pairs.
-    """
-    half = length // 2
+    """Return the ranges of a rank's queries and of rank ``source``'s keys that see each other, and their mask."""
+    half = length // 2  # of an early and a late chunk; in each case below it is half of all pairs
     if source == rank:
         return slice(None), slice(None), True
     if source < rank:  # its early chunk comes before both of this rank's, its late one after both
@@ -228,7 +200,7 @@ def needed(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
 
 def _around(own: Tensor, group: Group, tag: int) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank and its buffer, this rank's first; the next one travels while one is used."""
-    ahead, behind = _neighbours(group)
+    ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     present = own
     for step in range(group.size - 1):
         coming = torch.empty_like(own)
@@ -237,20 +209,6 @@ def _around(own: Tensor, group: Group, tag: int) -> Iterator[tuple[int, Tensor]]
         travel.wait()
         present = coming
     yield (group.rank + 1) % group.size, present
-
-
-def _neighbours(group: Group) -> tuple[int, int]:
-    return (group.rank + 1) % group.size, (group.rank - 1) % group.size
-
-
-def _combine(out: Tensor, lse: Tensor, part: Tensor, its: Tensor) -> None:
-    """Add the result of other keys to a result, in place, by the log-sum-exp of each."""
-    out.lerp_(part.to(out.dtype), torch.sigmoid(its - lse).unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, its))
-
-
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
 def _unpack(buffer: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> tuple[Tensor, Tensor]:

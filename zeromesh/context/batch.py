@@ -13,44 +13,50 @@ from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context.order import keep
 
-IGNORE_LABEL = -100
-"""A label that counts neither in the loss nor in its mean."""
+IGNORE_LABEL = -100  # counts neither in the loss nor in its mean; the default of torch and transformers
 
+# Names of arguments whose second dim is the sequence.
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 LABELS = ("labels", "shift_labels")
 POSITIONS = ("position_ids", "positions")
-"""Names of arguments whose second dim is the sequence."""
 
 
 def split(
     batch: Mapping[str, Any], group: Group, positions: str = "position_ids", shift: bool = True
 ) -> dict[str, Any]:
-    """Return this rank's part of a batch that all ranks of the context axis have.
+    """Return this rank's part of a batch that all ranks of the context axis have, with positions.
 
-    Labels become those of the next tokens before anything is cut, as the next token of a rank's last one is elsewhere.
-    Positions are added. A mask of ones, or of padding that comes last and has no labels, is left out: with causal
-    attention no other token sees it.
-
-    Args:
-        batch: what the model is called with, by name.
-        group: the ranks along the context axis.
-        positions: the name of the model's argument for positions.
-        shift: whether a token's label is the token itself, as transformers' models take it; otherwise it is the next.
-
-    Raises:
-        ValueError: a sequence that cannot be cut, or something in the batch that is not known to be cut.
+    If ``shift``, a token's label is the token itself, as transformers' models take it; else it is the next. Raise
+    ValueError for a sequence that cannot be cut, or for something in the batch that is not known to be cut.
     """
     parts = {name: value for name, value in batch.items() if value is not None}
     first = next((parts[name] for name in TOKENS if name in parts), None)
     if first is None:
         raise ValueError(f"the batch has {', '.join(parts) or 'nothing'}, but none of {', '.join(TOKENS)} to be cut")
     size, length = first.shape[:2]
-    labels = _next_labels(parts.pop("labels", None), parts.pop("shift_labels", None), shift)
-    _require_causal_mask(parts.pop("attention_mask", None), labels, (size, length))
-    _require_one_document(parts.pop("documents", None))
+    # Before anything is cut, as the next token of a rank's last one is on another rank.
+    labels, shifted = parts.pop("labels", None), parts.pop("shift_labels", None)
+    if shifted is not None:
+        labels = shifted
+    elif labels is not None and shift:
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_LABEL)
+    # A mask of ones, or of padding that comes last and has no labels, is left out: under causal attention no other
+    # token sees it.
+    if (mask := parts.pop("attention_mask", None)) is not None:
+        _require_causal_mask(mask, labels, (size, length))
+    documents = parts.pop("documents", None)
+    if documents is not None and bool((documents != documents[:, :1]).any()):
+        raise ValueError(
+            "a row has several documents that must not see each other, which context-parallel attention cannot hide: "
+            f"give one document per row, let documents see each other, or {ONE_CONTEXT_RANK}"
+        )
     where = next((parts.pop(name) for name in POSITIONS if name in parts), None)
-    if where is not None:
-        _require_consecutive(where)
+    if where is not None and (where.ndim != 2 or bool((where.diff() != 1).any())):
+        raise ValueError(
+            f"positions of shape {tuple(where.shape)} do not count up by one along dim 1; where they start anew, "
+            "they stand for packed documents, which context-parallel attention cannot hide from each other: leave "
+            f"them out, give one document per row, or {ONE_CONTEXT_RANK}"
+        )
     parts[positions] = torch.arange(length, device=first.device).expand(size, length) if where is None else where
     if labels is not None:
         parts["labels"] = labels
@@ -67,16 +73,8 @@ def split(
     return {name: keep(value, group.rank, group.size, 1) if name in known else value for name, value in parts.items()}
 
 
-def _next_labels(labels: Tensor | None, shifted: Tensor | None, shift: bool) -> Tensor | None:
-    if shifted is not None or labels is None:
-        return shifted
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_LABEL) if shift else labels
-
-
-def _require_causal_mask(mask: Tensor | None, labels: Tensor | None, shape: tuple[int, int]) -> None:
+def _require_causal_mask(mask: Tensor, labels: Tensor | None, shape: tuple[int, int]) -> None:
     """Raise ValueError if the mask hides something from a token that counts."""
-    if mask is None:
-        return
     reason = ""
     if mask.shape != shape:
         reason = f"it has shape {tuple(mask.shape)} and not {shape}"
@@ -91,34 +89,10 @@ def _require_causal_mask(mask: Tensor | None, labels: Tensor | None, shape: tupl
         )
 
 
-def _require_one_document(documents: Tensor | None) -> None:
-    if documents is not None and bool((documents != documents[:, :1]).any()):
-        raise ValueError(
-            "a row has several documents that must not see each other, which context-parallel attention cannot hide: "
-            f"give one document per row, let documents see each other, or {ONE_CONTEXT_RANK}"
-        )
-
-
-def _require_consecutive(positions: Tensor) -> None:
-    if positions.ndim != 2 or bool((positions.diff() != 1).any()):
-        raise ValueError(
-            f"positions of shape {tuple(positions.shape)} do not count up by one along dim 1; where they start anew, "
-            "they stand for packed documents, which context-parallel attention cannot hide from each other: leave "
-            f"them out, give one document per row, or {ONE_CONTEXT_RANK}"
-        )
-
-
 def mean_loss(loss: Tensor, labels: Tensor, group: Group, tag: int) -> Tensor:
     """Return the mean loss over the tokens of the whole sequences, equal on all ranks.
 
-    Each rank has the gradient of its own tokens' part of it times the number of ranks, so that the mean of gradients
-    over the ranks is the mean's gradient, however many labels count on each.
-
-    Args:
-        loss: the mean over this rank's tokens that have a label; whatever it is where none has.
-        labels: of this rank's tokens.
-        group: the ranks along the context axis.
-        tag: distinguishes collectives that are under way at the same time.
+    ``loss`` is the mean over this rank's tokens that have a label, or any value if none has.
     """
     if group.size == 1:
         return loss
@@ -132,6 +106,8 @@ class _Mean(torch.autograd.Function):
         total = torch.where(count > 0, loss.detach().double() * count, 0.0)  # the mean of nothing is no number
         sums = torch.stack([total, count.to(total)])
         group.all_reduce(sums, tag)
+        # Times the number of ranks, as gradients are averaged over them: the average is then the mean's gradient,
+        # however many labels count on each rank.
         ctx.save_for_backward(count * group.size / sums[1])
         return (sums[0] / sums[1]).to(loss.dtype)
 

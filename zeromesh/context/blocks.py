@@ -1,9 +1,4 @@
-"""Attention of some queries to some keys, with what is needed to combine it with other keys: the log-sum-exp.
-
-torch's public function does not return it, but the operators behind it do, and their backwards take it. Given the
-result and the log-sum-exp over all keys, such a backward yields what one block of keys gives to the gradients (Dao,
-"FlashAttention-2", 2023; Liu et al., "Ring Attention", 2023). Where no operator is there for a device and dtype, the
-same is computed by plain products, with all scores of the block in memory.
+"""Attention of some queries to some keys, with the log-sum-exp by which results for other keys are added.
 
 Shapes are (batch, heads, sequence, width); keys and values may have fewer heads, each of which serves several of the
 queries' in their order.
@@ -18,23 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WIDTH_UNIT = 8
-"""CUDA's operators take heads whose width is a multiple of it."""
-_LSE_UNIT = 32
-"""The memory-efficient operator writes the log-sum-exp into rows of a multiple of it."""
+# torch's public function does not return the log-sum-exp, but the operators behind it do, and their backwards take it.
+# Given the result and the log-sum-exp over all keys, such a backward yields what one block of keys gives to the
+# gradients (Dao, "FlashAttention-2", 2023). Where no operator is there for a device and dtype, the same is computed by
+# plain products, with all scores of the block in memory.
+
+_WIDTH_UNIT = 8  # CUDA's operators take heads whose width is a multiple of it
+_LSE_UNIT = 32  # the memory-efficient operator writes the log-sum-exp into rows of a multiple of it
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Some queries and keys.
-
-    Attributes:
-        q: queries.
-        k: keys.
-        v: values.
-        causal: query i sees the keys 0 to i only, of as many; otherwise all keys.
-        scale: of the scores.
-    """
+    """Some queries, keys and values; if ``causal``, query i sees the keys 0 to i only, of as many."""
 
     q: Tensor
     k: Tensor
@@ -47,19 +39,10 @@ class Kernel(Protocol):
     """Implementation of a block."""
 
     def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """The result, and the log-sum-exp of each query's scores, (batch, heads, sequence), in at least fp32."""
+        """Return the result and the log-sum-exp of each query's scores, (batch, heads, sequence), at least fp32."""
 
-    def gradients(
-        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block's contributions to the gradients of q, k and v.
-
-        Args:
-            block: as in the forward.
-            gradient: of ``out``.
-            out: the result over all keys, also those of other blocks.
-            lse: its log-sum-exp.
-        """
+    def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        """Return the block's part of the gradients, given the result over all keys, its gradient and log-sum-exp."""
 
 
 class _Cpu:
@@ -71,13 +54,11 @@ class _Cpu:
         )
         return out, lse
 
-    def gradients(
-        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, block.q, block.k, block.v, out, lse, 0.0, block.causal, scale=block.scale
         )
-        return dq, dk, dv
+        return found
 
 
 class _Flash:
@@ -89,16 +70,14 @@ class _Flash:
         )
         return out, lse
 
-    def gradients(
-        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v = block.q, block.k, block.v
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state: nothing is dropped out
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal, unused,
             unused[:0], scale=block.scale,
         )  # fmt: skip
-        return dq, dk, dv
+        return found
 
 
 class _Efficient:
@@ -111,9 +90,7 @@ class _Efficient:
         )
         return out, lse[:, :, : block.q.shape[2]]
 
-    def gradients(
-        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         k, v = (_repeat(x, block.q) for x in (block.k, block.v))
         padded = F.pad(lse, (0, -lse.shape[-1] % _LSE_UNIT), value=torch.inf).contiguous()
         unused = torch.zeros((), dtype=torch.int64, device=k.device)
@@ -133,9 +110,7 @@ class _Products:
         out = (scores - lse.unsqueeze(-1)).exp() @ v
         return out.flatten(1, 2).to(block.q.dtype), lse.flatten(1, 2)
 
-    def gradients(
-        self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, scores = self._scores(block)
         dout, y = (_grouped(x, block.k).to(q.dtype) for x in (gradient, out))
         weights = (scores - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
@@ -144,7 +119,7 @@ class _Products:
         return dq.flatten(1, 2).to(block.q.dtype), dk.sum(2).to(block.k.dtype), dv.sum(2).to(block.v.dtype)
 
     def _scores(self, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and scores with heads as (key heads, queries' heads for each)."""
+        """Return q, k, v and scores with heads as (key heads, queries' heads for each)."""
         wide = torch.promote_types(block.q.dtype, torch.float32)
         q = _grouped(block.q, block.k).to(wide)
         k, v = (x.unsqueeze(2).to(wide) for x in (block.k, block.v))
@@ -172,7 +147,7 @@ CPU, FLASH, EFFICIENT, PRODUCTS = _Cpu(), _Flash(), _Efficient(), _Products()
 
 
 def choose(block: AttentionBlock) -> Kernel:
-    """The fastest kernel there is for a block of one width."""
+    """Return the fastest kernel there is for a block of one width."""
     q, k, v = block.q, block.k, block.v
     if q.device.type == "cpu":
         return CPU
@@ -195,7 +170,7 @@ def attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return out[..., : block.v.shape[-1]], lse
 
 
-def gradients(block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """See ``Kernel.gradients``."""
     width, padded = _of_one_width(block)
     with torch.autocast(block.q.device.type, enabled=False):
@@ -204,7 +179,8 @@ def gradients(block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor)
 
 
 def _of_one_width(block: AttentionBlock) -> tuple[int, AttentionBlock]:
-    """The block with zeros added to its heads, which change nothing, so that an operator takes it."""
+    """Return the block with zeros added to its heads, and their width: operators take one width for q, k and v."""
+    # A zero adds nothing to a score, and a zero of a value is cut off again.
     width = max(block.q.shape[-1], block.v.shape[-1])
     if block.q.device.type != "cpu":
         width = -(-width // _WIDTH_UNIT) * _WIDTH_UNIT
@@ -212,7 +188,7 @@ def _of_one_width(block: AttentionBlock) -> tuple[int, AttentionBlock]:
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
-    """With a last dim of this width, and its elements next to each other in memory."""
+    """Return a tensor with a last dim of this width, and its elements next to each other in memory."""
     if x.shape[-1] != width:
         return F.pad(x, (0, width - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()

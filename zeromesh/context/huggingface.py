@@ -1,14 +1,11 @@
-"""Context parallelism of causal decoders of transformers.
-
-They call attention through a table by the name in their configuration, and so do they make masks: each model gets a
-name of its own there. Their loss function gets labels that are shifted already.
-"""
+"""Context parallelism of causal decoders of transformers."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,25 +18,20 @@ from zeromesh.context.plain import require_no_mixing, require_plain
 
 _numbers = itertools.count()
 
+# Rotary positions whose frequencies depend on the longest position that a rank has.
 _FROM_LONGEST = ("dynamic", "longrope")
-"""Rotary positions whose frequencies depend on the longest position that a rank has."""
 
+# Arguments of attention that it may have beside the usual ones, and what they mean.
 _EXTRAS = {
     "sliding_window": "its attention sees a sliding window of {value} tokens",
     "softcap": "its attention caps scores at {value}",
     "s_aux": "its attention has sinks",
     "position_bias": "its attention adds a bias to scores",
 }
-"""Arguments of attention that it may have beside the usual ones, and what they mean."""
 
 
 def install(model: Any, applied: SpreadSequences) -> None:
-    """Change a model of transformers so that its sequences are spread over ranks.
-
-    Raises:
-        Unsupported: it cannot.
-        ValueError: the ranks do not divide its heads where the strategy needs it.
-    """
+    """Change a model of transformers so that its sequences are spread over ranks. Raise Unsupported if it cannot."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -48,15 +40,18 @@ def install(model: Any, applied: SpreadSequences) -> None:
     heads = getattr(model.config, "num_attention_heads", None)
     if applied.strategy == "ulysses" and heads is not None:
         require_heads(heads, applied.group.size)
+    # Models call attention, and make masks, through tables by the name in their configuration: each gets a name of its
+    # own.
     name = f"zeromesh_context_{next(_numbers)}"
     parts = _Parts(model, applied, ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     AttentionInterface.register(name, parts.attention)
     AttentionMaskInterface.register(name, parts.mask)
+    # The tables live as long as the process, and would keep a function for every model that ever was.
     for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         weakref.finalize(model, table._global_mapping.pop, name, None)
     model.set_attn_implementation(name)
     if "labels" in parameters_of(type(model)):
-        model.loss_function = _Loss(model.loss_function, applied)
+        model.loss_function = partial(_loss, model.loss_function, applied)
     replace_forward(model, parts.run)
 
 
@@ -64,17 +59,17 @@ def require(model: Any) -> None:
     """Raise Unsupported if a model is not a causal decoder whose attention can be replaced."""
     config, name = model.config, type(model).__name__
     parameters = parameters_of(type(model))
-    if config.is_encoder_decoder:
-        raise refuse(name, "it is an encoder with a decoder, and only causal decoders can be spread")
-    if model._is_stateful:
-        raise refuse(name, "its state-space or recurrent layers read a sequence from its begin")
-    if getattr(config, "alibi", False):
-        raise refuse(name, "it adds biases to its attention's scores (ALiBi)")
+    for applies, reason in (
+        (config.is_encoder_decoder, "it is an encoder with a decoder, and only causal decoders can be spread"),
+        (model._is_stateful, "its state-space or recurrent layers read a sequence from its begin"),
+        (getattr(config, "alibi", False), "it adds biases to its attention's scores (ALiBi)"),
+    ):
+        if applies:
+            raise refuse(name, reason)
     _require_modules(model)
     if not model._supports_attention_backend:
-        raise refuse(
-            name, "it computes attention itself (with ALiBi, say) and not by transformers' table of attention functions"
-        )
+        reason = "it computes attention itself (with ALiBi, say) and not by transformers' table of attention functions"
+        raise refuse(name, reason)
     if config._attn_implementation != "sdpa":
         raise refuse(
             name,
@@ -87,12 +82,8 @@ def require(model: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     for settings in (rope, *(one for one in rope.values() if isinstance(one, dict))):
         if settings.get("rope_type") in _FROM_LONGEST:
-            raise refuse(
-                name,
-                f"the frequencies of its rotary positions ({settings['rope_type']}) follow the longest position that a "
-                "rank has",
-                f"take another rope_type, or {ONE_CONTEXT_RANK}",
-            )
+            reason = f"the frequencies of its rotary positions ({settings['rope_type']}) follow the longest position "
+            raise refuse(name, f"{reason}that a rank has", f"take another rope_type, or {ONE_CONTEXT_RANK}")
     if "position_ids" not in parameters:
         raise refuse(name, "its forward takes no position_ids")
     if "labels" in parameters and "shift_labels" not in inspect.signature(model.loss_function).parameters:
@@ -117,11 +108,8 @@ def _require_modules(model: Any) -> None:
         if not module.is_causal:
             raise refuse(what, "its attention is not causal")
         if isinstance(window := getattr(module, "sliding_window", window_of_all), int):
-            raise refuse(
-                what,
-                f"its attention sees a sliding window of {window} tokens",
-                f"set sliding_window to None, if it may see all, or {ONE_CONTEXT_RANK}",
-            )
+            remedy = f"set sliding_window to None, if it may see all, or {ONE_CONTEXT_RANK}"
+            raise refuse(what, f"its attention sees a sliding window of {window} tokens", remedy)
         if getattr(module, "attn_logit_softcapping", None) is not None:
             raise refuse(what, f"its attention caps scores at {module.attn_logit_softcapping}")
         if getattr(module, "sinks", None) is not None:
@@ -143,15 +131,16 @@ class _Parts:
         if named.get("past_key_values") is not None:
             raise refuse(name, "it is called with a cache, as in generation", "generate within paused()")
         if named.get("num_items_in_batch") is not None:
-            raise refuse(
-                name, "num_items_in_batch counts labels, and the ranks count theirs themselves", "leave it out"
-            )
+            reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
+            raise refuse(name, reason, "leave it out")
         part = batch.split(named, applied.group)
         if "use_cache" in parameters_of(self._kind):
+            # A cache would have this rank's tokens only.
             part["use_cache"] = False
-        applied.attentions = applied.losses = 0
+        applied.begin()
         output = forward(**part)
         applied.require_attention(name)
+        # A loss that was computed otherwise would be the mean over this rank's tokens only.
         if "labels" in part and not applied.losses:
             raise refuse(name, "it computes its loss without its loss_function")
         return output
@@ -181,7 +170,7 @@ class _Parts:
         return f"{paths[0] if paths else 'a module'} ({type(module).__name__})"
 
     def mask(self, *args: Any, **kwargs: Any) -> Any:
-        """Return no mask, in the signature of transformers: attention is causal; position jumps are no documents."""
+        """Return no mask, in the signature of transformers: attention is causal, and positions have no jumps."""
         if not self._applied.active:
             return self._sdpa_mask(*args, **kwargs)
         name = self._kind.__name__
@@ -192,14 +181,8 @@ class _Parts:
         return None
 
 
-class _Loss:
-    """A model's loss function, given labels of the next tokens of this rank's part of the sequence."""
-
-    def __init__(self, loss: Any, applied: SpreadSequences) -> None:
-        self._loss, self._applied = loss, applied
-
-    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._applied.active:
-            own: Tensor = self._loss(logits, labels, *args, **kwargs)
-            return own
-        return self._applied.mean_loss(self._loss(logits, labels, *args, shift_labels=labels, **kwargs), labels)
+def _loss(loss: Any, applied: SpreadSequences, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute a model's loss of labels that are shifted already, of this rank's part of the sequence."""
+    if not applied.active:
+        return loss(logits, labels, *args, **kwargs)
+    return applied.mean_loss(loss(logits, labels, *args, shift_labels=labels, **kwargs), labels)

@@ -1,9 +1,4 @@
-"""Part of a sequence that each rank holds.
-
-The sequence is cut into twice as many chunks as there are ranks, and rank i of c holds chunks i and 2c-1-i (zigzag).
-Under a causal mask a chunk sees those before it, so a rank with one early and one late chunk has as much to compute as
-any other (Brandon et al., "Striped Attention", 2023, balance the ring by another order; this one keeps blocks whole).
-"""
+"""Part of a sequence that each rank holds."""
 
 from __future__ import annotations
 
@@ -13,6 +8,9 @@ from torch import Tensor
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
     """Return the two chunks of a rank, in their order."""
+    # The sequence is cut into twice as many chunks as there are ranks (zigzag). Under a causal mask a chunk sees those
+    # before it, so a rank with one early and one late chunk has as much to compute as any other. (Brandon et al.,
+    # "Striped Attention", 2023, balance the ring by another order; this one keeps blocks whole.)
     return rank, 2 * ranks - 1 - rank
 
 

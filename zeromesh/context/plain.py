@@ -1,12 +1,10 @@
-"""Context parallelism of a torch module that calls torch's attention itself.
-
-Its calls of ``scaled_dot_product_attention`` are replaced while any of its modules runs: not only the whole, as a
-checkpointed module runs again on its own in the backward.
-"""
+"""Context parallelism of a torch module that calls torch's attention itself."""
 
 from __future__ import annotations
 
-import threading
+from contextlib import nullcontext
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +16,15 @@ from zeromesh.config.keys import ONE_CONTEXT_RANK
 from zeromesh.context import batch
 from zeromesh.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 
+# Layers of torch that mix positions in their own way.
 _MIXING: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "torch's own layer calls an attention that cannot be replaced",
     nn.RNNBase: "a recurrent layer reads the sequence from its begin",
 }
-"""Layers of torch that mix positions in their own way."""
 
 
 def install(model: nn.Module, applied: SpreadSequences) -> None:
-    """Change a model so that its sequences are spread over ranks.
-
-    Raises:
-        Unsupported: it cannot.
-    """
+    """Change a model so that its sequences are spread over ranks. Raise Unsupported if it cannot."""
     name = type(model).__name__
     parameters = parameters_of(type(model))
     positions = next((one for one in batch.POSITIONS if one in parameters), None)
@@ -42,10 +36,11 @@ def install(model: nn.Module, applied: SpreadSequences) -> None:
             f"add such an argument, int64 of shape (batch, sequence), or {ONE_CONTEXT_RANK}",
         )
     require_no_mixing(model)
+    # In all modules, not only the whole, as a checkpointed module runs again on its own in the backward.
     for path, module in model.named_modules():
         if not type(module).__module__.startswith("torch.nn"):
             replace_forward(module, _Interception(path or name, applied).run)
-    replace_forward(model, _Root(type(model), positions, applied).run)
+    replace_forward(model, partial(_run, type(model), positions, applied))
 
 
 def require_no_mixing(model: nn.Module) -> None:
@@ -58,33 +53,29 @@ def require_no_mixing(model: nn.Module) -> None:
             raise refuse(f"{path} ({type(module).__name__})", "a convolution reads tokens that other ranks have")
 
 
-class _Root:
-    """Forward of the model that cuts its arguments, and takes the mean of its losses."""
-
-    def __init__(self, kind: type[nn.Module], positions: str, applied: SpreadSequences) -> None:
-        self._kind, self._positions, self._applied = kind, positions, applied
-
-    def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        applied = self._applied
-        if not applied.active:
-            return forward(*args, **kwargs)
-        applied.attentions = 0
-        named = named_arguments(self._kind, args, kwargs)
-        part = batch.split(named, applied.group, self._positions, shift=False)
-        output = forward(**part)
-        applied.require_attention(self._kind.__name__)
-        if "labels" not in part:
-            return output
-        if not isinstance(output, Tensor) or output.numel() != 1:
-            raise refuse(
-                self._kind.__name__,
-                "given labels, it returns something else than its mean loss, a scalar",
-                "call it without labels, and give your loss of its output, and this rank's labels, to mean_loss",
-            )
-        return applied.mean_loss(output, part["labels"])
+def _run(
+    kind: type[nn.Module], positions: str, applied: SpreadSequences, forward: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Cut the arguments of the model's forward, and take the mean of its losses."""
+    if not applied.active:
+        return forward(*args, **kwargs)
+    applied.begin()
+    part = batch.split(named_arguments(kind, args, kwargs), applied.group, positions, shift=False)
+    output = forward(**part)
+    applied.require_attention(kind.__name__)
+    if "labels" not in part:
+        return output
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        raise refuse(
+            kind.__name__,
+            "given labels, it returns something else than its mean loss, a scalar",
+            "call it without labels, and give your loss of its output, and this rank's labels, to mean_loss",
+        )
+    return applied.mean_loss(output, part["labels"])
 
 
-_inside = threading.local()
+# The replacement in force. A backward may run on a thread of its own, where none is.
+_inside: ContextVar[_Interception | None] = ContextVar("the module whose attention is replaced", default=None)
 
 
 class _Interception(TorchFunctionMode):
@@ -95,24 +86,24 @@ class _Interception(TorchFunctionMode):
         self._name, self._applied = name, applied
 
     def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        outer = getattr(_inside, "module", None)
         if not self._applied.active:
             return forward(*args, **kwargs)
-        _inside.module = self
+        outer = _inside.get()
+        token = _inside.set(self)
         try:
-            if outer is not None and outer._applied is self._applied:
-                return forward(*args, **kwargs)  # what replaces it is there already
-            with self:
+            # Inside of a module of the same model, the mode is in force already; errors name the inner one.
+            is_there = outer is not None and outer._applied is self._applied
+            with nullcontext() if is_there else self:
                 return forward(*args, **kwargs)
         finally:
-            _inside.module = outer
+            _inside.reset(token)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.multi_head_attention_forward:
-            raise refuse(_inside.module._name, "F.multi_head_attention_forward cannot be replaced")
+            raise refuse((_inside.get() or self)._name, "F.multi_head_attention_forward cannot be replaced")
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        return _inside.module._attend(*args, **(kwargs or {}))
+        return (_inside.get() or self)._attend(*args, **(kwargs or {}))
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,

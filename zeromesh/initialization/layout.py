@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,7 @@ from zeromesh.comm.agreement import agree_run, catch
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.formats import FORMATS
 from zeromesh.comm.mesh import Links, Mesh
-from zeromesh.computation import autocast, cast_inputs
-from zeromesh.initialization.place import checkpoint_activations, place_buffers
-from zeromesh.tensor.apply import chunk_losses
-from zeromesh.tensor.derive import derive, heads_over_vocabulary
+from zeromesh.tensor.derive import derive
 from zeromesh.tensor.plan import SplitPlan as SplitPlan
 from zeromesh.tensor.plan import as_json, parse, resolve
 from zeromesh.tensor.sequence import Stack, find_stacks
@@ -31,7 +26,6 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.context.applied import SpreadSequences
     from zeromesh.pipeline.runtime.samples import ModelInput
-    from zeromesh.pipeline.schedule.partition import Blocks
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
 
@@ -105,46 +99,13 @@ def plan_stages(
 
     sample = None if loader is None else _sample(loader, loss_fn, mesh.device)
 
-    def look() -> Blocks:
-        blocks = examine(model, chosen.blocks, sample)
-        return _measured(model, blocks, settings, mesh.device) if chosen.partition == "time" else blocks
-
-    blocks = agreed(world, agree_run(world, "cut the model into stages", look))
+    examined = agree_run(world, "cut the model into stages", lambda: examine(model, chosen.blocks, sample))
+    blocks = agreed(world, examined)
     made = Pipelined(model, mesh, chosen, settings.gradient_accumulation_steps, blocks)
     if mesh.rank == 0:
         lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, made.cut))
         _log.info("the model is cut into stages by pipeline.partition = %s:%s", json.dumps(chosen.partition), lines)
     return made
-
-
-def _measured(model: nn.Module, blocks: Blocks, settings: Resolved, device: torch.device) -> Blocks:
-    """Return the blocks with the measured time of each."""
-    from zeromesh.pipeline.runtime.timing import measured
-
-    precision = settings.precision
-
-    def prepare(copied: nn.Module) -> Callable[..., Any]:
-        """Prepare a copy of the model as the engine would, and return its forward."""
-        place_buffers(copied, device, precision.buffers)
-        if settings.chunked_loss:
-            chunk_losses(copied, heads_over_vocabulary(copied), nullcontext)
-        checkpoint_activations(copied, settings)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = cast_inputs((args, kwargs), precision)
-            with autocast(device, precision):
-                return copied(*args, **kwargs)
-
-        return forward
-
-    try:
-        return measured(model, blocks, device, precision.compute, prepare)
-    except Exception as error:
-        raise ValueError(
-            f'pipeline.partition is "time", and the time that blocks of {type(model).__name__} take cannot be measured '
-            f"({type(error).__name__}: {error}); pass training_data to initialize with samples that the model takes, "
-            'or set it to "best"'
-        ) from error
 
 
 def _sample(loader: Loader, loss_fn: Any, device: torch.device) -> ModelInput | None:

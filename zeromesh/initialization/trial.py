@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -44,9 +44,8 @@ def try_out(model: nn.Module, settings: Resolved, sizes: Mapping[str, int]) -> N
     resolve(model, parse(settings.tensor_parallel.plan or {}), derive(model, ranks)[0], 0, ranks)
     if sizes["pipeline"] > 1:
         blocks = examine(model, settings.pipeline.blocks)
-        timed = replace(blocks, seconds=blocks.parameters)  # a run measures the times on its ranks
         mesh = cast("Mesh", _PlannedMesh(sizes))
-        Pipelined(model, mesh, settings.pipeline, settings.gradient_accumulation_steps, timed)
+        Pipelined(model, mesh, settings.pipeline, settings.gradient_accumulation_steps, blocks)
     # The run logs the same messages again.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -67,6 +67,10 @@ class Chain(nn.Module):
         self.kinds: list[str] = []
         self.starts: Sequence[int] = (0,)
 
+    def cut(self, starts: Sequence[int]) -> None:
+        """Let stages begin at these layers; layers that are recomputed together never span two."""
+        self.starts = starts
+
     def add_layer(self, layer: nn.Module, kind: str) -> None:
         """Add one to the end."""
         self.layers.append(str(len(self.layers)))

@@ -1,9 +1,4 @@
-"""Splitting a model in place: what its modules do where activations enter and leave the parts that are split.
-
-A module stays the object that it was. Split linear layers get another forward, others get hooks. Which of its columns
-read the same activation is seen when they are called: all that are children of one module and are given the very same
-tensor share one entry, so the gradient of that activation is summed once.
-"""
+"""Splitting a model in place: forwards and hooks where activations enter and leave the parts that are split."""
 
 from __future__ import annotations
 
@@ -20,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
+from zeromesh.config.keys import TENSOR_PLAN, WHOLE_SEQUENCE
 from zeromesh.model.in_place import version
 from zeromesh.model.linear import Columns, multiply
 from zeromesh.model.split import Held
 from zeromesh.tensor.attention import SplitAttention
-from zeromesh.tensor.guard import REMEDY, Apart, SplitGuard, summed
+from zeromesh.tensor.guard import Apart, SplitGuard, summed
 from zeromesh.tensor.heads import first_number, take_part, take_part_of_experts
 from zeromesh.tensor.linear import Layer, enter, leave
 from zeromesh.tensor.logits import Logits, Using
@@ -35,17 +31,11 @@ from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.spread import activation, replaced, sequence_dim, spread
 from zeromesh.tensor.streams import RandomStreams, drops
 
-FIRST_TAG = 16
-"""First tag on the tensor axis; lower ones are for whole parameters and for gradients."""
+FIRST_TAG = 16  # on the tensor axis; lower ones are for whole parameters and for gradients
+BIAS_TAG = 15  # of tensors that are added to the scores of attention
 
-BIAS_TAG = 15
-"""Tag of tensors that are added to the scores of attention."""
-
-BIASES = ("alibi", "position_bias")
-"""Names of arguments of attention that are added to its scores, and differ per head."""
-
-OF_SCORES = re.compile("mask|bias|alibi|relative_pos")
-"""Parts of names of attention's arguments that may differ per head."""
+BIASES = ("alibi", "position_bias")  # arguments of attention that are added to its scores, and differ per head
+OF_SCORES = re.compile("mask|bias|alibi|relative_pos")  # parts of names of arguments that may differ per head
 
 
 @dataclass(frozen=True)
@@ -68,14 +58,11 @@ def apply(
 ) -> None:  # fmt: skip
     """Make the modules of a plan work on what this rank holds of their parameters; these have been cut already.
 
-    Args:
-        model: whose modules they are.
-        resolved: the plan.
-        group: the ranks along the tensor axis.
-        device: that activations are on.
-        stacks: lists of blocks in which the sequence is spread over the ranks.
-        using: gives a context in which parameters are in memory, also after the forward.
+    Activations are on ``device``; ``stacks`` are the lists of blocks in which the sequence is spread over the ranks;
+    ``using`` returns a context in which parameters are in memory, also after the forward.
     """
+    # A module stays the object that it was, as users and the engine hold it: split linear layers get another forward,
+    # others get hooks.
     place = SplitPlace(group, RandomStreams(device, group.rank), tuple(stacks), using)
     modules = dict(model.named_modules(remove_duplicate=False))
     entrances: dict[str, Entrance] = {}
@@ -91,7 +78,11 @@ def apply(
         if member.kind == "linear" and (member.style.cut or member.style.after == "sum_rotary"):
             _linear(member, resolved, modules, entrances, place, tag)
         elif member.rule.style == "heads":
-            _attention(member, modules, place, tag)
+            decoder, _, child = member.name.rpartition(".")
+            memory = isinstance(modules[decoder], nn.TransformerDecoderLayer) and child == "multihead_attn"
+            spreads = place.spreads(member.name)
+            attention = SplitAttention(group, place.streams, tag, spreads, member.name, memory)
+            member.module.forward = _eager(attention, member.module)
             tag += SplitAttention.TAGS
         else:
             _hooks(member, resolved, place, tag)
@@ -106,9 +97,8 @@ def apply(
     for name, heads in resolved.heads.items():
         take_part(modules[name], heads, group.size)
         if place.spreads(name):
-            entrance = entrances[f"{name}/None"]
-            entrance.opens = False
-            modules[name].register_forward_pre_hook(_eager(_open, entrance), with_kwargs=True)
+            hook = _eager(_open, entrances[f"{name}/None"])
+            modules[name].register_forward_pre_hook(hook, with_kwargs=True)
         parameters = list(inspect.signature(type(modules[name]).forward).parameters.values())[1:]
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         hook = _eager(_cut_arguments, names=names, queries=heads.queries, group=group)
@@ -116,10 +106,10 @@ def apply(
 
 
 def _require_whole(parts: dict[str, tuple[int, ...]], module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Hook: a file of this rank's parts could be read by nobody, which would be noticed when it is needed."""
+    """Refuse a state dict of parts, as a hook: a file of it could be read by nobody, which shows when it is needed."""
     for name, whole in parts.items():
         here = tuple(module.get_parameter(name).shape)
-        if here != whole and not keep_vars:  # with them, it is the parameters that are asked for
+        if here != whole and not keep_vars:  # with keep_vars, the parameters themselves are asked for
             raise RuntimeError(
                 f"state_dict() would have a part of {prefix}{name}: shape {here} of {whole}, as tensor-parallel ranks "
                 "share it; call engine.save_16bit_model(folder) for what from_pretrained reads, engine.state_dict() "
@@ -128,24 +118,17 @@ def _require_whole(parts: dict[str, tuple[int, ...]], module: nn.Module, prefix:
 
 
 class Entrance:
-    """Entrance of an activation into the layers of one module that are split by columns.
+    """Entrance of an activation into the layers of one module that are split by columns."""
 
-    Args:
-        place: where.
-        tag: of its messages; the next one is used, too.
-        separates: whether random numbers are drawn inside, which are each rank's own.
-        spread: whether what enters is a part of the sequence.
-        name: of the module around the layers.
+    # Which columns read the same activation is seen when they are called: all that are children of one module and are
+    # given the very same tensor share one entry, so the gradient of that activation is summed once.
 
-    Attributes:
-        layers: by their number, what this rank has of each.
-        opens: whether the layers themselves are given what enters; otherwise the module around them is.
-    """
-
-    def __init__(self, place: SplitPlace, tag: int, separates: bool, spread: bool, name: str) -> None:
-        self.layers: list[Callable[[], Columns]] = []
-        self.opens = True
-        self._place, self._tag, self._separates, self.spread = place, tag, separates, spread
+    def __init__(self, place: SplitPlace, tag: int, separates: bool, spread: bool, opens: bool, name: str) -> None:
+        self.layers: list[Callable[[], Columns]] = []  # by number, this rank's part of each
+        self.spread = spread
+        # Random numbers drawn inside are each rank's own if it separates; it opens if the layers gather a spread
+        # sequence themselves, and not the module around them.
+        self._place, self._tag, self._separates, self._opens = place, tag, separates, opens
         self._apart = Apart(name)
         self._key: tuple[Any, int] | None = None
         self._entered: Tensor | None = None
@@ -156,9 +139,10 @@ class Entrance:
         """Return the activation that layer ``index`` reads, and the layer for this pass if gradients are computed."""
         if self._separates and training:
             self._place.streams.separate()
+        # The same object that was written to since is another activation.
         known = self._key is not None and self._key[0]() is x and self._key[1] == version(x)
         if not known or index not in self._waiting:
-            self._enter(x, self.spread and self.opens)
+            self._enter(x, self.spread and self._opens)
             self._key = ref(x), version(x)
         assert self._entered is not None
         entered, layer = self._entered, self._ready[index] if self._ready else None
@@ -190,11 +174,9 @@ class Entrance:
 def _cut_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str], queries: int, group: Group
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return this rank's heads of a mask or a bias that differs per head.
-
-    Such are (samples, heads, queries, keys), and ALiBi's slopes times distances, (samples x heads, 1, keys) or without
-    samples (Press et al., "Train Short, Test Long", 2022).
-    """
+    """Return this rank's heads of a mask or a bias that differs per head."""
+    # Such are (samples, heads, queries, keys), and ALiBi's slopes times distances, (samples x heads, 1, keys) or
+    # without samples (Press et al., "Train Short, Test Long", 2022).
 
     def part(value: Tensor) -> Tensor:
         own = value.chunk(group.size, 1)[group.rank]
@@ -214,10 +196,8 @@ def _cut_arguments(
 
 
 def _eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return ``partial`` of a function, which torch's compiler leaves alone: it cannot see through messages.
-
-    ``partial`` is copied with its arguments, so that hooks in a copy of a model have that copy's modules.
-    """
+    """Return ``partial`` of a function, which torch's compiler leaves alone: it cannot see through messages."""
+    # A closure would be copied without its arguments: hooks in a copy of a model must have that copy's modules.
     return partial(torch.compiler.disable(function), *args, **kwargs)
 
 
@@ -236,7 +216,10 @@ def _linear(
             around = modules[member.container]
             spread = place.spreads(member.name)
             separates = style.after is None and not spread and drops(around)
-            entrances[key] = Entrance(place, tag, separates, spread, member.container)
+            # An attention whose heads are split is opened by a hook: its own code must see the whole sequence, too.
+            is_opened = member.container in resolved.heads and place.spreads(member.container)
+            opens = style.after is not None or not is_opened
+            entrances[key] = Entrance(place, tag, separates, spread, opens, member.container)
             around.register_forward_hook(_eager(_left, place, entrances[key]), always_call=True)
         entrance = entrances[key]
         index = len(entrance.layers)
@@ -265,14 +248,6 @@ def _linear(
     module.forward = forward
 
 
-def _attention(member: Member, modules: dict[str, nn.Module], place: SplitPlace, tag: int) -> None:
-    """Split an ``nn.MultiheadAttention``."""
-    decoder, _, name = member.name.rpartition(".")
-    memory = isinstance(modules[decoder], nn.TransformerDecoderLayer) and name == "multihead_attn"
-    attention = SplitAttention(place.group, place.streams, tag, place.spreads(member.name), member.name, memory)
-    member.module.forward = _eager(attention, member.module)
-
-
 def _require_slow_paths(resolved: SplitPlan, modules: dict[str, nn.Module]) -> None:
     """Disable the fast path of torch's encoders, which reads the weights of their layers without calling them."""
     for member in resolved.members:
@@ -291,11 +266,11 @@ def _require_width(name: str, module: Any, x: Tensor, ranks_of_sequence: int = 1
     if x.shape[-1] * ranks_of_sequence == width and ranks_of_sequence > 1:
         raise ValueError(
             f"{name} reads {width} entries and was given {x.shape[-1]}, as if they were tokens, of which a rank has a "
-            f"part there; {REMEDY}"
+            f"part there; {WHOLE_SEQUENCE}"
         )
     if x.shape[-1] != width:
         raise ValueError(
-            f"{name} ({type(module).__name__}), which tensor_parallel.plan splits, has {width} entries of its input on "
+            f"{name} ({type(module).__name__}), which {TENSOR_PLAN} splits, has {width} entries of its input on "
             f"this rank, but was given {x.shape[-1]}; after colwise comes rowwise, with nothing between that needs all "
             "entries; else give the layer before the style colwise_gather_output, or one of both replicate"
         )
@@ -346,7 +321,7 @@ def _by_rows(
 
 
 def _left(place: SplitPlace, entrance: Entrance, module: nn.Module, args: Any, output: Any) -> None:
-    """Hook: the module that has the columns has returned or raised."""
+    """Forget the activation, as a hook of the module that has the columns; it has returned or raised."""
     entrance.forget()
     if not entrance.spread:
         place.streams.join()
@@ -368,7 +343,7 @@ def _rotary_width(attention: nn.Module, model: nn.Module) -> int:
 
 
 def _sum_rotary(module: nn.Module, args: Any, output: Tensor, place: SplitPlace, tag: int, width: int) -> Tensor:
-    """Hook: sum the gradient of a latent key's rotary part, which all heads share ("DeepSeek-V2", 2024)."""
+    """Sum, as a hook, the gradient of a latent key's rotary part, which all heads share ("DeepSeek-V2", 2024)."""
     latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
     return summed(torch.cat([latent, move(rotary, "copy", place.group, tag)], dim=-1))
 
@@ -435,7 +410,7 @@ class _Lookup:
             module.padding_idx = padding - self._start if inside else None  # type: ignore[assignment]
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Hook: ids of this rank's rows in place of those of the whole vocabulary."""
+        """Return, as a hook, ids of this rank's rows in place of those of the whole vocabulary."""
         ids = args[0]
         require_known(ids, (ids < 0) | (ids >= self._size), self._size, "id")
         missing = (ids < self._start) | (ids >= self._stop)
@@ -443,6 +418,6 @@ class _Lookup:
         return ((ids - self._start).masked_fill(missing, 0), *args[1:])
 
     def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Hook: the rows of all ranks."""
+        """Return, as a hook, the rows of all ranks."""
         own = output.masked_fill(self._missing.pop()[..., None], 0)
         return move(own, "sum", self._place.group, self._tag)

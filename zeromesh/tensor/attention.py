@@ -1,4 +1,4 @@
-"""``torch.nn.MultiheadAttention`` split by heads: torch's forward reads its weights itself, and counts on all."""
+"""``torch.nn.MultiheadAttention`` split by heads."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
+from zeromesh.config.keys import WHOLE_SEQUENCE
 from zeromesh.model.linear import Columns, multiply
 from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.linear import enter, leave
 from zeromesh.tensor.operators import move
+from zeromesh.tensor.spread import sequence_dim
 from zeromesh.tensor.streams import RandomStreams
 
 
 class SplitAttention:
     """The forward of an ``nn.MultiheadAttention`` of which each rank has some heads.
 
-    Args:
-        group: the ranks along the tensor axis.
-        streams: where attention weights are dropped out, ranks draw different numbers.
-        tag: of its messages; as many as ``TAGS`` are used.
-        spread: whether the query, and what is given together with it, is a part of the sequence.
-        name: of the module.
-        memory: whether, where the query is, keys and values are whole, as what a decoder gets from an encoder.
+    If it ``spread``s, the query is a part of the sequence; with ``memory``, keys and values are whole all the same, as
+    an encoder's outputs in a decoder. Messages take ``TAGS`` tags.
     """
+
+    # torch's forward reads the weights itself, past any layer's forward, and counts on all heads.
 
     TAGS = 10
 
@@ -41,12 +40,7 @@ class SplitAttention:
         key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
         average_attn_weights: bool = True, is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Compute ``nn.MultiheadAttention.forward``; attention weights, if asked for, are of all heads.
-
-        Raises:
-            ValueError: nested tensors; ``is_causal`` without ``attn_mask``; parts of a sequence in which keys are not
-                the query.
-        """
+        """Compute ``nn.MultiheadAttention.forward``; attention weights, if asked for, are of all heads."""
         if query.is_nested:
             raise ValueError("heads of nn.MultiheadAttention are split; give it padded tensors and a mask, none nested")
         if is_causal and attn_mask is None:
@@ -54,18 +48,18 @@ class SplitAttention:
         if self._spread and not self._memory and (key is not query or value is not query):
             raise ValueError(
                 "nn.MultiheadAttention was given keys that are not the query, and it cannot be known whether they are "
-                "a part of the sequence; set tensor_parallel.sequence to false"
+                f"a part of the sequence; {WHOLE_SEQUENCE}"
             )
-        dim = self._dim(query)
+        dim = sequence_dim(query) if self._spread else None
         if dim is not None:
             self._apart.check(query, dim)
         drops = module.dropout if module.training else 0.0
         if drops and not self._spread:
-            self._streams.separate()
+            self._streams.separate()  # the weights that are dropped are of this rank's heads
         try:
-            q, k, v = self._project(module, query, key, value)
+            q, k, v = self._project(module, query, key, value, dim)
             heads = module.num_heads // self._group.size
-            # With a mask of nothing but later keys, the fused kernel needs none.
+            # With a mask of nothing but later keys, the fused kernel needs none, which saves the scores' memory.
             only_causal = is_causal and key_padding_mask is None and not need_weights
             mask = None if only_causal else self._mask(module, q, k.shape[1], attn_mask, key_padding_mask)
             q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v))
@@ -87,12 +81,8 @@ class SplitAttention:
         output = leave(partial, module.out_proj.bias, self._group, self._tag, dim)
         return output, None if weights is None else self._whole_weights(weights, average_attn_weights, query.ndim == 2)
 
-    def _dim(self, query: Tensor) -> int | None:
-        """Return the input that is spread over the ranks outside."""
-        return (1 if query.ndim > 2 else 0) if self._spread else None
-
     def _project(
-        self, module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+        self, module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, dim: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads, shape ``(samples, length, part of the width)``."""
         biases: Sequence[Tensor | None] = [None] * 3
@@ -110,9 +100,10 @@ class SplitAttention:
         for number, first in enumerate(sources):
             if number in made:
                 continue
+            # Layers that read one tensor enter together, so that its gradient is summed once.
             same = [n for n, source in enumerate(sources) if source is first]
-            dim = self._dim(query) if first is query else None
-            entered, layers = enter(first, [columns[n] for n in same], self._group, self._tag + 2 * number + 2, dim)
+            its, tag = dim if first is query else None, self._tag + 2 * number + 2
+            entered, layers = enter(first, [columns[n] for n in same], self._group, tag, its)
             for position, n in enumerate(same):
                 made[n] = layers[position](entered) if layers else multiply(entered, columns[n])
         whole = [made[n] for n in range(len(sources))]
@@ -131,8 +122,10 @@ class SplitAttention:
         found = None
         if mask is not None:
             found = _added(mask, q.dtype)
-            if found.ndim == 3:
-                found = self._own(found.view(samples, module.num_heads, *found.shape[1:]))
+            if found.ndim == 3:  # of each sample's heads
+                found = found.view(samples, module.num_heads, *found.shape[1:])
+                own = found.chunk(self._group.size, 1)[self._group.rank]
+                found = move(found, "split", self._group, self._tag + 8, 1) if found.requires_grad else own
             else:
                 found = self._common(found)
         if padding is not None:
@@ -148,11 +141,6 @@ class SplitAttention:
     def _common(self, mask: Tensor) -> Tensor:
         """Return an input of all heads, whose gradient is the sum of theirs."""
         return move(mask, "copy", self._group, self._tag + 8) if mask.requires_grad else mask
-
-    def _own(self, mask: Tensor) -> Tensor:
-        if mask.requires_grad:
-            return move(mask, "split", self._group, self._tag + 8, 1)
-        return mask.chunk(self._group.size, 1)[self._group.rank]
 
     def _whole_weights(self, weights: Tensor, average: bool, single: bool) -> Tensor:
         if average:

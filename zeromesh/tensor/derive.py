@@ -1,10 +1,4 @@
-"""A plan for a model that brings none, or not all of it: found by looking at its modules.
-
-Attention and MLPs are found by what their layers are called and by shapes that fit: layers that are split by columns,
-and one split by rows that reads what was made of them. Where something stands in between that looks at all of the
-split dim, such as a norm over all heads, each layer is split by itself, and activations are gathered. What is split in
-neither way stays whole.
-"""
+"""A plan for a model that brings none, or not all of it: found by looking at its modules."""
 
 from __future__ import annotations
 
@@ -18,47 +12,40 @@ from torch.nn.functional import gelu, relu
 from zeromesh.tensor.heads import Heads, heads_of
 from zeromesh.tensor.plan import OF_KEYS, Plan, PlanRule, is_transposed, kind_of, parse, pattern_of
 
+# Attention and MLPs are found by what their layers are called and by shapes that fit: layers that are split by columns,
+# and one split by rows that reads what was made of them. Where something stands in between that looks at all of the
+# split dim, such as a norm over all heads, each layer is split by itself, and activations are gathered. What is split
+# in neither way stays whole.
+
+# Names of layers that are split by rows.
 _OUTPUT = re.compile(
     r"^(o|wo|w2|o_proj|out_proj|c_proj|dense|out_lin|out|proj|proj_out|attn_out|dense_4h_to_h|down_proj|fc2|fc_out|"
     r"fc_proj|lin2|Wo|attention_out|ffn_output|linear2|linear_2|ff2|output|output_linear|c_out|proj_2|layer_2|"
     r"conv_shortcut|dense_2|fc_2|down)$"
 )
-"""Names of layers that are split by rows."""
-
+# Modules with columns -> the layer, beside them in the same parent, that is split by rows.
 _PAIRS = (
     (re.compile(r"(^|\.)attention\.(self|attention|attn)$"), "output.dense"),
     (re.compile(r"(^|\.)intermediate$"), "output.dense"),
     (re.compile(r"(^|\.)w_in$"), "w_out"),
 )
-"""Modules with columns -> the layer, beside them in the same parent, that is split by rows."""
-
-_INTERLEAVED = "query_key_value"
-"""Name of fused layers in which the queries, keys and values of a head, or of a group of heads, lie together."""
-
+_INTERLEAVED = "query_key_value"  # fused layers in which queries, keys and values of a head or a group lie together
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+KNOWN = ("transformers.", "zeromesh.")  # packages whose attention and MLPs compute what the names of their layers say
 
-KNOWN = ("transformers.", "zeromesh.")
-"""Packages whose attention and MLPs compute what the names of their layers say."""
-
+# Classes of attention whose forward counts on all heads: in fused weights cut for eight TPUs, or in shapes.
 _ALL_HEADS = re.compile(r"^(CodeGen|TrOCR)Attention")
-"""Classes of attention whose forward counts on all heads: in fused weights cut for eight TPUs, or in shapes."""
 
-LOCAL = ("colwise", "packed_colwise", "rowwise")
-"""Styles of layers between which activations are split."""
-
+LOCAL = ("colwise", "packed_colwise", "rowwise")  # activations between layers of these styles are split
 GATHERING = ("colwise_gather_output", "rowwise_split_input")
 
 Rules = Iterator[tuple[str, PlanRule]]
 
 
 def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[str]]:
-    """Return a plan for a model, and lines that say which large layers it leaves whole, or gathers, and why.
-
-    A model of transformers that has a plan of its own is split by it; what that leaves out is found as for others, and
-    fused layers that it splits one by one are split together where their parts are known. Attention with fewer heads
-    than ``ranks``, as in the first stages of pyramids, is split layer by layer.
-    """
+    """Return a plan for a model, and lines that say which large layers it leaves whole, or gathers, and why."""
     modules = dict(model.named_modules())
+    # A model of transformers that has a plan of its own is split by it. What that leaves out is found as for others.
     own = published(model)
     plan: dict[str, PlanRule] = {}
     notes: list[str] = []
@@ -72,7 +59,8 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[
             known = (*LOCAL, *GATHERING)
             region = {p: PlanRule(GATHERING["rowwise" in r.style]) for p, r in region.items() if r.style in known}
         said = {path: own[path] for path in region if path in own}
-        # The published plan gathers the outputs of fused layers, whose parts it does not know.
+        # The published plan gathers the outputs of fused layers, whose parts it does not know; where they are known
+        # here, they are split together.
         gathers = all(rule.style in GATHERING for rule in said.values())
         if said and gathers and any(rule.sections for rule in region.values()):
             own = {path: rule for path, rule in own.items() if path not in region}
@@ -107,7 +95,7 @@ def derive(model: nn.Module, ranks: int = 1) -> tuple[dict[str, PlanRule], list[
 
 
 def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, PlanRule]:
-    """Rules for torch's own attention, and for the MLPs of its transformers."""
+    """Return rules for torch's own attention, and for the MLPs of its transformers."""
     if kind_of(module) == "attention":
         few = module.num_heads < ranks  # type: ignore[operator]
         return {} if few or name.endswith("base_layer") else {name: PlanRule("heads")}
@@ -120,10 +108,8 @@ def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, PlanRul
 
 
 def _patterns(plan: Plan, model: nn.Module) -> dict[str, PlanRule]:
-    """Replace the rules of modules that are called alike by one, unless they differ, as in blocks of several kinds.
-
-    The last part of a name stays: the layers of one ``nn.Sequential`` are not alike.
-    """
+    """Replace the rules of modules that are called alike by one, unless they differ, as in blocks of several kinds."""
+    # The last part of a name stays: the layers of one ``nn.Sequential`` are not alike.
     alike: dict[str, list[str]] = {}
     for name, _ in (*model.named_modules(), *model.named_parameters()):
         container, dot, child = name.rpartition(".")
@@ -137,16 +123,14 @@ def _patterns(plan: Plan, model: nn.Module) -> dict[str, PlanRule]:
 
 
 def published(model: nn.Module) -> dict[str, PlanRule]:
-    """Return the entries of the plan of a model of transformers, by module name.
-
-    Some plans say of the fused weights of experts that they are cut as one, which their forward then misreads.
-    """
+    """Return the entries of the plan of a model of transformers, by module name."""
     rules = parse(getattr(model, "_tp_plan", None) or {})
     found: dict[str, PlanRule] = {}
     for name, _ in (*model.named_modules(), *model.named_parameters()):
         rule = rules.get(pattern_of(name)) or rules.get(name)
         if rule is None:
             continue
+        # Some plans say of the fused weights of experts that they are cut as one, which their forward then misreads.
         if name.endswith("gate_up_proj") and rule == PlanRule("colwise"):
             experts = model.get_submodule(name.rpartition(".")[0])
             parts = experts.get_parameter("gate_up_proj").ndim == 3 and getattr(experts, "is_concatenated", True)
@@ -159,10 +143,7 @@ SHARED = PlanRule("replicated_with_grad_allreduce")
 
 
 def _completed(name: str, module: nn.Module, own: Plan, region: Plan) -> dict[str, PlanRule]:
-    """Return a published plan with rules for the parts of one attention or MLP that it leaves out.
-
-    Where there are parameters that may be used on all of the split dim, each layer is split by itself.
-    """
+    """Return a published plan with rules for the parts of one attention or MLP that it leaves out."""
     rules = {child: own[f"{name}.{child}"] for child, _ in module.named_children() if f"{name}.{child}" in own}
     widths, rows = set(), 0
     for child, layer in module.named_children():
@@ -174,19 +155,20 @@ def _completed(name: str, module: nn.Module, own: Plan, region: Plan) -> dict[st
     odd = rows > 1 or any(f"{name}.{key}" not in own for key, _ in module.named_parameters(recurse=False))
     if not odd and not any(widths & {*p.shape} for m in left.values() for p in m.parameters()):
         return {**own, **{f"{name}.{child}": SHARED for child, m in left.items() if _is_activation(m)}}
+    # There are parameters that may be used on all of the split dim, so each layer is split by itself.
     kept = {path: rule for path, rule in own.items() if path.rpartition(".")[0] != name}
     linear = {f"{name}.{child}" for child, layer in module.named_children() if kind_of(_base(layer)) == "linear"}
     return kept | {path: PlanRule(GATHERING["rowwise" in r.style]) for path, r in region.items() if path in linear}
 
 
 def _is_activation(module: nn.Module) -> bool:
-    """Return whether it has parameters that are used on each entry alike."""
+    """Return whether its parameters are used on each entry alike."""
     sizes = [parameter.numel() for parameter in module.parameters()]
     return bool(sizes) and set(sizes) == {1} and "activation" in type(module).__module__
 
 
 def _experts(name: str, module: nn.Module) -> Rules:
-    """Rules for the stacked weights of experts, laid out as transformers' ``use_experts_implementation`` says."""
+    """Yield rules for the stacked weights of experts, in the layout of ``use_experts_implementation``."""
     shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
     up = next((key for key in ("gate_up_proj", "up_proj") if key in shapes), None)
     known = {key for key in (up, "down_proj", f"{up}_bias", "down_proj_bias")}
@@ -205,7 +187,7 @@ def _experts(name: str, module: nn.Module) -> Rules:
 
 
 def _stacked_experts(name: str, module: nn.Module, ranks: int) -> Rules:
-    """Rules for experts whose matrices are the rows of one weight each: DBRX's."""
+    """Yield rules for experts whose matrices are the rows of one weight each: DBRX's."""
     weights = dict(getattr(module, "mlp", nn.Module()).named_parameters(recurse=False))
     count, width = (getattr(module, key, 0) for key in ("num_experts", "ffn_hidden_size"))
     stacked = weights.keys() == {"w1", "v1", "w2"} and all(len(w) == count * width for w in weights.values())
@@ -215,16 +197,13 @@ def _stacked_experts(name: str, module: nn.Module, ranks: int) -> Rules:
 
 
 def _layers_of_experts(name: str, module: nn.Module, ranks: int) -> Rules:
-    """Rules for two modules that each hold one layer of all experts, weights of shape (experts, outputs, inputs).
-
-    Where the second reads what the first made, with a gate or without, activations between them are split; where
-    something else looks at all of it, as JetMoe's attention does, they are gathered.
-    """
+    """Yield rules for two modules that each hold one layer of all experts, weights (experts, outputs, inputs)."""
     first: Any = getattr(module, "input_linear", None)
     last: Any = getattr(module, "output_linear", None)
     if not (_is_layer_of_experts(first) and _is_layer_of_experts(last)):
         return
     outputs, inputs = first.output_size, last.input_size
+    # Activations between them are split, unless something else looks at all of them, as JetMoe's attention does.
     gathers, gated = hasattr(module, "reduce"), outputs == 2 * inputs
     if not (gated or outputs == inputs) or inputs % ranks:
         return
@@ -243,7 +222,7 @@ def _is_layer_of_experts(module: Any) -> bool:
 
 
 def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Any, ranks: int) -> Rules:
-    """Rules for the layers of an attention or an MLP whose columns are children of the module."""
+    """Yield rules for the layers of an attention or an MLP whose columns are children of the module."""
     if _reads_weights(module):
         return
     path = f"{name}." if name else ""
@@ -268,7 +247,7 @@ def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], con
     elif _ALL_HEADS.match(type(module).__name__):
         yield from _each(path, columns, row)
     elif heads is not None and heads.queries * heads.width == width:
-        few = heads.queries < ranks
+        few = heads.queries < ranks  # as in the first stages of pyramids
         yield from _each(path, columns, row) if few else _attention(path, module, columns, row, heads)
     elif heads is None:
         yield from _mlp(path, module, columns, row, modules[row])
@@ -282,7 +261,7 @@ def _is_elementwise(module: nn.Module) -> bool:
 
 
 def _latent(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads) -> Rules:
-    """Rules for attention whose keys and values come from a narrow activation (DeepSeek-AI, "DeepSeek-V2", 2024)."""
+    """Yield rules for attention with keys and values from a narrow activation (DeepSeek-AI, "DeepSeek-V2", 2024)."""
     latent, rotary = _inputs(columns["kv_b_proj"]), getattr(module, "qk_rope_head_dim", 0)
     rules: dict[str, PlanRule] = {}
     for child, layer in columns.items():
@@ -425,11 +404,7 @@ def _has_plain_rows(table: nn.Embedding) -> bool:
 
 
 def heads_over_vocabulary(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers over the entries of the embedding of tokens.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the names of the linear layers over the entries of the token embedding; raise ValueError without one."""
     rules = _vocabulary(model, dict(model.named_modules())).items()
     heads = [name for name, rule in rules if rule.style == "vocabulary"]
     if not heads:

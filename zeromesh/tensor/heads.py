@@ -14,15 +14,11 @@ WIDTHS = (
     "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head", "attn_head_size", "dim_head",
     "width",
 )  # fmt: skip
+# The width of all heads together.
 TOTALS = ("all_head_size", "embed_dim", "inner_dim", "hidden_size", "split_size", "dim", "attn_dim", "q_size")
-"""The width of all heads together."""
-GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "num_groups")
-"""Heads of queries for each head of keys."""
 KEY_TOTALS = ("kv_dim", "kv_size", "num_key_value_size")
-
-
-EXPERT_WIDTH = "ffn_hidden_size"
-"""Name of the number of rows of one expert in the weight of all experts."""
+GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "num_groups")  # query heads for each key head
+EXPERT_WIDTH = "ffn_hidden_size"  # rows of one expert in the weight of all experts
 
 
 @dataclass(frozen=True)
@@ -35,14 +31,9 @@ class Heads:
 
 
 def heads_of(module: nn.Module, config: Any = None) -> Heads | None:
-    """Return the heads of a module that computes attention by itself; None if it does not look like one.
-
-    Args:
-        module: whose attributes are looked at first.
-        config: of the model, for what the module does not say.
-    """
-    own = getattr(module, "config", None)
-    said = [module, own, config]
+    """Return the heads of a module that computes attention by itself; None if it does not look like one."""
+    said = [module, getattr(module, "config", None), config]
+    # The module itself must name heads or a width: the configuration does so for every module of the model.
     width = first_number([module], WIDTHS)
     queries = first_number([module], QUERIES)
     if width is None and queries is None:
@@ -86,6 +77,8 @@ def take_part(module: nn.Module, heads: Heads, ranks: int) -> None:
             if vars(module).get(name) == whole:
                 setattr(module, name, part)
     if hasattr(module, "config"):
+        # Its forward may read the numbers of heads there, and other modules share the configuration: this one gets a
+        # view of it.
         counts = {name: part for names, whole, part in changes[:2] for name in names}
         module.config = _Config(module.config, counts)  # type: ignore[assignment]
 

@@ -1,10 +1,4 @@
-"""Linear layers split by columns and by rows, whose input gradients travel while weight gradients are computed.
-
-An activation enters a part of the model that is split by columns once, however many layers read it. Autograd runs, of
-the nodes that are ready, the one that was made last. So three kinds of nodes are made at the entry, in this order: one
-that waits for the sum of the input's gradient, one for the gradient of each layer's weight, and one that begins the
-sum. In the backward the sum begins once all layers have added to it, and travels while weight gradients are computed.
-"""
+"""Linear layers split by columns and by rows, whose input gradients travel while weight gradients are computed."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ from zeromesh.tensor.operators import move, scatter
 
 
 class Layer:
-    """A layer for one pass through an entry."""
+    """Layer split by columns, for one pass through an entry."""
 
     def __init__(self, columns: Columns, passage: _Passage) -> None:
         self._columns, self._ticket = columns, Ticket()
@@ -29,7 +23,7 @@ class Layer:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Shape ``(..., inputs)`` to ``(..., part of the outputs)``."""
+        """Return the layer's outputs: shape ``(..., inputs)`` to ``(..., part of the outputs)``."""
         columns = self._columns
         y: Tensor = Product.apply(  # type: ignore[no-untyped-call]
             x, self._token, columns.weight, columns.bias, self._ticket, columns.transposed
@@ -42,22 +36,20 @@ def enter(
 ) -> tuple[Tensor, list[Layer]]:
     """Bring an activation to layers that are split by columns: operator f of "Megatron-LM", or g over the sequence.
 
-    Args:
-        x: the same on all ranks; with ``dim``, this rank's part of that dim.
-        columns: the layers that will read it, or something made of it.
-        group: the ranks along the tensor axis.
-        tag: distinguishes operators that are under way at the same time; this one, and the next, are used.
-        dim: which one is spread over the ranks outside (sequence parallelism); None: none is.
+    ``x`` is the same on all ranks, or this rank's part of ``dim``. Messages take the tag and the next one.
 
     Returns:
-        The whole activation, and the layers in their order; none where there are no gradients to be computed, one
-        rank only, or weights' gradients come later, and layers are to be called as they are. A layer that is called
-        otherwise works, too.
+        The whole activation, and the layers in their order; no layers where they are to be called as they are.
     """
-    # Under autocast products are cast where autograd does not see it.
+    # Under autocast products are cast where autograd does not see it, anomaly mode reads gradients before
+    # their messages have come, and under keeping() weight gradients are computed later.
     plain = torch.is_autocast_enabled(x.device.type) or torch.is_anomaly_enabled() or is_keeping()
     if group.size == 1 or plain or not torch.is_grad_enabled():
         return (move(x, "copy", group, tag) if dim is None else move(x, "gather", group, tag, dim)), []
+    # Autograd runs, of the nodes that are ready, the one that was made last. So three kinds of nodes are made here in
+    # this order: one that waits for the sum of the input's gradient, one for the gradient of each layer's weight, and
+    # one that begins the sum. The sum begins once all layers have added to it, and travels while weight gradients are
+    # computed.
     passage = _Passage(group, tag, dim)
     waiting: Tensor = _Wait.apply(x, passage)  # type: ignore[no-untyped-call]
     layers = [Layer(one, passage) for one in columns]
@@ -66,17 +58,15 @@ def enter(
 
 
 def leave(partial: Tensor, bias: Tensor | None, group: Group, tag: int, dim: int | None = None) -> Tensor:
-    """Sum the outputs of layers split by rows over the ranks, operator g, and add the bias, which all have, once.
-
-    With ``dim`` this rank keeps its part of it only; the bias then gets the gradient of that part, which is to be
-    summed over the ranks as that of every parameter that is used on parts of the sequence.
-    """
+    """Sum the outputs of layers split by rows over the ranks, operator g, and add the bias; keep a part of ``dim``."""
+    # All ranks have the bias, so it is added after the sum. Of a part of the sequence it gets that part's gradient,
+    # which is summed over the ranks later, as that of every parameter that is used on parts of the sequence.
     total = move(partial, "sum", group, tag) if dim is None else move(partial, "scatter", group, tag, dim)
     return total if bias is None else total + bias
 
 
 class _Passage:
-    """The gradient of one activation on its way to all ranks."""
+    """Gradient of one activation on its way to all ranks."""
 
     def __init__(self, group: Group, tag: int, dim: int | None) -> None:
         self.group, self.tag, self.dim = group, tag, dim
@@ -88,7 +78,7 @@ class _Passage:
         if self.dim is not None:
             found, self._second = scatter(gradient, self.group, self.tag + 1, self.dim)
             return found
-        total = gradient.clone(memory_format=torch.contiguous_format)
+        total = gradient.clone(memory_format=torch.contiguous_format)  # others may hold the gradient as it is
         self._first = self.group.begin_all_reduce(total.view(-1), self.tag + 1)
         return total
 

@@ -1,18 +1,4 @@
-"""Logits that are computed when their values are needed, which a loss on them does not.
-
-A head returns ``Logits(hidden, weight, ...)`` in place of ``F.linear(hidden, weight, bias)``. To the model, whose code
-stays as it is, this is a tensor of the whole vocabulary. What models do to logits on their way to the loss is
-remembered (``RULES``), and ``F.cross_entropy`` becomes ``linear_cross_entropy``, which has no second derivatives. Any
-other function gets the values: they are computed once, what was remembered is done to them, and from then on they are
-an ordinary tensor. So the result is always that of plain torch.
-
-- With a split vocabulary, ranks exchange values then: what is done on one rank must be done on all.
-- A loss that comes after the values were needed is computed from them: for the memory, compute the loss first.
-- The loss of 16-bit logits is in fp32.
-- Logits read the head's parameter itself when they are computed, by torch functions that ask the parameter's class: an
-  engine that has parameters elsewhere sees that they are needed, after the head's forward. A parameter that was
-  changed since is an error, as the values would be other ones.
-"""
+"""Logits that are computed when their values are needed, which a loss on them does not."""
 
 from __future__ import annotations
 
@@ -33,18 +19,22 @@ from zeromesh.model.in_place import version, writes
 from zeromesh.tensor.loss import REDUCTIONS, Vocabulary, linear_cross_entropy
 from zeromesh.tensor.operators import move
 
-Using = Callable[[], AbstractContextManager[Any]]
+# A head returns Logits(hidden, weight, ...) in place of F.linear(hidden, weight, bias). To the model, whose code stays
+# as it is, this is a tensor of the whole vocabulary. What models do to logits on their way to the loss is remembered
+# (RULES), and F.cross_entropy becomes linear_cross_entropy. Any other function gets the values: they are computed once,
+# what was remembered is done to them, and from then on they are an ordinary tensor. So the result is that of plain
+# torch. With a split vocabulary, ranks exchange values then: what is done on one rank must be done on all.
 
-Computed = tuple[Tensor, Sequence[Tensor | None]]
-"""Values, and the tensors that they were made of."""
+Using = Callable[[], AbstractContextManager[Any]]
+Computed = tuple[Tensor, Sequence[Tensor | None]]  # values, and the tensors that they were made of
 
 _HEADS: WeakSet[_Head] = WeakSet()
 
 
 def expire() -> None:
-    """Refuse to compute logits that were made before an update, which does not count in ``Tensor._version``."""
-    for head in _HEADS:
-        head.expired = True
+    """Refuse to compute logits that were made before an update."""
+    for head in list(_HEADS):
+        head.expire()
 
 
 @dataclass(eq=False)
@@ -67,12 +57,18 @@ class _Head:
         self.versions = self._versions()
         _HEADS.add(self)
 
+    def expire(self) -> None:
+        self.expired = True  # an update writes to memory below the parameter, which does not count in its version
+
     def _versions(self) -> tuple[int, ...]:
         return tuple(-1 if one is None else version(one) for one in (self.hidden, self.weight, self.bias))
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield this rank's weight and bias, under the autocast of the call."""
+        # The parameter itself is read, by functions that ask its class: an engine that has parameters elsewhere sees
+        # that they are needed after the head's forward. Values of a parameter that was changed since would be other
+        # ones.
         if self.expired or self._versions() != self.versions:
             raise RuntimeError(
                 "the head's input, weight or bias was changed after its logits were made, as by step(); they are "
@@ -106,35 +102,26 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Recipe of a loss on some logits.
-
-    Attributes:
-        head: what they come from.
-        hidden: shape ``(..., width)``; the leading dims are those of the logits, without that of the classes.
-        classes: where among the logits' dims the vocabulary is.
-        like: has the logits' shape, strides and dtype, on the meta device.
-        scale: of the product.
-        cap: after tanh: what that is multiplied with.
-    """
+    """Recipe of a loss on some logits."""
 
     head: _Head
-    hidden: Tensor
-    classes: int
-    like: Tensor
+    hidden: Tensor  # shape (..., width); the leading dims are those of the logits, without that of the classes
+    classes: int  # the logits' dim that is the vocabulary
+    like: Tensor  # has the logits' shape, strides and dtype, on the meta device
     scale: float = 1.0
-    cap: float | None = None
+    cap: float | None = None  # factor after tanh
 
 
 class Logits(Tensor):
-    """See the module.
+    """Logits of the whole vocabulary, computed when their values are needed; the loss of 16-bit logits is in fp32.
 
     Args:
         hidden: shape ``(..., width)``, the same on all ranks; its gradient is summed over them.
         weight: shape ``(rows, width)``, this rank's rows of the head, as many on every rank.
         bias: shape ``(rows,)``, or that of the whole vocabulary, the same on all ranks.
-        vocabulary: which entries ``weight`` has; None: all.
-        tag: of the messages; this one and the next two are used.
-        using: gives a context in which the weight and the bias are in memory.
+        vocabulary: entries of ``weight``; None: all.
+        tag: first of three tags of the messages.
+        using: returns a context in which the weight and the bias are in memory.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -167,6 +154,13 @@ class Logits(Tensor):
         head = _Head(hidden, weight, bias, vocabulary, tag, dtype if autocast else None, using)
         return _make(_Recipe(head, hidden, hidden.ndim - 1, like), head.values, (hidden, weight, bias))
 
+    def _begin(self, recipe: _Recipe, compute: Callable[[], Computed], parent: Logits | None) -> Logits:
+        self._recipe, self._compute, self._parent, self._value = recipe, compute, parent, None
+        # The values are computed later, but in the modes of now.
+        self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), _saving()
+        recipe.head.family[id(self)] = self
+        return self
+
     def materialise(self) -> Tensor:
         """Return the values, an ordinary tensor; the first call computes them as the head would have."""
         if self._value is None:
@@ -176,6 +170,7 @@ class Logits(Tensor):
             plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             saved = nullcontext() if saving == _saving() else plain
             with torch.inference_mode(inference), torch.set_grad_enabled(graded or node is not None), saved:
+                # Where another Function has returned these logits, the gradient must go to it.
                 if _ours(node):
                     self._value = self._compute()[0]
                 else:
@@ -185,17 +180,15 @@ class Logits(Tensor):
         return self._value
 
     def when_computed(self, listener: Callable[[Tensor], None]) -> None:
-        """Call a function with each loss of these logits that is computed from now on, and with their values.
-
-        The outputs of the head that backward reaches are these, if they can be differentiated.
-        """
+        """Call a function with each loss of these logits that is computed from now on, and with their values."""
+        # These are the outputs of the head that a backward reaches; the logits themselves may never be differentiated.
         self._recipe.head.listeners.append(listener)
         if self._value is not None and self._value.requires_grad:
             listener(self._value)
 
     @property
     def lazy(self) -> bool:
-        """True if the values are still not needed."""
+        """True if the values were not needed yet."""
         return self._value is None and _ours(_node(self)) and (self._parent is None or self._parent.lazy)
 
     @classmethod
@@ -240,10 +233,7 @@ def _make(
         storage_offset=like.storage_offset(), device=recipe.hidden.device,
     )  # fmt: skip
     logits: Logits = _Lazy.apply(wrapper, compute, *inputs)  # type: ignore[no-untyped-call]
-    logits._recipe, logits._compute, logits._parent, logits._value = recipe, compute, parent, None
-    logits._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), _saving()
-    recipe.head.family[id(logits)] = logits
-    return logits
+    return logits._begin(recipe, compute, parent)
 
 
 class _Lazy(torch.autograd.Function):
@@ -296,13 +286,14 @@ def _then(logits: Logits, function: Callable[[Tensor], Tensor], **changes: Any) 
     return _make(recipe, lambda: (function(values := logits.materialise()), (values,)), (logits,), logits)
 
 
-# What is remembered. A rule gives None where it does not apply.
+# Rules: what is remembered. A rule returns None where it does not apply, and the values are computed.
 
 
 def _cast(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None:
     """Remember a cast to a dtype that holds all of the logits' own."""
     if "memory_format" in kwargs:
         return None
+    # A cast to fewer bits would change the loss, which is computed from the product in fp32.
     probe = torch.empty(0, dtype=logits.dtype, device=logits.device)
     args, kwargs = tree_map_only(Tensor, lambda x: torch.empty(0, dtype=x.dtype, device=x.device), (args, kwargs))
     found = func(probe, *args, **kwargs)
@@ -356,6 +347,7 @@ def _index(logits: Logits, func: Any, index: Any) -> Logits | None:
     items[holes[0] : holes[0] + 1] = [slice(None)] * gap
     if not isinstance(items[-1], slice) or items[-1].indices(size) != (0, size, 1):
         return None
+    # The index is used again when the values are needed, and the caller may change it until then.
     items = tree_map_only(Tensor, Tensor.clone, items)
     hidden = recipe.hidden[(*items[:-1], slice(None))]
     copies = any(isinstance(item, Tensor) for item in items)  # the meta device has no values of masks
@@ -363,7 +355,7 @@ def _index(logits: Logits, func: Any, index: Any) -> Logits | None:
     return _then(logits, lambda x: x[tuple(items)], hidden=hidden, classes=hidden.ndim - 1, like=like)
 
 
-INDEXES = (int, slice, list, type(None), type(...), Tensor)
+INDEXES = (int, slice, list, type(None), type(...), Tensor)  # a class of its own may do anything
 
 
 def _dims(item: Any) -> int:
@@ -378,6 +370,7 @@ def _multiply(logits: Logits, func: Any, factor: Any, **kwargs: Any) -> Logits |
     if kwargs or isinstance(factor, bool) or not isinstance(factor, int | float) or not factor or not isfinite(factor):
         return None
     recipe, inverse = logits._recipe, func in DIVIDE
+    # A factor before tanh scales the product; one after it is the cap.
     name, before = ("scale", recipe.scale) if recipe.cap is None else ("cap", recipe.cap)
     changes = {name: before / factor if inverse else before * factor}
     return _then(logits, lambda x: func(x, factor), like=func(recipe.like, factor), **changes)
@@ -410,13 +403,13 @@ def _cross_entropy(
 
 
 def _of_tensor(*names: str) -> list[Any]:
-    """Methods of a tensor, and getters of its attributes, by their names."""
+    """Return methods of a tensor, and getters of its attributes, by their names."""
     found = [getattr(Tensor, name, None) for name in names]  # versions of torch differ in them
     return [one if callable(one) else one.__get__ for one in found if one is not None]
 
 
 def _functions(*names: str) -> list[Any]:
-    """Functions that are methods, too."""
+    """Return functions that are methods, too."""
     return [*_of_tensor(*names), *(getattr(torch, name) for name in names if hasattr(torch, name))]
 
 
@@ -434,8 +427,8 @@ _TABLE: dict[Callable[..., Tensor | None], list[Any]] = {
     _cross_entropy: [F.cross_entropy],
 }  # fmt: skip
 RULES = {function: rule for rule, functions in _TABLE.items() for function in functions}
-"""Function of torch -> rule that remembers it."""
 
+# Functions that need no values.
 DESCRIPTION = {
     *_of_tensor(
         "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "names", "itemsize",
@@ -446,4 +439,3 @@ DESCRIPTION = {
     ),
     torch.numel, torch.is_floating_point, torch.is_complex,
 }  # fmt: skip
-"""Functions that need no values."""

@@ -1,11 +1,7 @@
 """Cross entropy of a head whose logits are never all there, on one rank or with its vocabulary split over several.
 
-The logits of one chunk of tokens at a time are computed, turned into losses and gradients, and dropped (the idea is
-that of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, and Hsu et al., "Liger Kernel",
-2024). With a split vocabulary each rank has the logits of its own entries, and ranks tell each other three or five
-numbers per token: the maximum, the sum of exponentials relative to it, the label's logit, and for label smoothing the
-sum of the logits relative to the maximum, and their number (Shoeybi et al., "Megatron-LM", 2019). They are put together
-in the order of ranks, so all get the same loss.
+The idea of chunks is that of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, and Hsu et
+al., "Liger Kernel", 2024; that of a split vocabulary of Shoeybi et al., "Megatron-LM", 2019.
 """
 
 from __future__ import annotations
@@ -19,25 +15,17 @@ from torch import Tensor
 
 from zeromesh.comm.collectives import Group
 
-CHUNK_BYTES = 1 << 26
-"""Memory of a chunk's logits, from which follows how many tokens it has."""
-
+CHUNK_BYTES = 1 << 26  # of a chunk's logits, from which follows how many tokens it has
 REDUCTIONS = ("mean", "sum", "none")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Entries of the vocabulary in the rows of this rank's head.
+    """Entries of the vocabulary in the rows of this rank's head."""
 
-    Attributes:
-        start: the first.
-        size: entries on all ranks together; rows from there on are padding, which takes no part.
-        group: the ranks it is split over; None: it is whole.
-    """
-
-    start: int
-    size: int
-    group: Group | None = None
+    start: int  # the first entry
+    size: int  # entries on all ranks together; rows from there on are padding, which takes no part
+    group: Group | None = None  # ranks that share the vocabulary; None: it is whole
 
 
 @dataclass(frozen=True)
@@ -55,20 +43,10 @@ class _Terms:
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    vocabulary: Vocabulary | None = None,
-    chunk: int | None = None,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
+    reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float = 1.0,
+    softcap: float | None = None, vocabulary: Vocabulary | None = None, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` in the memory of one chunk of tokens.
 
     Logits are scaled, capped and summed in fp32, or in fp64 where the operands are. Gradients of ``hidden`` are, with a
@@ -79,13 +57,13 @@ def linear_cross_entropy(
         weight: shape ``(rows, width)``, this rank's rows of the head.
         labels: shape ``(...)``, int64: entries of the whole vocabulary, or ``ignore_index``.
         bias: shape ``(rows,)``.
-        ignore_index: labels that take no part.
+        ignore_index: label that takes no part.
         reduction: "mean" over the labels that take part, "sum", or "none".
-        label_smoothing: as in ``F.cross_entropy``, over the whole vocabulary.
+        label_smoothing: see ``F.cross_entropy``; it is over the whole vocabulary.
         z_loss: adds this times the square of the logarithm of the sum of exponentials (Chowdhery et al., "PaLM", 2022).
-        scale: of the logits.
+        scale: factor of the logits.
         softcap: c replaces logits l by ``c tanh(l / c)`` (Gemma Team, "Gemma 2", 2024).
-        vocabulary: which entries ``weight`` has; None: all.
+        vocabulary: entries of ``weight``; None: all.
         chunk: tokens at a time; None: as many as ``CHUNK_BYTES`` hold.
 
     Returns:
@@ -105,6 +83,7 @@ def linear_cross_entropy(
         )
     vocabulary = vocabulary or Vocabulary(0, weight.shape[0])
     device = hidden.device.type
+    # Once, as autocast would cast the weight anew for each chunk; inside it is off.
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -126,18 +105,8 @@ def linear_cross_entropy(
 
 
 def require_known(ids: Tensor, wrong: Tensor, size: int, name: str, more: str = "") -> None:
-    """Check that none of some ids is wrong.
-
-    Args:
-        ids: entries of a vocabulary.
-        wrong: which of them are not; of the same shape.
-        size: of the vocabulary.
-        name: of an id, for the error.
-        more: ends the error's text.
-
-    Raises:
-        IndexError: one is. On an accelerator, which is not waited for, its assertion fails later.
-    """
+    """Raise IndexError if one of some ids is ``wrong``; the error calls it ``name``, and ends with ``more``."""
+    # An accelerator is not waited for: its own assertion fails later.
     if ids.device.type != "cpu":
         torch._assert_async(~wrong.any(), f"one {name} is not in the vocabulary of {size} entries")
     elif bool(wrong.any()):
@@ -148,7 +117,7 @@ def require_known(ids: Tensor, wrong: Tensor, size: int, name: str, more: str = 
 
 
 class _Chunk:
-    """Losses of some tokens, and what their gradients need."""
+    """Losses of some tokens, and the operands of their gradients."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms) -> None:
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -170,16 +139,15 @@ class _Chunk:
         self._reduce(logits[:, : self._real])
 
     def _reduce(self, logits: Tensor) -> None:
-        """Turn logits into losses, and, in their memory, into exponentials from which gradients are a product away.
-
-        All numbers are taken relative to the maximum first. A logarithm that is added to a large maximum loses its
-        last digits, and with them those of the loss.
-        """
+        """Turn logits into losses, and, in their memory, into exponentials from which gradients are a product away."""
+        # All numbers are taken relative to the maximum first. A logarithm that is added to a large maximum loses its
+        # last digits, and with them those of the loss.
         terms, wide = self._terms, logits.dtype
         if self._real:
             own = logits.amax(1)
             target = logits.gather(1, self._local[:, None])[:, 0].where(self._here, 0.0)
         else:
+            # The last ranks may have nothing but padding.
             own = torch.full((len(logits),), -torch.inf, dtype=wide, device=logits.device)
             target = torch.zeros_like(own)
         logits.sub_(own.where(own > -torch.inf, 0.0)[:, None])
@@ -201,17 +169,14 @@ class _Chunk:
         self.losses = losses.where(self._counted, 0.0)
 
     def gradient_of_logits(self, upstream: Tensor) -> Tensor:
-        """Return the gradient of the product's result, padding included, in the memory of the logits.
-
-        Args:
-            upstream: of the losses; shape (tokens,), or a scalar.
-        """
+        """Return the gradient of the logits, padding included, given that of the losses: (tokens,) or a scalar."""
         terms, smoothing = self._terms, self._terms.label_smoothing
         shape = (len(self._exponentials), self._weight.shape[0])
         upstream = torch.where(self._counted, upstream * terms.scale, 0.0)
         factor = self._share * upstream
         if terms.z_loss:
             factor *= 1 + 2 * terms.z_loss * self.normaliser
+        # In the memory of the logits: a second buffer would double the peak.
         gradient = self._exponentials.mul_(factor[:, None])
         if smoothing:
             gradient.sub_((smoothing / terms.vocabulary.size * upstream)[:, None])
@@ -228,16 +193,10 @@ class _Chunk:
 
 
 def _over_ranks(numbers: list[Tensor], group: Group | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Combine the numbers of each rank's part of the vocabulary, in the order of ranks, so that all get the same.
-
-    Args:
-        numbers: per token the maximum, the sum of exponentials relative to it, the label's logit where it is in this
-            part, and for label smoothing the sum of the logits relative to the maximum and how many these are.
-        group: the ranks; None: there is one part.
-
-    Returns:
-        The same of the whole vocabulary, without the last; None for a sum that was not given.
-    """
+    """Combine numbers of each rank's part of the vocabulary: three per token, five for label smoothing."""
+    # The maximum, the sum of exponentials relative to it, the label's logit where it is in this part; and the sum of
+    # the logits relative to the maximum, and how many these are. They are added in the order of ranks, so that all
+    # ranks get the same loss to the last bit.
     top, below, target, *rest = numbers
     if group is None or group.size == 1:
         return top, below, target, rest[0] if rest else None
@@ -263,13 +222,12 @@ class _Sums:
     def add(self, at: slice, gradient: Tensor) -> None:
         if self.hidden is not None:
             torch.mm(gradient, self._weight, out=self.hidden[at])
-        if self._needs[1]:
-            self._add_to_weight(gradient.t(), self._hidden[at])
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
-
-    def _add_to_weight(self, left: Tensor, right: Tensor) -> None:
-        """Add a product in fp32 or wider; a single chunk's needs no sum and stays in its own dtype."""
+        if not self._needs[1]:
+            return
+        left, right = gradient.t(), self._hidden[at]
+        # A single chunk's product needs no sum and stays in its own dtype; sums are in fp32 or wider.
         if self.weight is None:
             self.weight = left @ right
             return
@@ -288,9 +246,9 @@ class _Sums:
 
 
 def _times(value: Tensor, factor: Tensor | None) -> Tensor:
-    """Multiply by a scalar; a view with one dim keeps torch from rounding it to the value's dtype."""
     if factor is None:
         return value
+    # A view with one dim, as torch rounds a scalar to the value's dtype.
     return value.mul_(factor) if value.dtype == factor.dtype else value * factor.view(1)
 
 
@@ -303,14 +261,9 @@ def _chunks(
 
 
 def _sums_of(
-    needs: tuple[bool, ...],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    terms: _Terms,
+    needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms,
     upstream: Tensor,
-) -> _Sums:
+) -> _Sums:  # fmt: skip
     """Return the gradients, of logits that are computed again."""
     sums = _Sums(needs, hidden, weight, bias)
     for at, chunk in _chunks(hidden, weight, bias, labels, terms):
@@ -319,7 +272,8 @@ def _sums_of(
 
 
 def _require_first() -> None:
-    """Refuse second derivatives: torch's own check misses those of the operands."""
+    """Refuse second derivatives."""
+    # torch's own check misses those of the operands.
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph is true, but linear_cross_entropy has no second derivatives; compute this loss with all "
@@ -360,6 +314,7 @@ class _Total(torch.autograd.Function):
 class _PerToken(torch.autograd.Function):
     """Loss of each token; the logits are computed again for the gradients."""
 
+    # Their factors are known only in the backward, so that nothing can be computed in the forward but the losses.
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels)

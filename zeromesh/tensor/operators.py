@@ -1,23 +1,7 @@
 """Messages along the tensor axis where an activation enters or leaves a split part.
 
-Each operator and its conjugate, which its gradient goes through, are rows of one table (f and g of Shoeybi et al.,
-"Megatron-LM", 2019; those over the sequence of Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022):
-
-========  ============================  =========================
-name      forward                       backward
-========  ============================  =========================
-copy      nothing (f)                   sum
-sum       sum (g)                       nothing
-gather    gather (f, sequence)          sum, and keep this rank's
-scatter   sum, and keep this rank's     gather (g, sequence)
-split     keep this rank's              gather
-join      gather                        keep this rank's
-========  ============================  =========================
-
-Ranks gather or keep equal parts of one dim. ``gather`` is for the input of split layers: each rank has a share of the
-gradient of the whole, so the shares are summed. ``join`` is for an activation that all ranks use alike: each rank has
-the whole gradient already, and a sum would be too large by the number of ranks.
+Operators f and g of Shoeybi et al., "Megatron-LM", 2019; those over the sequence are of Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022.
 """
 
 from __future__ import annotations
@@ -29,29 +13,25 @@ from torch import Tensor
 
 from zeromesh.comm.collectives import Group, Pending
 
+# Name -> what is done forward, and with the gradient. Ranks gather or keep equal parts of one dim.
 CONJUGATES = {
-    "copy": ("nothing", "sum"),
-    "sum": ("sum", "nothing"),
+    "copy": ("nothing", "sum"),  # f
+    "sum": ("sum", "nothing"),  # g
+    # For the input of split layers: each rank has a share of the gradient of the whole, so the shares are summed.
     "gather": ("gather", "scatter"),
     "scatter": ("scatter", "gather"),
     "split": ("keep", "gather"),
+    # For an activation that all ranks use alike: each rank has the whole gradient already, and a sum would be too large
+    # by the number of ranks.
     "join": ("gather", "keep"),
 }
-"""Name -> what is done forward, and with the gradient."""
 
 
 def move(x: Tensor, name: str, group: Group, tag: int, dim: int = 0) -> Tensor:
-    """Apply an operator of the table; it can be differentiated any number of times.
+    """Apply an operator of ``CONJUGATES``; it can be differentiated any number of times.
 
-    Args:
-        x: any shape and floating dtype; the same shape on all ranks of the group.
-        name: of ``CONJUGATES``.
-        group: the ranks along the tensor axis.
-        tag: distinguishes operators that are under way at the same time.
-        dim: which one is gathered or kept, where that is done.
-
-    Raises:
-        ValueError: a dim that the ranks do not divide is to be kept in parts.
+    ``x`` has any floating dtype, and the same shape on all ranks. ``tag`` distinguishes operators that are under way at
+    the same time. Raise ValueError if the ranks do not divide a dim of which they keep parts.
     """
     if group.size == 1:
         return x
@@ -101,6 +81,7 @@ def scatter(x: Tensor, group: Group, tag: int, dim: int) -> tuple[Tensor, Pendin
     full = x.unflatten(dim, (group.size, length)).movedim(dim, 0).clone(memory_format=torch.contiguous_format)
     part = torch.empty_like(full[0])
     received = full.new_empty(group.receive_elements(part.numel()))
+    # Sums may be wider than the messages; they are rounded once, at the end.
     dtype = group.sum_dtype(part.dtype)
     wide = part.view(-1) if dtype == part.dtype else part.new_empty(part.numel(), dtype=dtype)
     summing = group.reduce_scatter(full.view(-1), received, wide, False, tag)

@@ -16,41 +16,30 @@ from zeromesh.model.split import Held, Split
 from zeromesh.tensor.heads import Heads, heads_of
 from zeromesh.tensor.styles import OTHER_NAMES, STYLES, Style
 
-MOST_SHOWN = 20
+MOST_SHOWN = 20  # problems in one error
 
 
 @dataclass(frozen=True)
 class PlanRule:
-    """A style, and how the dim that it cuts is made up.
+    """A style, and how the dim that it cuts is made up."""
 
-    Attributes:
-        style: of ``STYLES``.
-        sections: lengths of the parts of the dim that are each cut on their own; empty: as many equal ones as the style
-            says.
-        block: entries that stay together; 0: found from the heads of the attention that the module is of, else 1.
-    """
-
-    style: str
+    style: str  # of ``STYLES``
+    # Lengths of the parts of the dim that are each cut on their own; empty: as many equal ones as the style says.
     sections: tuple[int, ...] = ()
-    block: int = 0
+    block: int = 0  # entries that stay together; 0: found from the heads of the attention that the module is of, else 1
 
     def plain(self) -> Any:
-        """Return the plan as JSON."""
+        """Return the rule as JSON."""
         more: dict[str, Any] = {"sections": list(self.sections)} if self.sections else {}
         more |= {"block": self.block} if self.block else {}
         return {"style": self.style, **more} if more else self.style
 
 
-Plan = Mapping[str, PlanRule]
-"""Glob pattern of names of modules, or of parameters -> rule; see ``matches``."""
+Plan = Mapping[str, PlanRule]  # glob pattern of names of modules, or of parameters -> rule; see ``matches``
 
 
 def parse(rules: Mapping[str, Any]) -> dict[str, PlanRule]:
-    """Return the plan that a JSON object describes.
-
-    Raises:
-        ValueError: an unknown style, or values that are none.
-    """
+    """Return the plan that a JSON object describes. Raise ValueError for an unknown style, or values that are none."""
     plan = {}
     for pattern, value in rules.items():
         fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"style": value}
@@ -96,22 +85,14 @@ def pattern_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Member:
-    """A module, or a parameter of its own, that a rule splits.
+    """A module, or a parameter of its own, that a rule splits."""
 
-    Attributes:
-        name: in the model.
-        module: itself, or the one that has the parameter.
-        parameter: its name in the module; None where the rule is for the module.
-        kind: linear, embedding, bag, attention, parameter or module.
-        container: name of the module whose columns read the same activation.
-    """
-
-    name: str
-    module: nn.Module
-    parameter: str | None
+    name: str  # in the model
+    module: nn.Module  # itself, or the one that has the parameter
+    parameter: str | None  # its name in the module; None where the rule is for the module
     rule: PlanRule
-    kind: str
-    container: str
+    kind: str  # linear, embedding, bag, attention, parameter or module
+    container: str  # name of the module whose columns read the same activation
 
     @property
     def style(self) -> Style:
@@ -121,19 +102,13 @@ class Member:
 
 @dataclass
 class SplitPlan:
-    """Plan of a model, resolved for this rank.
+    """Plan of a model, resolved for this rank."""
 
-    Attributes:
-        members: what is split, in the order of the model.
-        held: by name of the parameter, what this rank holds of those that are split or used in different ways.
-        of_parameter: the same by the parameter's ``id``.
-        heads: by name, the modules whose heads are split, and their heads.
-    """
-
-    members: list[Member] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)  # what is split, in the order of the model
+    # By name of the parameter, what this rank holds of those that are split or used in different ways.
     held: dict[str, Held] = field(default_factory=dict)
-    of_parameter: dict[int, Held] = field(default_factory=dict)
-    heads: dict[str, Heads] = field(default_factory=dict)
+    of_parameter: dict[int, Held] = field(default_factory=dict)  # the same by the parameter's ``id``
+    heads: dict[str, Heads] = field(default_factory=dict)  # by name, the modules whose heads are split, and their heads
 
     def held_of(self, module: nn.Module, name: str) -> Held:
         """Return this rank's part of a module's parameter."""
@@ -165,19 +140,11 @@ def kind_of(module: nn.Module) -> str:
 
 
 def resolve(model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int) -> SplitPlan:
-    """Find what each rule is for, and cut every parameter once.
+    """Find what each rule is for, and cut every parameter once; the user's ``own`` rules go before those ``found``.
 
-    Args:
-        model: not changed.
-        own: rules of the user.
-        found: rules for what those are not for.
-        rank: of this process along the tensor axis.
-        ranks: along it.
-
-    Raises:
-        ValueError: everything that is wrong: a pattern that matches nothing, a module that two rules are for, a style
-            that does not fit, numbers that the ranks do not divide, a shared parameter that is cut in two ways.
+    Raise ValueError with everything that is wrong.
     """
+    # All problems are gathered, so that a user can mend them in one go.
     problems: list[str] = []
     rules: dict[str, tuple[str, PlanRule]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -187,10 +154,10 @@ def resolve(model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int) -> 
         if not names:
             problems.append(f"{pattern!r} matches no module or parameter{_near(pattern, modules)}")
         for name in names:
-            other = rules.setdefault(name, (pattern, rule))
-            if other[0] != pattern and other[1] != rule:
+            other, before = rules.setdefault(name, (pattern, rule))
+            if other != pattern and before != rule:
                 problems.append(
-                    f"{name} is matched by {other[0]!r} ({other[1].style}) and by {pattern!r} ({rule.style}); make the "
+                    f"{name} is matched by {other!r} ({before.style}) and by {pattern!r} ({rule.style}); make the "
                     "patterns narrower, so that only one is for it"
                 )
     for pattern, rule in found.items():
@@ -201,7 +168,7 @@ def resolve(model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int) -> 
     cut: dict[int, tuple[str, Held]] = {}
     config = getattr(model, "config", None)
     order = {name: number for number, name in enumerate((*modules, *named))}
-    for name in sorted(rules, key=order.__getitem__):
+    for name in sorted(rules, key=order.__getitem__):  # in an order that is the same on all ranks, as tags follow it
         for member in _members(name, rules[name][1], modules):
             if member.kind not in member.style.kinds:
                 problems.append(
@@ -226,16 +193,17 @@ def resolve(model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int) -> 
                 resolved.heads[member.container] = heads
             for key, one in held.items():
                 path = f"{member.name}.{key}" if member.parameter is None else member.name
-                first, before = cut.setdefault(id(named[path]), (path, one))
-                if before != one:
+                # Tied parameters are cut once, by their identity: an embedding and a head share the rows.
+                first, earlier = cut.setdefault(id(named[path]), (path, one))
+                if earlier != one:
                     problems.append(
-                        f"{first} and {path} are one parameter, but would be cut in two ways: {_way(before)}, and "
+                        f"{first} and {path} are one parameter, but would be cut in two ways: {_way(earlier)}, and "
                         f"{_way(one)}; give both modules rules that cut the same dim, or untie them"
                     )
     problems += _counted_often(resolved, [name for name, (pattern, _) in rules.items() if pattern in own])
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    resolved.of_parameter = {key: one for key, (_, one) in cut.items()}
-    resolved.held = {names_of[key]: one for key, one in resolved.of_parameter.items()}
+    resolved.of_parameter.update({key: one for key, (_, one) in cut.items()})
+    resolved.held.update({names_of[key]: one for key, (_, one) in cut.items()})
     if problems:
         unique = list(dict.fromkeys(problems))
         more = f"\n  and {len(unique) - MOST_SHOWN} more" if len(unique) > MOST_SHOWN else ""
@@ -265,8 +233,9 @@ _KINDS = {
     "attention": "torch.nn.MultiheadAttention", "bag": "torch.nn.EmbeddingBag",
 }  # fmt: skip
 
+# The layers inside of an adapted one (PEFT's LoRA), and which dim of it is cut where they are split; None: any. The
+# other factor's inner dim, the rank of the adapter, stays whole.
 _ADAPTED = {"base_layer": None, "lora_A": "inputs", "lora_B": "outputs"}
-"""The layers inside of an adapted one (PEFT's LoRA), and which dim of it is cut where they are split; None: any."""
 
 
 def _members(name: str, rule: PlanRule, modules: Mapping[str, nn.Module]) -> Iterable[Member]:
@@ -321,11 +290,11 @@ def _require_plain_rows(module: Any, style: Style) -> None:
 
 
 def _held_of_attention(module: Any, rank: int, ranks: int) -> dict[str, Held]:
-    """Return the parts of ``nn.MultiheadAttention``; addends of the sum of all heads stay whole."""
+    """Return this rank's parts of the parameters of ``nn.MultiheadAttention``."""
     width = module.embed_dim
     held = {}
     for name, parameter in module.named_parameters():
-        if name == "out_proj.bias":
+        if name == "out_proj.bias":  # added after the sum over the ranks
             continue
         dim = {"out_proj.weight": 1, "bias_k": 2, "bias_v": 2}.get(name, 0)
         sections = [width] * (parameter.shape[dim] // width)
@@ -339,7 +308,7 @@ def _dim(style: Style, shape: Sequence[int], member: Member) -> int | None:
     if member.kind in ("embedding", "bag"):
         return 0 if style.cut == "rows" else 1
     if len(shape) == 1:
-        return 0 if style.cut == "outputs" else None
+        return 0 if style.cut == "outputs" else None  # a bias of a layer that is cut by inputs is added after the sum
     if is_transposed(member.module):
         return 1 if style.cut == "outputs" else 0
     return len(shape) - 2 if style.cut == "outputs" else len(shape) - 1
@@ -350,6 +319,7 @@ def _split(member: Member, dim: int, size: int, ranks: int, heads: Heads | None)
     sections = list(rule.sections) or [size // style.sections] * style.sections
     if sum(sections) != size:
         raise ValueError(f"the sections {sections} make {sum(sections)} entries, and there are {size}")
+    # Any size will do, as the last rank's part is padded.
     if style.padded and not rule.sections and not rule.block and size % ranks:
         return Split.padded(dim, size, ranks)
     block = rule.block or (1 if style.padded or heads is None else _block(sections, heads, member.name))
@@ -386,9 +356,9 @@ def _block(sections: Sequence[int], heads: Heads, name: str) -> int:
     return prod(sections[:1]) // heads.queries if all(section % heads.queries == 0 for section in sections) else 1
 
 
+# Names of layers that make heads of queries, and of keys or of values.
 _OF_QUERIES = re.compile(r"^(q|query|to_q|q_b)(_proj|_lin|_linear)?$")
 OF_KEYS = re.compile(r"^(k|v|key|value|to_k|to_v)(_proj|_lin|_linear)?$")
-"""Names of layers that make heads of queries, and of keys or of values."""
 
 
 def _way(held: Held) -> str:

@@ -1,12 +1,6 @@
 """Sequence parallelism: between the split parts of blocks, each rank has a part of the sequence.
 
-Norms, dropout and residuals of a block then take 1/ranks of the memory, and the all-reduces before and after split
-parts become gathers and scatters, which move the same bytes (Korthikanti et al., "Reducing Activation Recomputation in
-Large Transformer Models", 2022). The sequence is spread where the first block of a list begins, and whole again after
-the last. What is used on parts of the sequence, and is not split, has a share of its gradient on each rank.
-
-A module in a block that is neither an attention nor an MLP that is all split, as a mixture of experts with its router,
-or latent attention, is given the whole sequence, and computes as it does without sequence parallelism.
+It is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
 
 from __future__ import annotations
@@ -16,21 +10,20 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
 from zeromesh.model.split import Held
 from zeromesh.tensor.plan import SplitPlan
+
+# Norms, dropout and residuals of a block then take 1/ranks of the memory, and the all-reduces before and after split
+# parts become gathers and scatters, which move the same bytes. The sequence is spread where the first block of a list
+# begins, and whole again after the last.
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks that are called one after the other.
-
-    Attributes:
-        name: of the list.
-        blocks: names, in order.
-        whole: names of the modules inside that are given the whole sequence.
-    """
+    """Blocks that are called one after the other, and the modules inside that are given the whole sequence."""
 
     name: str
     blocks: tuple[str, ...]
@@ -49,11 +42,7 @@ class Stack:
 
 
 def find_stacks(model: nn.Module, resolved: SplitPlan) -> list[Stack]:
-    """Return the lists of blocks whose sequence is spread; ``resolved`` then says whose gradients have shares.
-
-    Raises:
-        ValueError: there are none, or a parameter is used in them and elsewhere.
-    """
+    """Return the lists of blocks whose sequence is spread; ``resolved`` then says whose gradients have shares."""
     names = {member.name for member in resolved.members}
     stacks: list[Stack] = []
     for name, module in model.named_modules():
@@ -66,7 +55,7 @@ def find_stacks(model: nn.Module, resolved: SplitPlan) -> list[Stack]:
             stacks.append(Stack(name, tuple(blocks), tuple(whole)))
     if not stacks:
         raise ValueError(
-            "tensor_parallel.sequence is true, but the model has no list of blocks that are all split; leave it out, "
+            f"{SEQUENCE} is true, but the model has no list of blocks that are all split; leave it out, "
             "or give a plan that splits them"
         )
     _share_gradients(model, stacks, resolved)
@@ -90,9 +79,13 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
     direct = [member for member in resolved.members if member.name.rpartition(".")[0] == name]
     children = {f"{name}.{child}": m for child, m in module.named_children()}
     kept = {path: m for path, m in children.items() if not _has_members(path, resolved)}
-    odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and not _is_norm(m)]
+    # Norms are of each token alone, and so can be of a part of the sequence.
+    norms = {path for path, m in kept.items() if any("norm" in kind.__name__.lower() for kind in type(m).__mro__)}
+    odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and path not in norms]
     apart = any(m.kind == "module" or m.style.after not in (None, "leave") or m.style.before == "split" for m in direct)
     mixes = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
+    # A module that is neither an attention nor an MLP that is all split, as experts with their router, or latent
+    # attention, computes as it does without sequence parallelism.
     if apart or mixes:
         yield name
         return
@@ -108,10 +101,6 @@ def _is_local(parameter: nn.Parameter, resolved: SplitPlan) -> bool:
     held = resolved.of_parameter.get(id(parameter))
     added = any(parameter is getattr(m.module, "bias", None) and m.style.cut == "inputs" for m in resolved.members)
     return added or (held is not None and (held.split is not None or held.partial))
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return any("norm" in kind.__name__.lower() for kind in type(module).__mro__)
 
 
 def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: SplitPlan) -> None:
@@ -131,6 +120,6 @@ def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: SplitP
         if key in outside:
             raise ValueError(
                 f"{names[key]} is used by {inside[key]} on parts of the sequence and by {outside[key]} on all of it; "
-                "set tensor_parallel.sequence to false"
+                + WHOLE_SEQUENCE
             )
         resolved.of_parameter[key] = resolved.held[names[key]] = replace(held, partial=True)

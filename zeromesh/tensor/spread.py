@@ -1,9 +1,4 @@
-"""Hooks where the sequence becomes spread over the ranks, and whole again; see ``sequence.py``.
-
-The list of blocks itself is never called, and the code between blocks is the model's. So each block checks that it is
-given what the one before it returned, and what is given to its split parts and returned by it is looked at in the
-first pass in which gradients are computed (``guard.py``).
-"""
+"""Hooks where the sequence becomes spread over the ranks, and whole again; see ``sequence.py``."""
 
 from __future__ import annotations
 
@@ -15,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
-from zeromesh.tensor.guard import REMEDY, Apart
+from zeromesh.config.keys import SEQUENCE, WHOLE_SEQUENCE
+from zeromesh.tensor.guard import Apart
 from zeromesh.tensor.operators import move
 from zeromesh.tensor.sequence import Stack
 from zeromesh.tensor.streams import RandomStreams
@@ -30,16 +26,12 @@ def spread(
     modules: dict[str, nn.Module], stack: Stack, group: Group, streams: RandomStreams, tag: int,
     eager: Callable[..., Callable[..., Any]],
 ) -> None:  # fmt: skip
-    """Spread the sequence over the ranks in a list of blocks.
+    """Spread the sequence over the ranks in a list of blocks; messages take four tags.
 
-    Args:
-        modules: of the model, by name.
-        stack: the blocks.
-        group: the ranks along the tensor axis.
-        streams: of random numbers.
-        tag: of messages; the three after it are used, too.
-        eager: as ``functools.partial``, for functions that torch's compiler cannot see through.
+    ``eager`` is ``functools.partial`` for functions that torch's compiler cannot see through.
     """
+    # The order of registration is that in which hooks run: random numbers are apart before anything of the block runs,
+    # and joined after all of it.
     order = _Order(stack.blocks)
     last = modules[stack.blocks[-1]]
     for number, name in enumerate(stack.blocks):
@@ -60,21 +52,18 @@ def spread(
 
 
 def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the input of a block or an attention: the first tensor of the arguments.
-
-    Raises:
-        ValueError: there is none, or it is no sequence.
-    """
+    """Return the input of a block or an attention, the first tensor. Raise ValueError if it is no sequence."""
     found = kwargs.get("hidden_states")
     found = next((arg for arg in args if isinstance(arg, Tensor)), found)
     if isinstance(found, Tensor) and found.ndim > 3:
         raise ValueError(
-            f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; {REMEDY}"
+            f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; "
+            f"{WHOLE_SEQUENCE}"
         )
     if not isinstance(found, Tensor) or found.ndim < 2:
         raise ValueError(
             f"a block was called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}, in which there is "
-            f"no activation whose sequence could be spread; {REMEDY}"
+            f"no activation whose sequence could be spread; {WHOLE_SEQUENCE}"
         )
     return found
 
@@ -85,10 +74,10 @@ def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Te
 
 
 class _Order:
-    """Check that blocks are called one after the other.
+    """Check that blocks are called one after the other."""
 
-    Recomputation in the backward, which begins anywhere, is left alone.
-    """
+    # The list of blocks itself is never called, and the code between blocks is the model's. So each block checks that
+    # it is given what the one before it returned. Recomputation in the backward begins anywhere, and is left alone.
 
     def __init__(self, blocks: tuple[str, ...]) -> None:
         self._blocks = blocks
@@ -107,12 +96,12 @@ class _Order:
             since = "before the first" if self._last is None else f"after {self._blocks[self._before]}"
             raise ValueError(
                 f"{name} was called {since}; the sequence can be spread only over the ranks of blocks that are called "
-                f"one after the other; {REMEDY}"
+                f"one after the other; {WHOLE_SEQUENCE}"
             )
         elif x.data_ptr() != self._last.data_ptr() or x.shape != self._last.shape:
             raise ValueError(
                 f"{name} was called with something else than what {self._blocks[self._before]} returned, which is a "
-                f"part of the sequence: shape {tuple(x.shape)} after {tuple(self._last.shape)}; {REMEDY}"
+                f"part of the sequence: shape {tuple(x.shape)} after {tuple(self._last.shape)}; {WHOLE_SEQUENCE}"
             )
 
     def leave(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -132,17 +121,17 @@ class _Order:
         if raised is not None:
             raised.add_note(
                 f"{name} had returned this rank's part of the sequence, of shape {tuple(last.shape)}; if that is the "
-                f"reason, {REMEDY}"
+                f"reason, {WHOLE_SEQUENCE}"
             )
             return
         raise ValueError(
             f"{name} was the last block to be called, but {self._blocks[-1]} is where the parts of the sequence are "
-            f"joined, so what followed had a part of it; {REMEDY}"
+            f"joined, so what followed had a part of it; {WHOLE_SEQUENCE}"
         )
 
 
 def _recomputes() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # autograd runs a backward on this thread
 
 
 def _change_input(
@@ -156,8 +145,8 @@ def _change_input(
     if name == "split" and length % group.size:
         near = [length // group.size * group.size, (length // group.size + 1) * group.size]
         raise ValueError(
-            f"tensor_parallel.sequence spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
-            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or {REMEDY}"
+            f"{SEQUENCE} spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
+            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or {WHOLE_SEQUENCE}"
         )
     return replaced(args, kwargs, x, move(x, name, group, tag, sequence_dim(x)))
 

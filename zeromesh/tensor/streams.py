@@ -1,9 +1,4 @@
-"""Random numbers: the same on all ranks where they compute the same, and each rank its own where it has a part.
-
-Where a split part begins, a number is drawn from the generator that all ranks share, so that it goes on alike on all of
-them; from the state before that, and the rank, follows the state of the rank's own. So recomputation, which restores
-the shared state at its beginning, restores the ranks' own as well.
-"""
+"""Random numbers: the same on all ranks where they compute the same, and each rank its own where it has a part."""
 
 from __future__ import annotations
 
@@ -14,12 +9,7 @@ import torch
 
 
 class RandomStreams:
-    """Switches a device's default generator between the stream of all ranks and this rank's own.
-
-    Args:
-        device: that activations are on.
-        rank: along the tensor axis.
-    """
+    """Switch of a device's default generator between the stream of all ranks and this rank's own."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self._device, self._rank = device, rank
@@ -34,6 +24,9 @@ class RandomStreams:
         """Let each rank draw its own numbers from here on; no effect if it does already."""
         if self._shared is not None:
             return
+        # A number is drawn from the shared generator, so that it goes on alike on all ranks. The rank's own state
+        # follows from the state before that, and the rank: so recomputation, which restores the shared state at its
+        # beginning, restores the ranks' own as well.
         before = self._module.get_rng_state()
         torch.rand(1, device=self._device)
         self._shared = self._module.get_rng_state()

@@ -1,9 +1,4 @@
-"""The ways in which a module can be split over the tensor axis: one table.
-
-The names are those of transformers' ``base_model_tp_plan``, and mean the same; ours are ``vocabulary``, of a head,
-``heads``, of torch's own attention, ``moe_shared_bias``, for what experts add after the layer split by rows, and
-``moe_colwise`` to ``moe_rowwise_split_input``, of modules that hold one layer of all experts.
-"""
+"""Ways in which a module can be split over the tensor axis: one table."""
 
 from __future__ import annotations
 
@@ -13,35 +8,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Style:
-    """Treatment of a module's parameters, and of activations that enter and leave it.
+    """Treatment of a module's parameters, and of activations that enter and leave it."""
 
-    Attributes:
-        cut: which dim of the weight is cut: ``outputs`` or ``inputs`` of what it computes, ``rows`` or ``width`` of an
-            embedding; None: none.
-        sections: parts of that dim that are each cut on their own, as gate and up of a fused weight.
-        padded: whether any size will do, the last rank having less.
-        before: with the input: ``enter`` (its gradient is summed), ``split`` (each rank takes its part of the last
-            dim), ``mask`` (of ids, each rank looks up its own), ``copy`` (as enter, of an expert's input and weights),
-            ``share`` (divided by the number of ranks), ``divide`` (so is the parameter).
-        after: with the output: ``leave`` (summed, then the bias is added), ``join`` (gathered along the last dim),
-            ``sum``, ``sum_rotary`` (of the part for rotary embeddings, the gradient is summed), ``logits`` (a loss is
-            computed without gathering them, see ``logits.py``).
-        partial: whether ranks have shares of the gradients of its parameters, which are not cut.
-        kinds: what it may be given to.
-    """
-
+    # Dim of the weight that is cut: ``outputs`` or ``inputs`` of a product, ``rows`` or ``width`` of an embedding;
+    # None: none.
     cut: str | None = None
-    sections: int = 1
-    padded: bool = False
+    sections: int = 1  # parts of that dim that are each cut on their own, as gate and up of a fused weight
+    padded: bool = False  # true if any size will do, the last rank having less
+    # For the input: ``enter`` (its gradient is summed), ``split`` (each rank takes its part of the last dim), ``mask``
+    # (of ids, each rank looks up its own), ``copy`` (as enter, of an expert's input and weights), ``share`` (divided by
+    # the number of ranks), ``divide`` (so is the parameter).
     before: str | None = None
+    # For the output: ``leave`` (summed, then the bias is added), ``join`` (gathered along the last dim), ``sum``,
+    # ``sum_rotary`` (of the part for rotary embeddings, the gradient is summed), ``logits`` (a loss is computed without
+    # gathering them, see ``logits.py``).
     after: str | None = None
-    partial: bool = False
-    kinds: tuple[str, ...] = ("linear",)
+    partial: bool = False  # true if ranks have shares of the gradients of its parameters, which are not cut
+    kinds: tuple[str, ...] = ("linear",)  # kinds of modules that it fits
 
 
 LINEAR = ("linear", "parameter")
 ANY = ("linear", "embedding", "bag", "attention", "parameter", "module")
 
+# Names are those of transformers' base_model_tp_plan, and mean the same, so that published plans can be read. Ours are
+# vocabulary, of a head; heads, of torch's own attention; moe_shared_bias, for what experts add after the layer split by
+# rows; and moe_colwise to moe_rowwise_split_input, of modules that hold one layer of all experts.
 STYLES: Mapping[str, Style] = {
     "colwise": Style("outputs", before="enter", kinds=("linear", "embedding", "parameter")),
     "rowwise": Style("inputs", after="leave", kinds=LINEAR),
@@ -67,5 +58,5 @@ STYLES: Mapping[str, Style] = {
     "replicate": Style(kinds=ANY),
 }
 
+# Names of styles in older versions of transformers.
 OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-"""Names of styles in older versions of transformers."""

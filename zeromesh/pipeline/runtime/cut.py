@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
+from zeromesh.config.keys import ONE_STAGE, STAGE_BLOCKS
 from zeromesh.model.chain import Chain
 from zeromesh.pipeline.runtime.elsewhere import Elsewhere
 from zeromesh.pipeline.runtime.samples import ModelInput
@@ -17,57 +18,54 @@ from zeromesh.pipeline.schedule.partition import Blocks, Cut
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
-Place = tuple[nn.Module, str]
-"""Place of a parameter: the module, and its name there."""
+Place = tuple[nn.Module, str]  # of a parameter: the module, and its name there
 
-REMEDY = "name others in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
+REMEDY = f"name others in {STAGE_BLOCKS}, in the order in which they are called, or {ONE_STAGE}"
 
 
 def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput | None = None) -> Blocks:
     """Find the blocks of a model by a trace of its forward; by the order of registration if it cannot be traced.
 
-    Args:
-        model: its parameters may be on any device, meta included; it is not changed.
-        patterns: as for ``find_blocks``.
-        sample: what it will be given; else inputs are guessed. Operations are counted for these.
-
-    Raises:
-        ValueError: there are no blocks, or they are not called one after the other.
+    Operations are counted for ``sample``; without one, inputs are guessed. The model is not changed.
     """
     names = find_blocks(model, patterns)
     if isinstance(model, Chain):
-        return _of_chain(model, sample)
+        return _blocks(model, names, model.kinds, *_of_chain(model), None, ())
     traced = trace(model, names, sample)
     calls = list(range(len(names))) if traced is None else _separable(model, names, traced)
-    # The number of the block that each section belongs to.
-    owners = [0] * (len(names) + 1)
-    uses: Mapping[str, frozenset[int]] = {}
-    operations: list[float] | None = None
-    if traced is not None:
-        owners = [max(sum(call < section for call in calls) - 1, 0) for section in range(len(traced.calls) + 1)]
-        operations, uses = [0.0] * len(calls), traced.uses
-        for section, count in enumerate(traced.operations):
-            operations[owners[section]] += count
     kept = [names[call if traced is None else traced.calls[call]] for call in calls]
     position = _positions(model, kept)
     placed = _by_registration(model, position)
-    placed |= {name: {owners[section] for section in sections} for name, sections in uses.items()}
-    sizes = [0.0] * len(kept)
+    operations = [0.0] * len(calls)
+    if traced is not None:
+        # A section belongs to the last block before it at which the forward can be left; the first one, to the first.
+        owners = [max(sum(call < section for call in calls) - 1, 0) for section in range(len(traced.calls) + 1)]
+        for section, count in enumerate(traced.operations):
+            operations[owners[section]] += count
+        # Parameters that the trace did not see used stay where they are registered.
+        placed |= {name: {owners[section] for section in sections} for name, sections in traced.uses.items()}
+    # A buffer that several blocks have is the first one's: a checkpoint has its values from there.
+    firsts: dict[int, int] = {}
+    named = dict(model.named_buffers(remove_duplicate=False))
+    for name, buffer in named.items():
+        block = position[name.rpartition(".")[0]]
+        firsts[id(buffer)] = min(block, firsts.get(id(buffer), block))
+    buffers = {name: firsts[id(buffer)] for name, buffer in named.items()}
+    types = [type(model.get_submodule(name)).__name__ for name in kept]
+    return _blocks(model, kept, types, placed, buffers, operations, _finer(model, kept))
+
+
+def _blocks(
+    model: nn.Module, names: Sequence[str], types: Sequence[str], placed: Mapping[str, Collection[int]],
+    buffers: Mapping[str, int], operations: Sequence[float] | None, finer: tuple[str, ...],
+) -> Blocks:  # fmt: skip
+    sizes = [0.0] * len(names)
     for name, parameter in model.named_parameters():
         for block in placed[name]:
             sizes[block] += parameter.numel()
-    types = tuple(type(model.get_submodule(name)).__name__ for name in kept)
-    counted = None if operations is None or not any(operations) else tuple(operations)
     ordered = {name: tuple(sorted(blocks)) for name, blocks in placed.items()}
-    firsts: dict[int, int] = {}
-    places = [
-        (name, id(b), position[name.rpartition(".")[0]]) for name, b in model.named_buffers(remove_duplicate=False)
-    ]
-    for _, buffer, block in places:
-        firsts[buffer] = min(block, firsts.get(buffer, block))
-    buffers = {name: firsts[buffer] for name, buffer, _ in places}
-    known = sample if traced is None else traced.sample
-    return Blocks(tuple(kept), types, ordered, tuple(sizes), counted, buffers, sample=known, finer=_finer(model, kept))
+    counted = tuple(operations) if operations and any(operations) else None
+    return Blocks(tuple(names), tuple(types), ordered, tuple(sizes), counted, buffers, finer)
 
 
 def _finer(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
@@ -87,27 +85,20 @@ def describe_stages(model: nn.Module, blocks: Blocks, cut: Cut) -> list[str]:
     stages = range(len(cut.starts))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     held = [sum(sizes[name] for name, needing in cut.stages.items() if stage in needing) for stage in stages]
-    shares = {"parameters": _shares(held)}
-    for what, costs in (("operations", blocks.operations), ("time", blocks.seconds)):
-        if costs is not None:
-            of_stages = [0.0] * len(stages)
-            for block, cost in enumerate(costs):
-                of_stages[cut.stage_of(block)] += cost
-            shares[what] = _shares(of_stages)
+    costs: dict[str, list[float]] = {"parameters": [float(size) for size in held]}
     bounds = (*cut.starts, len(cut.blocks))
+    if blocks.operations is not None:
+        costs["operations"] = [sum(blocks.operations[bounds[stage] : bounds[stage + 1]]) for stage in stages]
     return [
         f"stage {stage}: {cut.blocks[bounds[stage]]} to {cut.blocks[bounds[stage + 1] - 1]}, {held[stage]:,} "
-        "parameters, " + ", ".join(f"{share[stage]:.1%} of {what}" for what, share in shares.items())
+        "parameters, " + ", ".join(f"{cost[stage] / (sum(cost) or 1):.1%} of {what}" for what, cost in costs.items())
         for stage in stages
     ]
 
 
-def _shares(costs: Sequence[float]) -> list[float]:
-    return [cost / (sum(costs) or 1) for cost in costs]
-
-
-def _of_chain(model: Chain, sample: ModelInput | None) -> Blocks:
-    """Return the layers of a chain as blocks. Modules outside of them are used after the last one."""
+def _of_chain(model: Chain) -> tuple[dict[str, frozenset[int]], dict[str, int]]:
+    """Return the layers that need each parameter, and the first one of each buffer."""
+    # Modules outside of layers are used after the last one, as the loss function is.
     last, users = frozenset([len(model.layers) - 1]), model.users()
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     uses: dict[str, frozenset[int]] = dict.fromkeys(first.values(), frozenset())
@@ -117,20 +108,11 @@ def _of_chain(model: Chain, sample: ModelInput | None) -> Blocks:
             uses[first[id(parameter)]] |= users.get(id(module), frozenset())
         for name, _ in module.named_buffers(path, recurse=False):
             buffers[name] = min(users.get(id(module), last))
-    ordered = {name: tuple(sorted(blocks or last)) for name, blocks in uses.items()}
-    sizes = [0.0] * len(model.layers)
-    for name, parameter in model.named_parameters():
-        for block in ordered[name]:
-            sizes[block] += parameter.numel()
-    return Blocks(tuple(model.layers), tuple(model.kinds), ordered, tuple(sizes), None, buffers, sample=sample)
+    return {name: layers or last for name, layers in uses.items()}, buffers
 
 
 def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> list[int]:
-    """Return the numbers of the calls at which the forward can be left and entered again, and of the first.
-
-    Raises:
-        ValueError: there are several blocks, and none but the first is such, or one with parameters is called twice.
-    """
+    """Return the numbers of the calls at which the forward can be left and entered again, and of the first."""
     repeated = {block for block in traced.calls if traced.calls.count(block) > 1}
     for block in repeated:
         if _has_parameters(model.get_submodule(names[block])):
@@ -138,6 +120,7 @@ def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> li
                 f"{names[block]} is called {traced.calls.count(block)} times in a forward of {type(model).__name__}; "
                 f"blocks of a pipeline are called once, one after the other: {REMEDY}"
             )
+    # What is called often and has no parameters, as a shared activation, belongs to the blocks around it.
     once = [number for number, block in enumerate(traced.calls) if block not in repeated]
     crossed = {number for made, read in traced.crossings for number in range(made, read)}
     found = [number for position, number in enumerate(once) if position == 0 or number not in crossed]
@@ -156,18 +139,12 @@ def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> li
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     """Return the candidates for blocks: children of the outermost lists of modules, in order of registration.
 
-    Args:
-        model: its parameters may be on any device, meta included.
-        patterns: of names, in the order in which the blocks are called, in place of these; ``*`` is anything without a
-            dot.
-
-    Raises:
-        ValueError: a pattern matches nothing, or there are no blocks.
+    ``patterns`` name others, in the order of their calls; ``*`` is anything without a dot.
     """
     if isinstance(model, Chain):
         if patterns:
             raise ValueError(
-                f"pipeline.blocks is {list(patterns)}, and the layers of a {type(model).__name__} are its blocks: "
+                f"{STAGE_BLOCKS} is {list(patterns)}, and the layers of a {type(model).__name__} are its blocks: "
                 "leave it out"
             )
         return list(model.layers)
@@ -179,7 +156,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
             matching = [n for n in names if n.count(".") == depth and fnmatchcase(n, pattern) and n not in found]
             if not matching:
                 raise ValueError(
-                    f"pipeline.blocks: {pattern!r} matches no module; its names are like {', '.join(names[:5])}"
+                    f"{STAGE_BLOCKS}: {pattern!r} matches no module; its names are like {', '.join(names[:5])}"
                 )
             found += matching
         return found
@@ -189,7 +166,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential) to be cut into stages: "
-            "name them in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
+            f"name them in {STAGE_BLOCKS}, in the order in which they are called, or {ONE_STAGE}"
         )
     return blocks
 
@@ -202,8 +179,7 @@ def _positions(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
         block = next((number for number, block in enumerate(blocks) if _is_in(name, block)), None)
         latest = max(latest, block) if block is not None else latest
         position[name] = latest if block is None else block
-    # A module around blocks holds parameters that are used before them.
-    return position
+    return position  # a module around blocks holds parameters that are used before them
 
 
 def _by_registration(model: nn.Module, position: Mapping[str, int]) -> dict[str, set[int]]:
@@ -220,21 +196,12 @@ def take_away(
     model: nn.Module, cut: Cut, stages: Sequence[int], dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> list[Place]:  # fmt: skip
-    """Remove the parameters, and the buffers that are state, of all but some stages.
+    """Remove the parameters, and the buffers that are state, of all but some stages; return the parameters' places.
 
-    In the places of the others there are zeros that take no memory, with which what comes before a stage's blocks can
-    be computed; blocks of other stages are not called.
-
-    Args:
-        model: the whole.
-        cut: where it is cut.
-        stages: those that stay.
-        dtype: in which parameters are to compute, but for those of batch norms; None where it is their own.
-        device: on which the model computes.
-
-    Returns:
-        The places of the parameters.
+    Stand-ins have the dtype of computation, ``dtype``, but for those of batch norms; None: the parameters' own.
     """
+    # Zeros that take no memory are in the places of the others. The code before a stage's blocks can be computed with
+    # these; blocks of other stages are not called.
     taken = []
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = {name for name, needing in cut.stages.items() if any(stage in needing for stage in stages)}
@@ -243,10 +210,12 @@ def take_away(
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and by_id[id(parameter)] not in kept:
                 del module._parameters[name]
-                keeps = isinstance(module, nn.modules.batchnorm._BatchNorm)
                 taken.append((module, name))
                 full = f"{path}.{name}".lstrip(".")
+                # Batch norms compute in their own dtype, as their statistics would suffer in 16 bits.
+                keeps = isinstance(module, nn.modules.batchnorm._BatchNorm)
                 vars(module)[name] = Elsewhere.make(full, parameter, device, None if keeps else dtype)
+        # Buffers stay as plain attributes: a checkpoint must not have their values from here.
         for name in [n for n in module._buffers if n not in module._non_persistent_buffers_set]:
             if id(module._buffers[name]) in idle:
                 vars(module)[name] = module._buffers.pop(name)
@@ -254,7 +223,7 @@ def take_away(
 
 
 def _idle(model: nn.Module, cut: Cut, stages: Sequence[int]) -> set[int]:
-    """Return the buffers, by ``id``, that only blocks of other stages have; one may be in several modules."""
+    """Return the ``id`` of the buffers that only blocks of other stages have; one may be in several modules."""
     here: set[int] = set()
     elsewhere: set[int] = set()
     users = model.users() if isinstance(model, Chain) else None

@@ -17,23 +17,19 @@ import torch
 from zeromesh.comm.collectives import Group
 from zeromesh.observe.spans import clock_of
 from zeromesh.observe.trace import free_path
-from zeromesh.pipeline.schedule.actions import COMPUTE, MESSAGES, Kind, Schedule
+from zeromesh.pipeline.schedule.actions import BACKWARDS, COMPUTE, MESSAGES, Kind, Schedule
 from zeromesh.pipeline.schedule.execution import most_held_by_rank, received_by
-from zeromesh.pipeline.schedule.picture import Panel, png, svg, trace
+from zeromesh.pipeline.schedule.picture import Panel, svg, trace
 from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
-RENDEZVOUS = 5
-"""Rendezvous of the ranks, by which the clocks of several nodes are compared."""
+RENDEZVOUS = 5  # moments at which clocks of nodes are compared; the median leaves out ranks that came late
 
 
 class Recorder:
-    """Times of one rank's actions. On an accelerator they are of its stream, and nothing waits for it.
-
-    Attributes:
-        held: the most micro-batches whose activations the rank had at once.
-    """
+    """Times of one rank's actions; ``held`` is the most micro-batches whose activations it had at once."""
 
     def __init__(self, device: torch.device) -> None:
+        # On an accelerator, times are those of its stream: nothing waits for the device while the update runs.
         self._clock = clock_of(device)
         self._origin = self._clock.mark()
         self._clock.settle(self._origin)
@@ -66,25 +62,15 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run of a schedule.
+    """One run of a schedule."""
 
-    Attributes:
-        measured: what was done when, in seconds from the first computation. What an action waited for a message before
-            it could begin is no part of it.
-        waits: of each rank, the computations that waited, and when.
-        held: of each rank, the most micro-batches whose activations it had at once.
-    """
-
-    measured: Timeline
-    waits: tuple[tuple[TimedAction, ...], ...]
-    held: tuple[int, ...]
+    measured: Timeline  # times of actions, in seconds from the first computation, without the waits before them
+    waits: tuple[tuple[TimedAction, ...], ...]  # computations of each rank that waited, and when
+    held: tuple[int, ...]  # the most micro-batches whose activations each rank had at once
 
     @cached_property
     def costs(self) -> Costs:
-        """Return the median time of each stage's actions of each kind, and of a message that was waited for.
-
-        Where both gradients are computed at once, each is taken for half of that.
-        """
+        """Return the median time of each stage's actions of each kind, and of a message that was waited for."""
         found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         for steps in self.measured.ranks:
             for step in steps:
@@ -96,21 +82,19 @@ class Recorded:
         )
         if any(kind is Kind.INPUT for kind, _ in found):
             return Costs(forward, inputs, weight, latency=self._message())
+        # Where both gradients are computed at once, each is taken for half of that: nothing tells them apart.
         half = [each / 2 for each in both]
         return Costs(forward, half, half, both, latency=self._message())
 
     def _message(self) -> float:
         """Return the median time from the begin of a send until a waiting rank went on; 0 if none ever waited."""
         waits = {step.action: step for steps in self.waits for step in steps}
-        computes = {
-            Kind.RECEIVE_ACTIVATION: (Kind.FORWARD,),
-            Kind.RECEIVE_GRADIENT: (Kind.INPUT, Kind.BACKWARD),
-        }
         found = []
         for send in (step for steps in self.measured.ranks for step in steps if step.action.kind in MESSAGES):
             receive = received_by(send.action)
-            for kind in computes[receive.kind]:
+            for kind in (Kind.FORWARD,) if receive.kind is Kind.RECEIVE_ACTIVATION else BACKWARDS:
                 wait = waits.get(receive._replace(kind=kind))
+                # A message that was sent before its receiver waited has arrived at an unknown time.
                 if wait is not None and wait.start <= send.start:
                     found.append(wait.end - send.start)
         return median(found) if found else 0.0
@@ -129,43 +113,25 @@ class Recorded:
                 f"{name}: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble:.1%}",
                 [f"{bubble:.1%}, {count} held" for bubble, count in zip(timeline.bubbles, held, strict=True)],
             )
-            for name, timeline, held in (
-                ("predicted", self.predicted, most),
-                ("measured", self.measured, self.held),
-            )
+            for name, timeline, held in (("predicted", self.predicted, most), ("measured", self.measured, self.held))
         ]
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """Write a picture, as PNG too if matplotlib is there, and a trace for Perfetto; older files stay.
-
-        Returns:
-            The files.
-
-        Raises:
-            OSError: one could not be written.
-        """
+        """Write a picture, and a trace for Perfetto; older files stay. Return the files."""
         folder.mkdir(parents=True, exist_ok=True)
-        picture, image, spans = (free_path(folder / f"{name}{ending}") for ending in (".svg", ".png", ".json"))
+        picture, spans = (free_path(folder / f"{name}{ending}") for ending in (".svg", ".json"))
         title = name.replace("_", " ")
         picture.write_text(svg(self.panels(), title, is_seconds=True), encoding="utf-8")
         timelines = {"predicted": self.predicted, "measured": self.measured}
         processes = {name: [step for row in each.ranks for step in row] for name, each in timelines.items()}
         waits = {"measured": [step for row in self.waits for step in row]}
         spans.write_text(json.dumps(trace(processes, waits)), encoding="utf-8")
-        return [picture, image, spans] if png(image, self.panels(), title, is_seconds=True) else [picture, spans]
+        return [picture, spans]
 
 
 def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Schedule) -> Recorded:
-    """Gather the records of all ranks of a pipeline. Collective.
-
-    Ranks of one node have one clock. Those of other nodes are put beside them by moments at which all have met.
-
-    Args:
-        recorder: this rank's.
-        group: the ranks along the pipeline axis.
-        nodes: of each of them.
-        schedule: that was run.
-    """
+    """Gather the records of all ranks of a pipeline, whose nodes are ``nodes``. Collective."""
+    # Ranks of one node have one clock. Those of other nodes are put beside them by moments at which all have met.
     moments = []
     for _ in range(RENDEZVOUS):
         group.exchange(torch.zeros(1, dtype=torch.float64))
@@ -182,18 +148,13 @@ def gather(recorder: Recorder, group: Group, nodes: Sequence[int], schedule: Sch
         met = first.setdefault(nodes[rank], row[:RENDEZVOUS])  # by the first rank of the node
         behind = median(one - other for one, other in zip(met, rows[0][:RENDEZVOUS], strict=True))
         values = [value - behind for value in row[RENDEZVOUS + 1 :]]
-        found.append([values[at : at + 3] for at in range(0, 3 * len(schedule.ranks[rank]), 3)])
-    return _recorded(schedule, found, [int(row[RENDEZVOUS]) for row in rows])
-
-
-def _recorded(schedule: Schedule, times: Sequence[Sequence[Sequence[float]]], held: Sequence[int]) -> Recorded:
-    paired = [list(zip(actions, rows, strict=True)) for actions, rows in zip(schedule.ranks, times, strict=True)]
-    zero = min(row[1] for rank in paired for action, row in rank if action.kind in COMPUTE)
+        found.append([(action, values[3 * at : 3 * at + 3]) for at, action in enumerate(schedule.ranks[rank])])
+    # The first computation begins the time; what its rank waited before that is no wait.
+    zero = min(row[1] for pairs in found for action, row in pairs if action.kind in COMPUTE)
     steps, waits = [], []
-    for rank, pairs in enumerate(paired):
-        moved = [(action, [max(value - zero, 0.0) for value in row]) for action, row in pairs]
-        steps.append(tuple(TimedAction(rank, action, start, end) for action, (_, start, end) in moved))
-        waits.append(
-            tuple(TimedAction(rank, action, begin, start) for action, (begin, start, _) in moved if start > begin)
-        )
-    return Recorded(Timeline(schedule, tuple(steps)), tuple(waits), tuple(held))
+    for rank, pairs in enumerate(found):
+        moved = [(action, *(max(value - zero, 0.0) for value in row)) for action, row in pairs]
+        steps.append(tuple(TimedAction(rank, action, start, end) for action, _, start, end in moved))
+        waits.append(tuple(TimedAction(rank, action, turn, start) for action, turn, start, _ in moved if start > turn))
+    held = tuple(int(row[RENDEZVOUS]) for row in rows)
+    return Recorded(Timeline(schedule, tuple(steps)), tuple(waits), held)

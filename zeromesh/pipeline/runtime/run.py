@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,18 +17,20 @@ from zeromesh.pipeline.runtime.record import Recorder
 from zeromesh.pipeline.runtime.stage import Handed, Header, Stages, TensorForm
 from zeromesh.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule
 
+# Tags on the pipeline axis; messages of one tag between two ranks arrive in the order of sending.
 HEADER_TAG, ACTIVATION_TAG, GRADIENT_TAG = 8, 9, 10
-"""Tag on the pipeline axis; messages of one tag between two ranks arrive in the order of sending."""
+
+Place = tuple[int, int]
+"""A stage, and a micro-batch in it."""
 
 
 class Work(Protocol):
     """Computation of one stage's part of a micro-batch."""
 
     def stage_loss(self, stage: int, batch: Any, kept: Kept | None, trains: bool) -> Tensor:
-        """Return the model's loss, a scalar. With ``kept``, its backward is to be in two parts.
+        """Return the model's loss, a scalar; with ``kept`` its backward is in two parts.
 
-        Unless it ``trains``, no backward follows. There may be a graph without one, with shapes that are new to the
-        stage: which outputs depend on parameters is seen by their graphs.
+        Unless it ``trains``, no backward follows, although there may be a graph.
         """
 
     def stage_backward(
@@ -44,25 +45,8 @@ class Work(Protocol):
         """Run the part of the backward that ``stage_backward`` has postponed."""
 
 
-@dataclass
-class _Flight:
-    """One micro-batch in one stage, from its forward to its backward."""
-
-    inputs: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
-    kept: Kept | None = None
-    sent: Sequence[Pending] = ()
-    random: Sequence[Tensor] = ()
-
-
 class Messages:
-    """Tensors between the stages of a pipeline.
-
-    Args:
-        group: the ranks along the pipeline axis.
-        placement: the rank of each stage.
-        device: of the tensors.
-    """
+    """Tensors between the stages of a pipeline; ``placement`` has the rank of each stage."""
 
     def __init__(self, group: Group, placement: Sequence[int], device: torch.device) -> None:
         self._group, self._placement, self.device = group, tuple(placement), device
@@ -75,15 +59,12 @@ class Messages:
         return self._placement[stage] == self._group.rank
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> list[Pending]:
-        """Begin to send tensors to a stage. They stay in memory until the messages have been waited for.
-
-        The oldest are waited for here if many are under way. No rank waits for ever, since schedules work also if every
-        send waits for its receive. ``finish`` waits for all others.
-        """
+        """Begin to send tensors to a stage. They stay in memory until the messages have been waited for."""
         peer = self._placement[to]
         messages = [tensor.detach().contiguous() for tensor in tensors]
         sending = [self._group.send_and_receive({peer: message}, {}, tag, what) for message in messages]
         self._sending.append(sending)
+        # No rank waits for ever here, since schedules get to their end also if every send waits for its receive.
         if len(self._sending) > self._most:
             _wait(self._sending.popleft())
         return sending
@@ -115,39 +96,28 @@ class Messages:
 
 
 class Interpreter:
-    """Interpreter of schedules.
-
-    Args:
-        stages: of the model.
-        messages: between them.
-        work: what is done with a micro-batch.
-
-    Attributes:
-        sends_all: see ``Stages.run``.
-    """
+    """Interpreter of schedules."""
 
     def __init__(self, stages: Stages, messages: Messages, work: Work) -> None:
         self._stages, self._messages, self._work = stages, messages, work
-        self.sends_all = False
+        # The outputs of a stage by its number and the signature of the inputs; shapes follow from these.
         self._headers: dict[tuple[int, Any], Header] = {}
 
     def run(
         self, schedule: Schedule, rank: int, batches: Sequence[Any], signatures: Sequence[Any],
-        recorder: Recorder | None = None,
+        recorder: Recorder | None = None, sends_all: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """Do a rank's actions.
+        """Do a rank's actions; return the detached losses in the order of micro-batches, none without the last stage.
 
         Args:
             schedule: with messages.
             rank: along the pipeline axis.
             batches: the micro-batches; all stages are given the same.
-            signatures: of each; micro-batches of one signature have the same shapes everywhere in the model.
+            signatures: one per micro-batch; equal ones mean the same shapes everywhere in the model.
             recorder: notes the times of the actions; None: they are not noted.
-
-        Returns:
-            The losses, detached, in the order of micro-batches; none unless the last stage is here.
+            sends_all: see ``Stages.run``.
         """
-        run = _Running(self, schedule, batches, signatures, recorder)
+        run = _Running(self, schedule, batches, signatures, recorder, sends_all)
         noted: AbstractContextManager[None] = nullcontext()
         actions = schedule.ranks[rank]
         last = {action.stage: action for action in actions if action.kind in LAST}
@@ -163,22 +133,29 @@ class Interpreter:
 
 
 class _Running:
-    """One run of a schedule."""
+    """One run of a schedule. What it keeps of a micro-batch in a stage has its place, ``(stage, micro-batch)``."""
 
     def __init__(
         self, interpreter: Interpreter, schedule: Schedule, batches: Sequence[Any], signatures: Sequence[Any],
-        recorder: Recorder | None,
+        recorder: Recorder | None, sends_all: bool,
     ) -> None:  # fmt: skip
         self.losses: dict[int, Tensor] = {}
-        self._all, self._schedule, self._batches, self._signatures = interpreter, schedule, batches, signatures
-        self._recorder = recorder
-        self._flights: dict[tuple[int, int], _Flight] = {}
-        self._arriving: dict[tuple[Kind, int, int], tuple[list[Tensor], list[Pending]]] = {}
+        self._stages, self._messages, self._work = interpreter._stages, interpreter._messages, interpreter._work
+        self._headers = interpreter._headers
+        self._batches, self._signatures, self._recorder, self._sends_all = batches, signatures, recorder, sends_all
         self._last = schedule.stages - 1
         self._splits = schedule.splits
         self._trains = any(kind in BACKWARDS for kind, _, _ in schedule.present)
-        self._kept: dict[tuple[int, int], Kept] = {}
         self._again = {(stage, number) for kind, stage, number in schedule.present if kind is Kind.RECOMPUTE}
+        self._arriving: dict[tuple[Kind, int, int], tuple[list[Tensor], list[Pending]]] = {}
+        # From the forward to the backward, and to the send of the gradient.
+        self._inputs: dict[Place, tuple[Tensor, ...]] = {}
+        self._outputs: dict[Place, tuple[Tensor, ...]] = {}
+        self._sent: dict[Place, Sequence[Pending]] = {}
+        self._random: dict[Place, Sequence[Tensor]] = {}
+        # Operands of weight gradients: those of the forward become due with the backward of the input.
+        self._operands: dict[Place, Kept | None] = {}
+        self._due: dict[Place, Kept] = {}
         self._do: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -191,131 +168,140 @@ class _Running:
     @property
     def held(self) -> int:
         """Number of micro-batches whose activations are in memory, counted for each stage of the rank."""
-        graphs = {key for key, flight in self._flights.items() if any(x.requires_grad for x in flight.outputs)}
-        return len(graphs | self._kept.keys())
+        graphs = {place for place, outputs in self._outputs.items() if any(x.requires_grad for x in outputs)}
+        return len(graphs | self._due.keys())
 
     def do(self, action: Action, last: bool) -> None:
         """Do one action; ``last`` if it is its stage's last backward."""
         if action.kind in BACKWARDS:
             self._backward(action.stage, action.microbatch, last)
         elif action.kind is Kind.WEIGHT:
-            self._all._work.stage_weights(action.stage, self._kept.pop((action.stage, action.microbatch)), last)
+            self._work.stage_weights(action.stage, self._due.pop((action.stage, action.microbatch)), last)
         else:
             self._do[action.kind](action.stage, action.microbatch)
 
     def _key(self, boundary: int, microbatch: int) -> tuple[int, Any]:
         return boundary, self._signatures[microbatch]
 
+    def _end(self, stage: int, microbatch: int) -> None:
+        """Give up what is kept of a micro-batch in a stage."""
+        for kept in (self._inputs, self._outputs, self._sent, self._random, self._operands):
+            kept.pop((stage, microbatch), None)
+
     def _forward(self, stage: int, microbatch: int) -> None:
-        flight = self._flights.setdefault((stage, microbatch), _Flight())
-        again = (stage, microbatch) in self._again
+        place = stage, microbatch
+        again = place in self._again
         if again:
-            flight.random = random_state(self._all._messages.device)
-        known = self._key(stage + 1, microbatch) in self._all._headers
+            self._random[place] = random_state(self._messages.device)
+        known = self._key(stage + 1, microbatch) in self._headers
         # What passes on depends on parameters, which is seen where there are graphs.
         graph = (torch.is_grad_enabled() and not again) or (not known and stage < self._last)
         with torch.set_grad_enabled(graph):
-            result = self._compute(flight, stage, microbatch, trains=self._trains and not again)
+            result = self._compute(stage, microbatch, trains=self._trains and not again)
             if stage == self._last:
                 self.losses[microbatch] = result.detach()
             else:
                 self._hand_over(stage, microbatch, result)
         if again:
-            flight.outputs = tuple(tensor.detach() for tensor in flight.outputs)
-        if not self._trains and (stage == self._last or self._all._messages.is_here(stage + 1)):
-            del self._flights[stage, microbatch]
+            # The graph of a first run was for the header only: the recomputation makes the one that counts.
+            self._outputs[place] = tuple(tensor.detach() for tensor in self._outputs[place])
+        if not self._trains and (stage == self._last or self._messages.is_here(stage + 1)):
+            self._end(stage, microbatch)
 
-    def _compute(self, flight: _Flight, stage: int, microbatch: int, trains: bool, again: bool = False) -> Any:
+    def _compute(self, stage: int, microbatch: int, trains: bool, again: bool = False) -> Any:
         """Return the outputs of a stage for the received inputs; the last one gives the loss."""
-        flight.kept = [] if self._splits else None
-        known = self._all._headers.get(self._key(stage + 1, microbatch))
-        result = self._all._stages.run(
+        place = stage, microbatch
+        kept: Kept | None = [] if self._splits else None
+        self._operands[place] = kept
+        known = self._headers.get(self._key(stage + 1, microbatch))
+        result = self._stages.run(
             stage,
-            lambda: self._all._work.stage_loss(stage, self._batches[microbatch], flight.kept, trains),
-            self._take(flight, stage, microbatch) if stage > 0 else None,
+            lambda: self._work.stage_loss(stage, self._batches[microbatch], kept, trains),
+            self._take(stage, microbatch) if stage > 0 else None,
             None if known is None else known.places,
-            self._all.sends_all,
+            self._sends_all,
             again,
         )
-        flight.outputs = (result,) if stage == self._last else result.tensors
+        self._outputs[place] = (result,) if stage == self._last else result.tensors
         return result
 
     def _recompute(self, stage: int, microbatch: int) -> None:
         """Run the forward again, with the same random numbers, for the graph that the first run did not keep."""
-        flight = self._flights[stage, microbatch]
-        with drawing_from(flight.random, self._all._messages.device):
-            self._compute(flight, stage, microbatch, trains=True, again=True)
+        with drawing_from(self._random[stage, microbatch], self._messages.device):
+            self._compute(stage, microbatch, trains=True, again=True)
 
-    def _take(self, flight: _Flight, stage: int, microbatch: int) -> Handed:
+    def _take(self, stage: int, microbatch: int) -> Handed:
         """Return the outputs of the stage before."""
-        if not flight.inputs:
-            flight.inputs = self._arrived(Kind.RECEIVE_ACTIVATION, stage, microbatch)
-        header = self._all._headers[self._key(stage, microbatch)]
-        for tensor, form in zip(flight.inputs, header.forms, strict=True):
+        place = stage, microbatch
+        if place not in self._inputs:  # a recomputation has them already
+            self._inputs[place] = self._arrived(Kind.RECEIVE_ACTIVATION, stage, microbatch)
+        inputs, header = self._inputs[place], self._headers[self._key(stage, microbatch)]
+        for tensor, form in zip(inputs, header.forms, strict=True):
             tensor.requires_grad_(form.differentiable and torch.is_grad_enabled())
-        return Handed(flight.inputs, header)
+        return Handed(inputs, header)
 
     def _hand_over(self, stage: int, microbatch: int, handed: Handed) -> None:
         """Give the next stage the description of its inputs and, if it is on this rank, the inputs."""
-        key, messages = self._key(stage + 1, microbatch), self._all._messages
-        known = self._all._headers.get(key)
+        key, is_here = self._key(stage + 1, microbatch), self._messages.is_here(stage + 1)
+        known = self._headers.get(key)
         if known is None:
-            self._all._headers[key] = handed.header
-            if not messages.is_here(stage + 1):
-                messages.send_header(handed.header, stage + 1)
+            self._headers[key] = handed.header
+            if not is_here:
+                self._messages.send_header(handed.header, stage + 1)
         elif not known.fits(handed.header, torch.is_grad_enabled()):
             raise RuntimeError(
                 f"stage {stage} handed over {known.forms} for inputs of these shapes before, and {handed.header.forms} "
                 "now; what passes between stages may depend on the shapes of the inputs only"
             )
-        if messages.is_here(stage + 1):
-            copies = tuple(tensor.detach() for tensor in handed.tensors)
-            self._flights[stage + 1, microbatch] = _Flight(copies)
+        if is_here:
+            # Detached, as a message would be: each stage has a graph, and a backward, of its own.
+            self._inputs[stage + 1, microbatch] = tuple(tensor.detach() for tensor in handed.tensors)
 
     def _send_activation(self, stage: int, microbatch: int) -> None:
-        flight = self._flights[stage, microbatch]
-        flight.sent = self._all._messages.send(flight.outputs, stage + 1, ACTIVATION_TAG, "activations")
+        place = stage, microbatch
+        self._sent[place] = self._messages.send(self._outputs[place], stage + 1, ACTIVATION_TAG, "activations")
         if not self._trains:
-            del self._flights[stage, microbatch]
+            self._end(stage, microbatch)
 
     def _receive_activation(self, stage: int, microbatch: int) -> None:
         key = self._key(stage, microbatch)
         # Shapes follow from the inputs' shapes, so only the first micro-batch of a signature has to wait for a header.
-        if key not in self._all._headers:
-            self._all._headers[key] = self._all._messages.receive_header(stage - 1)
-        self._arriving[Kind.RECEIVE_ACTIVATION, stage, microbatch] = self._all._messages.receive(
-            self._all._headers[key].forms, stage - 1, ACTIVATION_TAG, "activations"
+        if key not in self._headers:
+            self._headers[key] = self._messages.receive_header(stage - 1)
+        self._arriving[Kind.RECEIVE_ACTIVATION, stage, microbatch] = self._messages.receive(
+            self._headers[key].forms, stage - 1, ACTIVATION_TAG, "activations"
         )
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
-        flight = self._flights.pop((stage, microbatch))
-        self._all._messages.send(
-            list(_gradients_of(flight.inputs)), stage - 1, GRADIENT_TAG, "gradients of activations"
-        )
+        gradients = _gradients_of(self._inputs[stage, microbatch])
+        self._end(stage, microbatch)
+        self._messages.send(gradients, stage - 1, GRADIENT_TAG, "gradients of activations")
 
     def _receive_gradient(self, stage: int, microbatch: int) -> None:
-        forms = [form for form in self._all._headers[self._key(stage + 1, microbatch)].forms if form.differentiable]
-        self._arriving[Kind.RECEIVE_GRADIENT, stage, microbatch] = self._all._messages.receive(
+        forms = [form for form in self._headers[self._key(stage + 1, microbatch)].forms if form.differentiable]
+        self._arriving[Kind.RECEIVE_GRADIENT, stage, microbatch] = self._messages.receive(
             forms, stage + 1, GRADIENT_TAG, "gradients of activations"
         )
 
     def _backward(self, stage: int, microbatch: int, last: bool) -> None:
-        flight = self._flights[stage, microbatch]
-        roots = [tensor for tensor in flight.outputs if tensor.requires_grad or stage == self._last]
+        place = stage, microbatch
+        roots = [tensor for tensor in self._outputs[place] if tensor.requires_grad or stage == self._last]
         gradients: Sequence[Tensor] | None = None
-        if stage < self._last and self._all._messages.is_here(stage + 1):
-            gradients = list(_gradients_of(self._flights.pop((stage + 1, microbatch)).inputs))
+        if stage < self._last and self._messages.is_here(stage + 1):
+            gradients = _gradients_of(self._inputs[stage + 1, microbatch])
+            self._end(stage + 1, microbatch)
         elif stage < self._last:
-            gradients = list(self._arrived(Kind.RECEIVE_GRADIENT, stage, microbatch))
+            gradients = self._arrived(Kind.RECEIVE_GRADIENT, stage, microbatch)
             # It takes no time: the rank that sends these gradients has received the activations.
-            _wait(flight.sent)
-        self._all._work.stage_backward(stage, roots, gradients, last, flight.kept)
-        # The send of the gradient ends the flight, the weight gradient the operands' use; either may come first.
-        if flight.kept is not None:
-            self._kept[stage, microbatch], flight.kept = flight.kept, None
-        flight.outputs = ()
+            _wait(self._sent[place])
+        kept = self._operands[place]
+        self._work.stage_backward(stage, roots, gradients, last, kept)
+        # The send of the gradient ends the inputs' use, the weight gradient the operands'; either may come first.
+        if kept is not None:
+            self._due[place] = kept
+        self._operands[place], self._outputs[place] = None, ()
         if stage == 0:
-            del self._flights[stage, microbatch]
+            self._end(stage, microbatch)
 
     def _arrived(self, kind: Kind, stage: int, microbatch: int) -> tuple[Tensor, ...]:
         tensors, pending = self._arriving.pop((kind, stage, microbatch))
@@ -325,9 +311,9 @@ class _Running:
         return tuple(tensors)
 
 
-def _gradients_of(inputs: Sequence[Tensor]) -> Iterator[Tensor]:
+def _gradients_of(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients of the inputs; zeros for those that the loss does not depend on."""
-    return (torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad]
 
 
 def _wait(pending: Sequence[Pending]) -> None:
@@ -340,7 +326,6 @@ def _naming(action: Action) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(
-            f"this was in {action.kind.name.lower()} of stage {action.stage}, micro-batch {action.microbatch}"
-        )
+        kind = action.kind.name.lower()
+        error.add_note(f"this was in {kind} of stage {action.stage}, micro-batch {action.microbatch}")
         raise

@@ -18,24 +18,15 @@ from zeromesh.model.lengths import option, positions
 
 Inputs = dict[str, Any]
 
-SAMPLES = 2
-"""Number of samples: batch norms need several."""
-LENGTH = 16
-"""Length of a text in tokens. Some models go through it in a loop of Python."""
-LONGEST = 1024
-"""Longest text that is tried. Models that take longer ones are rarely trained with their longest."""
-IMAGE = 64
-"""Width and height of images if the configuration has none."""
+SAMPLES = 2  # batch norms need several
+LENGTH = 16  # tokens; some models go through a text in a loop of Python
+LONGEST = 1024  # tokens; models that take longer texts are rarely trained with their longest
+IMAGE = 64  # width and height of images if the configuration has none
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Arguments of a model.
-
-    Attributes:
-        batch: tensors, in whatever containers.
-        call: calls the model with it; gives the loss, or what stands for it.
-    """
+    """Arguments of a model: a batch, and a function that calls the model with it and returns a loss."""
 
     batch: Any
     call: Callable[[Any, Callable[..., Any]], Any]
@@ -52,11 +43,9 @@ def _by_name(batch: Any, model: Callable[..., Any]) -> Any:
 
 
 def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[ModelInput]:
-    """Yield samples to try one after the other, the most complete first; none if the inputs are unknown.
-
-    Models of transformers tell by their configuration and by the arguments of their forward, others by the latter.
-    """
+    """Yield samples to try one after the other, the most complete first; none if the inputs are unknown."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    # Models of transformers tell by their configuration and by the arguments of their forward, others by the latter.
     samples = (ModelInput(inputs, _by_name) for inputs in _inputs_of(model, length))
     return (one.map(lambda x: x.to(dtype) if x.is_floating_point() else x) for one in samples)
 
@@ -94,6 +83,7 @@ def _inputs_of(model: nn.Module, length: int) -> Iterator[Inputs]:
     if _INPUTS.get(main, _tokens) is not _tokens:
         inputs.pop("attention_mask", None)
     inputs[main] = _INPUTS.get(main, _INPUTS["input_ids"])(config, texts)
+    # Labels are per token, or of classes; which ones a model takes only a trial shows.
     labels = [_tokens(config, texts), torch.zeros(SAMPLES, dtype=torch.long)] if "labels" in accepted else []
     if "Classification" in type(model).__name__:
         labels.reverse()
@@ -128,6 +118,7 @@ def _waves(config: Any, texts: tuple[int, int]) -> Tensor:
     return torch.zeros(SAMPLES, 16000)
 
 
+# Value of each argument, by name.
 _INPUTS: dict[str, Callable[[Any, tuple[int, int]], Tensor]] = {
     "input_ids": _tokens,
     "tokens": _tokens,
@@ -138,5 +129,4 @@ _INPUTS: dict[str, Callable[[Any, tuple[int, int]], Tensor]] = {
     "input_values": _waves,
     "decoder_input_ids": _tokens,
 }
-"""Value of each argument, by name."""
 _OPTIONS: Inputs = {"return_loss": True, "use_cache": False}

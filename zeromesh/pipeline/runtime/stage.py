@@ -1,10 +1,4 @@
-"""Stages: parts of a model that run one after the other, on different ranks, through the model's own forward.
-
-The forward is left, and entered again, between two of the model's blocks. While a stage runs, gates stand in the places
-of the blocks: those of earlier stages return something of the right shape, the first of the stage's own is called with
-what came from the stage before, and the first of a later stage ends the forward; what that was called with is handed to
-the next stage. What the model makes of its inputs alone, such as masks and positions, every stage makes itself.
-"""
+"""Stages: parts of a model that run one after the other, on different ranks, through the model's own forward."""
 
 from __future__ import annotations
 
@@ -16,15 +10,21 @@ from dataclasses import fields as dataclass_fields
 from functools import wraps
 from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from zeromesh.config.keys import ONE_STAGE, PARTITION, STAGE_BLOCKS
 from zeromesh.model.containers import map_tensors, tensors_of
 from zeromesh.model.in_place import version
-from zeromesh.pipeline.runtime.elsewhere import counting, counts
-from zeromesh.pipeline.runtime.twice import Parameters
+from zeromesh.pipeline.runtime.elsewhere import Parameters, counting, counts
+
+# The forward is left, and entered again, between two of the model's blocks. While a stage runs, gates stand in the
+# places of the blocks: those of earlier stages return something of the right shape, the first of the stage's own is
+# called with what came from the stage before, and the first of a later stage ends the forward; what that was called
+# with is handed to the next stage. What the model makes of its inputs alone, such as masks and positions, every stage
+# makes itself: so only what depends on parameters travels.
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,6 @@ class TensorForm:
     dtype: torch.dtype
     differentiable: bool
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
-        """Return the form of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
     def empty(self, device: torch.device) -> Tensor:
         """Return memory for such a tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -47,21 +42,16 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Header:
-    """Description of a stage's outputs, for the next stage.
+    """Description of a stage's outputs, for the next stage."""
 
-    Attributes:
-        forms: of the tensors that are sent.
-        places: for each tensor in the arguments of the block that comes next, which of those it is; -1 where the
-            stage makes it itself.
-        returned: by list of blocks so far, what its blocks return; see ``_outline``.
-    """
-
-    forms: tuple[TensorForm, ...]
+    forms: tuple[TensorForm, ...]  # of the tensors that are sent
+    # For each tensor in the arguments of the next block, which of those it is; -1: each stage makes it.
     places: tuple[int, ...]
-    returned: Mapping[str, Any]
+    returned: Mapping[str, Any]  # list of blocks so far -> outline of what its blocks return
 
     def fits(self, other: Header, grad: bool) -> bool:
         """Return whether tensors of another header fit this one; ``grad``: also in whether they have gradients."""
+        # What blocks return is left out: only the first header of a kind is sent, and used for all.
         mine, theirs = ([(f.shape, f.dtype, f.differentiable and grad) for f in h.forms] for h in (self, other))
         return mine == theirs and self.places == other.places
 
@@ -78,8 +68,7 @@ class Header:
         return cls(tuple(made), tuple(places), returned)
 
 
-@dataclass(frozen=True)
-class Handed:
+class Handed(NamedTuple):
     """Outputs of a stage: tensors, and their description."""
 
     tensors: tuple[Tensor, ...]
@@ -87,19 +76,12 @@ class Handed:
 
 
 class Stages:
-    """The stages of a model.
-
-    Args:
-        model: the whole; blocks of other ranks' stages need not have their parameters.
-        blocks: names of its blocks, in the order in which they are called.
-        starts: the first block of each stage, ascending from 0.
-        first: the first stage that this rank has.
-    """
+    """The stages of a model: blocks by name in the order of their calls, and the first block of each stage."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], starts: Sequence[int], first: int = 0) -> None:
         self._model, self._blocks = model, tuple(blocks)
         self._bounds = (*starts, len(blocks))
-        self._first, self._watched = first, {first}
+        self._first, self._watched = first, {first}  # the first stage of this rank
         inside = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
         self._outside = [module for module in model.modules() if id(module) not in inside]
 
@@ -107,58 +89,53 @@ class Stages:
         self, stage: int, call: Callable[[], Any], received: Handed | None, places: Sequence[int] | None = None,
         sends_all: bool = False, again: bool = False,
     ) -> Any:  # fmt: skip
-        """Run one stage of a forward.
+        """Run one stage of a forward; return outputs for the next stage, or, of the last stage, what ``call`` returned.
 
         Args:
-            stage: which.
+            stage: its number.
             call: calls the model, with the same inputs on all stages.
-            received: what the stage before handed over; None for the first.
-            places: as in the header of what is handed over, where that is known; found out otherwise, for which there
-                must be graphs.
-            sends_all: hand over all floating-point tensors, where it cannot be seen which of them depend on parameters
-                because some are frozen.
+            received: outputs of the stage before; None for the first.
+            places: as in the header of the outputs, if known; else they are found by the tensors' graphs.
+            sends_all: hand over all floating-point tensors.
             again: it was run before, and buffers were changed then.
-
-        Returns:
-            What is to be handed to the next stage; of the last stage, what ``call`` returned.
-
-        Raises:
-            RuntimeError: the model did not call the blocks one after the other.
         """
-        run = _Run(self._blocks, self._bounds[stage], self._bounds[stage + 1], received, places, sends_all)
-        with self._gates(run), self._without_graph(run), self._spared(run, stage, again), counting():
-            try:
-                if run.is_live:
-                    counts()
-                result = call()
-            except _Left as left:
-                return left.handed
+        bounds = self._bounds[stage], self._bounds[stage + 1]
+        with self._spared(stage, again) as enter:
+            run = _Run(self._blocks, *bounds, received, places, sends_all, enter)
+            with self._gates(run), self._without_graph(run), counting():
+                try:
+                    if run.is_live:
+                        counts()
+                    result = call()
+                except _Left as left:
+                    return left.handed
         if run.stop < len(self._blocks) or not run.is_live:
             expected = self._blocks[run.stop if run.is_live else run.first]
             raise RuntimeError(
                 f"the model's forward ended on stage {stage} without a call of {expected}; blocks of a pipeline are "
-                "called one after the other in every forward: name them in pipeline.blocks, or set mesh.pipeline to 1"
+                f"called one after the other in every forward: name them in {STAGE_BLOCKS}, or {ONE_STAGE}"
             )
         return result
 
     @contextmanager
     def _gates(self, run: _Run) -> Iterator[None]:
-        places = [
-            (self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._blocks
-        ]
-        blocks = [parent._modules[child] for parent, child in places]
-        for index, ((parent, child), block) in enumerate(zip(places, blocks, strict=True)):
-            assert block is not None
+        replaced = []
+        for index, name in enumerate(self._blocks):
+            around, _, child = name.rpartition(".")
+            parent = self._model.get_submodule(around)
+            block = getattr(parent, child)
+            replaced.append((parent, child, block))
             parent._modules[child] = _Gate(block, index, run)
         try:
             yield
         finally:
-            for (parent, child), block in zip(places, blocks, strict=True):
+            for parent, child, block in replaced:
                 parent._modules[child] = block
 
     @contextmanager
     def _without_graph(self, run: _Run) -> Iterator[None]:
         """Make no graph in the model's forward, hooks aside, until the stage's own blocks are called."""
+        # That code computes with zeros in the places of other stages' parameters, and nothing is to be differentiated.
         model: Any = self._model
         own, forward = vars(model).get("forward"), model.forward
 
@@ -178,13 +155,11 @@ class Stages:
                 model.forward = own
 
     @contextmanager
-    def _spared(self, run: _Run, stage: int, again: bool) -> Iterator[None]:
-        """Replace the buffers outside of blocks by copies until the stage's own blocks are called.
-
-        The code before a stage's blocks runs once for each stage of a rank. It must change the rank's buffers, such as
-        running statistics, once: in the run of the first stage. A recomputation, ``again``, must change none. The first
-        run of each stage also checks that this code changes no parameters.
-        """
+    def _spared(self, stage: int, again: bool) -> Iterator[Callable[[], None]]:
+        """Replace the buffers outside of blocks by copies; yield what restores them once the stage's blocks begin."""
+        # The code before a stage's blocks runs once for each stage of a rank. It must change the rank's buffers, such
+        # as running statistics, once: in the run of the first stage. A recomputation must change none. The first run of
+        # each stage also checks that this code changes no parameters.
         parameters = None
         if stage not in self._watched and not again:
             self._watched.add(stage)
@@ -200,14 +175,13 @@ class Stages:
                 module._buffers[name] = own
 
         def enter() -> None:
-            restore()
+            if not again:
+                restore()
             if parameters is not None:
                 parameters.require_same()
 
-        if not again:
-            run.restore = enter
         try:
-            yield
+            yield enter
         finally:
             restore()
 
@@ -225,7 +199,7 @@ class _Gate(nn.Module):
 
     def __init__(self, block: nn.Module, index: int, run: _Run) -> None:
         super().__init__()
-        self.__dict__["_gated"] = block, index, run
+        self.__dict__["_gated"] = block, index, run  # past nn.Module, which would make the block a child
         self.training = block.training
         for name in ("_modules", "_parameters", "_buffers"):  # a forward may look for what is inside of its model
             self.__dict__[name] = getattr(block, name)
@@ -258,8 +232,8 @@ class _Run:
     received: Handed | None
     known: Sequence[int] | None
     sends_all: bool
+    restore: Callable[[], None]  # is called when the stage's own blocks begin
     is_live: bool = False
-    restore: Callable[[], None] = lambda: None
     _latest: int = -1
     _returned: dict[str, Any] = field(default_factory=dict)
     _replaced: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -277,10 +251,11 @@ class _Run:
         if index <= self._latest:
             raise RuntimeError(
                 f"{self.blocks[index]} was called after {self.blocks[self._latest]}; blocks of a pipeline are called "
-                "one after the other: name them in that order in pipeline.blocks, or set mesh.pipeline to 1"
+                f"one after the other: name them in that order in {STAGE_BLOCKS}, or {ONE_STAGE}"
             )
         self._latest = index
         if index >= self.stop:
+            # Only an exception leaves the user's forward from inside of it.
             raise _Left(self._hand(index, args, kwargs))
         name = self.blocks[index].rpartition(".")[0]
         if index < self.first:
@@ -288,6 +263,7 @@ class _Run:
         args, kwargs = self._as_received(args, kwargs) if self.is_live else self._enter(args, kwargs)
         arguments = [(tensor, version(tensor)) for tensor in tensors_of((args, kwargs))]
         output = block(*args, **kwargs)
+        # A later stage can make these by no other way; what was only passed on, it can.
         self._made += [one for one in tensors_of(output) if not _is_passed_on(one, arguments)]
         self._returned[name] = _outline(output)
         return output
@@ -301,6 +277,7 @@ class _Run:
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin the stage's own blocks; return the arguments with the received tensors in their places."""
         assert self.received is not None
+        # From here on the forward is the stage's own, and has a graph.
         torch.set_grad_enabled(self._grad)
         self.is_live = True
         self.restore()
@@ -314,22 +291,20 @@ class _Run:
         values = [one if place < 0 else self.received.tensors[place] for one, place in zip(local, places, strict=True)]
         self._replaced = [pair for pair in zip(local, values, strict=True) if pair[0] is not pair[1]]
         for number, (one, value) in enumerate(self._replaced):
+            # Later uses of a tensor are replaced by its identity, which then would be ambiguous.
             if any(one is other and value is not received for other, received in self._replaced[:number]):
                 raise RuntimeError(
                     f"{self.blocks[self.first]} is given one tensor twice on this stage, and two on the one before; "
-                    "give it copies, or cut elsewhere with pipeline.partition"
+                    f"give it copies, or cut elsewhere with {PARTITION}"
                 )
         following = iter(values)
         return map_tensors((args, kwargs), lambda _: next(following))
 
     def _as_received(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments that all blocks share, received once, as a decoder's encoder outputs."""
+        """Return the arguments with received tensors for those that all blocks share, as an encoder's outputs."""
         if not self._replaced:
             return args, kwargs
-
-        def pick(tensor: Tensor) -> Tensor:
-            return next((value for one, value in self._replaced if one is tensor), tensor)
-
+        pick = lambda x: next((value for one, value in self._replaced if one is x), x)  # noqa: E731
         return map_tensors((args, kwargs), pick)
 
     def _hand(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handed:
@@ -338,12 +313,11 @@ class _Run:
                 f"{self.blocks[index]} was called, and no block of this stage, {self.blocks[self.first]} to "
                 f"{self.blocks[self.stop - 1]}; blocks of a pipeline are called in every forward"
             )
-        args, kwargs = self._as_received(args, kwargs)
+        found = tensors_of(self._as_received(args, kwargs))
         sent: list[Tensor] = []
         places = []
-        found = tensors_of((args, kwargs))
         if not any(tensor.requires_grad for tensor in found):
-            self.check_gradients()
+            self.check_gradients()  # a context around the call may be the reason
         if self.known is not None and len(self.known) != len(found):
             raise RuntimeError(
                 f"{self.blocks[index]} was called with {len(found)} tensors, and with {len(self.known)} for inputs of "
@@ -356,31 +330,28 @@ class _Run:
             known = next((number for number, other in enumerate(sent) if other is tensor), len(sent))
             places.append(known)
             sent += [tensor] if known == len(sent) else []
-        header = Header(tuple(TensorForm.of(tensor) for tensor in sent), tuple(places), dict(self._returned))
-        return Handed(tuple(sent), header)
+        forms = tuple(TensorForm(tuple(x.shape), x.dtype, x.requires_grad) for x in sent)
+        return Handed(tuple(sent), Header(forms, tuple(places), dict(self._returned)))
 
     def check_gradients(self) -> None:
-        """Restore the gradient mode that a context had entered before the stage's blocks.
-
-        Raises:
-            RuntimeError: what was computed since then has no graph.
-        """
+        """Raise RuntimeError if a context entered before the stage's blocks has switched gradients off."""
         if self.received is not None and self.is_live and self._grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 f"the model's forward calls {self.blocks[self.first]} inside of torch.set_grad_enabled, enable_grad or "
                 "no_grad, in which no stage can begin: freeze blocks by requires_grad_(False) in its place, choose "
-                "another place with pipeline.partition, or set mesh.pipeline to 1"
+                f"another place with {PARTITION}, or {ONE_STAGE}"
             )
 
     def _depends(self, tensor: Tensor) -> bool:
         """Return whether the next stage cannot make it of the inputs itself."""
-        if tensor.requires_grad or any(tensor is other for other in self._made):
-            return True
-        return self.sends_all and tensor.is_floating_point()
+        # With frozen parameters, requires_grad does not show all that depends on parameters.
+        maybe = self.sends_all and tensor.is_floating_point()
+        return maybe or tensor.requires_grad or any(tensor is other for other in self._made)
 
 
 def _is_passed_on(tensor: Tensor, arguments: Sequence[tuple[Tensor, int]]) -> bool:
     """Return whether a block returned a given tensor unchanged, in a way that ``_imitate`` can repeat."""
+    # _imitate takes the first argument of a shape and dtype, so there must be one only; and a write would be missed.
     form = tensor.shape, tensor.dtype
     alike = {id(other): before for other, before in arguments if (other.shape, other.dtype) == form}
     return alike == {id(tensor): version(tensor)}
@@ -417,7 +388,8 @@ def _object(kind: str, fields: dict[str, Any]) -> Any:
     found: Any = attrgetter(name)(import_module(module))
     has_fields, is_mapping = is_dataclass(found), issubclass(found, Mapping)
     if has_fields and not is_mapping:
-        made = object.__new__(found)  # its constructor ran, and checked the values, on the stage that made the original
+        # Its constructor ran, and checked the values, on the stage that made the original.
+        made = object.__new__(found)
         for key, value in fields.items():
             object.__setattr__(made, key, value)
         return made
@@ -442,6 +414,7 @@ def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         same = (one for one in arguments if one.shape == torch.Size(shape) and one.dtype == getattr(torch, dtype))
         device = arguments[0].device if arguments else None
         found = next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
-        return found.view_as(found)  # another object than what was given: by that it is known what was received for it
+        # Another object than what was given: by its identity it is known what was received for it.
+        return found.view_as(found)
 
     return make(outline)

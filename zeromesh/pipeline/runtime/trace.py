@@ -20,6 +20,8 @@ from zeromesh.observe.operations import FORMULAS
 from zeromesh.pipeline.runtime.samples import LENGTH, ModelInput, longest_of, samples_of, undisturbed
 from zeromesh.pipeline.runtime.stage import _Gate
 
+MORE = 4  # limit of operators of a long text's trace, in multiples of those of a short one
+
 _log = logging.getLogger(__name__)
 
 META = torch.device("meta")
@@ -27,39 +29,21 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """Trace of a forward.
+    """Trace of a forward, in sections: before the first call of a block, and from each call of a block to the next."""
 
-    It is in sections: the first before the first call of a block, and one from each call of a block to the next.
-
-    Attributes:
-        calls: the blocks in the order in which they were called, by their numbers.
-        uses: by parameter, under the first of its names, the sections in which it was used.
-        operations: floating-point operations of each section.
-        crossings: pairs of a section in which a value was computed and a later one that read it, other than as an
-            argument of a block; between the two, the forward cannot be left and entered again.
-        operators: how many were called.
-        sample: what the model was called with.
-    """
-
-    calls: tuple[int, ...]
-    uses: Mapping[str, frozenset[int]]
-    operations: tuple[float, ...]
+    calls: tuple[int, ...]  # numbers of the blocks in the order of their calls
+    uses: Mapping[str, frozenset[int]]  # parameter, under the first of its names -> the sections in which it was used
+    operations: tuple[float, ...]  # floating-point operations of each section
+    # Pairs of a section in which a value was computed and a later one that read it past the blocks' arguments; between
+    # the two, the forward cannot be left and entered again.
     crossings: frozenset[tuple[int, int]]
-    operators: int
-    sample: ModelInput
+    operators: int  # number of operators called
 
 
 def trace(model: nn.Module, blocks: Sequence[str], own: ModelInput | None = None) -> ModelTrace | None:
     """Trace a model's forward, without changing the model; None if it cannot be traced. The log has the reason.
 
-    Without a sample that it can be traced with, inputs are guessed. Texts are then as long as the model takes, though
-    not longer than ``samples.LONGEST``, unless that takes more operators than a short text does: some models go through
-    texts in a loop of Python.
-
-    Args:
-        model: its parameters may be on any device, meta included.
-        blocks: names of those whose calls are noted.
-        own: the input of the run, which is tried first; None: it is unknown.
+    ``own`` is the input of the run, which is tried before guessed ones.
     """
     reasons: list[str] = []
     if own is not None and (found := _attempt(model, blocks, own, reasons)):
@@ -68,6 +52,8 @@ def trace(model: nn.Module, blocks: Sequence[str], own: ModelInput | None = None
         if found := _attempt(model, blocks, sample, reasons):
             if (length := longest_of(model)) <= LENGTH:
                 return found
+            # Operations are to be counted for long texts, unless these take more operators than a short one does: some
+            # models go through texts in a loop of Python.
             longer = list(samples_of(model, length))[place]
             return _attempt(model, blocks, longer, reasons, MORE * found.operators) or found
     _log.debug("%s is not traced, so what is outside of its blocks counts as used in the order of registration: %s",
@@ -75,15 +61,11 @@ def trace(model: nn.Module, blocks: Sequence[str], own: ModelInput | None = None
     return None
 
 
-MORE = 4
-"""Most operators of the trace of a long text, in multiples of those of ``samples.LENGTH`` tokens."""
-
-
 def _attempt(
     model: nn.Module, blocks: Sequence[str], sample: ModelInput, reasons: list[str], limit: float = float("inf")
 ) -> ModelTrace | None:
+    # A condition on values, which tensors without memory lack, is tried both ways.
     for guess in (False, True):
-        guessed = True
         try:
             with undisturbed(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -91,24 +73,22 @@ def _attempt(
         except Exception as error:
             _log.debug("%s cannot be traced", type(model).__name__, exc_info=True)
             reasons.append(f"{type(error).__name__}: {error}")
-            guessed = getattr(error, "guessed", True)
-        if not guessed:
-            break
+            if not getattr(error, "guessed", True):
+                break
     return None
 
 
 def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: bool, limit: float) -> ModelTrace:
-    copied, copies = copy_of(model)
+    copied, copies = _copy_of(model)
     names = {id(one): name for name, p in model.named_parameters() for one in (p, copies[id(p)])}
     run = _Tracing(names, len(blocks), guess, limit)
     for index, name in enumerate(blocks):
         parent, _, child = name.rpartition(".")
-        holder = copied.get_submodule(parent)
-        block = holder._modules[child]
-        assert block is not None
-        holder._modules[child] = _Gate(block, index, run)  # type: ignore[arg-type]
+        block = copied.get_submodule(name)
+        copied.get_submodule(parent)._modules[child] = _Gate(block, index, run)  # type: ignore[arg-type]
         for buffer_name, buffer in block.named_buffers():
             owner, _, key = buffer_name.rpartition(".")
+            # Buffers that are state go with the block; others every stage has, as it has masks.
             if key not in block.get_submodule(owner)._non_persistent_buffers_set:
                 run.states.add(id(buffer))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -125,13 +105,13 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
         with torch.no_grad(), run:
             on_meta.call(on_meta.batch, forward)
     except Exception as error:
+        # A loss function that cannot run on meta tensors hides nothing: the forward is known by then.
         if not has_ended:
             vars(error)["guessed"] = run.guessed
             raise
         _log.debug("the loss of %s cannot be traced", type(model).__name__, exc_info=True)
     uses = {name: frozenset(sections) for name, sections in run.uses.items()}
-    crossings = frozenset(run.crossings)
-    return ModelTrace(tuple(run.calls), uses, tuple(run.operations), crossings, run.operators, sample)
+    return ModelTrace(tuple(run.calls), uses, tuple(run.operations), frozenset(run.crossings), run.operators)
 
 
 class _Tracing(TorchDispatchMode):
@@ -150,7 +130,8 @@ class _Tracing(TorchDispatchMode):
         self._inside = False
         self._arguments: frozenset[int] = frozenset()
         self._handed: set[int] = set()
-        # The sections in which tensors were made that depend on parameters; tensors are kept, as are their ids then.
+        # The sections in which tensors were made that depend on parameters. The tensors are kept with their views, as
+        # an id may be given again once its tensor is gone.
         self._made: dict[int, int] = {}
         self._views: dict[int, list[Tensor]] = defaultdict(list)
 
@@ -159,13 +140,13 @@ class _Tracing(TorchDispatchMode):
         return len(self.calls)
 
     def called(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model calls a block."""
+        """Note the model's call of a block."""
         if self._inside:  # an outer block calls it, of which it is a part
             return block(*args, **kwargs)
         arguments = tensors_of((args, kwargs))
         for tensor in arguments:  # an argument is handed on from stage to stage: only the first block uses it
             if id(tensor) in self._names and id(tensor) not in self._handed:
-                self._use(tensor)
+                self.uses[self._names[id(tensor)]].add(self._section)
                 self._handed.add(id(tensor))
         self.calls.append(index)
         self.operations.append(0.0)
@@ -199,14 +180,14 @@ class _Tracing(TorchDispatchMode):
             result = _grouped_product(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        formula = FORMULAS.get(operator)
-        if formula is not None:
+        if formula := FORMULAS.get(operator):
             self.operations[self._section] += int(formula(*args, **kwargs, out_val=result))
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for tensor in made:
             self._views[_storage(tensor)].append(tensor)
         if self._inside or any(depends):
             if func._schema.is_mutable:
+                # A write also reaches the views that were taken of the tensor before.
                 named = zip(func._schema.arguments, args, strict=False)
                 written = [x for declared, x in named if declared.is_write and isinstance(x, Tensor)]
                 made += [view for x in written for view in (x, *self._views[_storage(x)])]
@@ -218,25 +199,18 @@ class _Tracing(TorchDispatchMode):
         """Note that a tensor is read; return whether it depends on parameters."""
         if id(tensor) in self._names:
             if id(tensor) not in self._arguments:
-                self._use(tensor)
+                self.uses[self._names[id(tensor)]].add(self._section)
             return True
         made = self._made.get(id(tensor))
         if made is not None and made < self._section and id(tensor) not in self._arguments:
             self.crossings.add((made, self._section))
         return made is not None or id(tensor) in self.states
 
-    def _use(self, parameter: Tensor) -> None:
-        self.uses[self._names[id(parameter)]].add(self._section)
 
-
-_OF_SHAPES = {
-    getattr(torch.ops.aten, how)
-    for how in (
-        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-    )
-}
-"""Operators that read no values."""
+# Operators that read no values.
+_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_OF_SHAPES = {getattr(torch.ops.aten, name) for name in (*_NEW, *_LIKE)}
 
 
 def _storage(tensor: Tensor) -> int:
@@ -254,39 +228,29 @@ def _number(tensor: Tensor, guess: bool) -> bool | int | float:
     return guess if tensor.dtype is torch.bool else float(guess) if tensor.is_floating_point() else int(guess)
 
 
+# Operators that need values, which tensors without memory lack -> a stand-in for their result.
 _OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
     torch.ops.aten._local_scalar_dense: _number,
     torch.ops.aten.nonzero: lambda tensor, guess: tensor.new_empty((1, tensor.ndim), dtype=torch.long),
     torch.ops.aten.equal: lambda tensor, guess: guess,
 }
-"""Operators that need values, which tensors without memory lack -> a stand-in for their result."""
 
 
-def copy_of(model: nn.Module, values: bool = False) -> tuple[nn.Module, dict[int, Any]]:
-    """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own.
-
-    Hooks are left out, as they may do anything outside of the model, but for those of torch that make weights of
-    parameters.
-
-    Args:
-        model: it is not changed.
-        values: only parameters have no memory; buffers without values have zeros.
-    """
+def _copy_of(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own."""
     copies: dict[int, Any] = {}
 
     def imitate(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
             is_parameter = isinstance(tensor, nn.Parameter)
-            if values and not is_parameter:
-                made = tensor.detach().clone() if not tensor.is_meta else torch.zeros(tensor.shape, dtype=tensor.dtype)
-            else:
-                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
             copies[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
         return tensor
 
     for module in model.modules():
         for name, value in vars(module).items():
             if name in _HOOKS:
+                # Hooks may do anything outside of the model; only those of torch that make weights of parameters stay.
                 copies[id(value)] = type(value)(
                     (key, hook)
                     for key, hook in value.items()

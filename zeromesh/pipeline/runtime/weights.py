@@ -1,9 +1,4 @@
-"""Weight gradients that are computed later than input gradients.
-
-The stage before waits for input gradients, and nothing waits for weight gradients: they can fill idle time (Qi et al.,
-"Zero Bubble Pipeline Parallelism", 2023). The backward of a linear layer then gives the gradient of its input only,
-and keeps the operands of its weight's. Other layers, a small part of the time, compute all gradients at once.
-"""
+"""Weight gradients computed later than input gradients (Qi et al., "Zero Bubble Pipeline Parallelism", 2023)."""
 
 from __future__ import annotations
 
@@ -17,12 +12,12 @@ from zeromesh.model.linear import Columns, Kept, is_keeping, multiply
 
 
 def postpone(model: nn.Module) -> None:
-    """Let a model's linear layers, transposed ones as GPT-2's too, postpone weight gradients under ``linear.keeping``.
-
-    Layers that are split over tensor-parallel ranks do so already.
-    """
+    """Let a model's linear layers, transposed ones as GPT-2's too, postpone weight gradients under ``keeping``."""
+    # The stage before waits for input gradients, and nothing waits for weight gradients, which can fill idle time.
+    # Other layers than linear ones are a small part of the time, and compute all gradients at once.
     for module in model.modules():
         transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+        # Layers with a forward of their own, as those that are split over tensor-parallel ranks, do so already.
         if (type(module) is nn.Linear or transposed) and "forward" not in vars(module):
             # Its arguments are copied with a copy of the model.
             module.forward = partial(_forward, module, transposed, module.forward)

@@ -24,51 +24,29 @@ class Kind(StrEnum):
     """Kind of an action; the value is its name in texts."""
 
     FORWARD = "F"
-    INPUT = "I"
-    """Input gradient: what the stage before waits for."""
-    WEIGHT = "W"
-    """Weight gradient, which no other stage waits for."""
-    BACKWARD = "B"
-    """Both gradients at once."""
+    INPUT = "I"  # the input's gradient alone, which the stage before waits for
+    WEIGHT = "W"  # the weights' gradients alone: no other stage waits for them, so they can fill idle time
+    BACKWARD = "B"  # both gradients at once
     SEND_ACTIVATION = "SA"
-    """Message to the next stage."""
     RECEIVE_ACTIVATION = "RA"
-    """From the stage before."""
     SEND_GRADIENT = "SG"
-    """Message to the stage before."""
     RECEIVE_GRADIENT = "RG"
-    """From the next stage."""
-    RECOMPUTE = "RECOMPUTE"
-    """Activations again, from the stage's input."""
+    RECOMPUTE = "RECOMPUTE"  # activations again, from the stage's input
 
 
+# Messages are left out: they travel beside a computation and do not keep the device busy.
 COMPUTE = frozenset({Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE})
-"""These keep the device busy."""
+BACKWARDS = (Kind.INPUT, Kind.BACKWARD)  # give the gradient that the stage before waits for
+LAST = (Kind.WEIGHT, Kind.BACKWARD)  # end a stage's hold on the activations of a micro-batch
 
-BACKWARDS = (Kind.INPUT, Kind.BACKWARD)
-"""These give the gradient that the stage before waits for."""
-
-LAST = (Kind.WEIGHT, Kind.BACKWARD)
-"""After these a stage no longer holds the activations of a micro-batch."""
-
-MESSAGES = {
-    Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
-    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
-}
+MESSAGES = {Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1), Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1)}
 """Kind of a send -> kind of its receive, and the receiver's stage relative to the sender's."""
-
 
 RECEIVES = frozenset(kind for kind, _ in MESSAGES.values())
 
 
 class Action(NamedTuple):
-    """One action of a rank.
-
-    Attributes:
-        kind: what.
-        stage: one of this rank's own, for messages too.
-        microbatch: its number, from 0.
-    """
+    """One action of a rank; ``stage`` is one of the rank's own, for messages too."""
 
     kind: Kind
     stage: int
@@ -79,14 +57,7 @@ class Action(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be read or run.
-
-    Attributes:
-        fault: the kind of fault, in a word or two.
-        rank: where it is, if it is at one place.
-        position: which of the rank's actions, from 0.
-        action: which one that is.
-    """
+    """A schedule that cannot be read or run: the kind of fault, and its place where there is one."""
 
     def __init__(
         self, fault: str, reason: str, schedule: Schedule | None = None, rank: int = -1, position: int = -1
@@ -101,13 +72,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of the actions of all ranks.
-
-    Attributes:
-        microbatches: their number.
-        placement: the rank of each stage.
-        ranks: the actions of each rank, in order.
-    """
+    """Order of the actions of all ranks; ``placement`` has the rank of each stage."""
 
     microbatches: int
     placement: tuple[int, ...]
@@ -115,7 +80,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Their number."""
+        """Number of stages."""
         return len(self.placement)
 
     @cached_property
@@ -144,12 +109,12 @@ class Schedule:
 
 
 def loop(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The placement that begins again at rank 0 with each chunk."""
+    """Return the placement that begins again at rank 0 with each chunk."""
     return tuple(range(ranks)) * chunks
 
 
 def vee(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The placement that turns round at its ends, so that the first and the last of two chunks share a rank."""
+    """Return the placement that turns round at its ends: the first and the last of two chunks share a rank."""
     return tuple(rank if chunk % 2 == 0 else ranks - 1 - rank for chunk in range(chunks) for rank in range(ranks))
 
 
@@ -159,11 +124,7 @@ _LINE = re.compile(r"(microbatches|placement|rank (\d+)):(.*)")
 
 
 def parse(text: str) -> Schedule:
-    """Read the text of a schedule, as ``str`` of it gives it.
-
-    Raises:
-        ScheduleError: naming the line and the word.
-    """
+    """Read the text that ``str`` of a schedule gives. Raise ScheduleError, naming the line and the word."""
     head: dict[str, list[int]] = {}
     ranks: list[tuple[Action, ...]] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -175,6 +136,8 @@ def parse(text: str) -> Schedule:
             raise _unread(number, content.split()[0], "a line begins with 'microbatches:', 'placement:' or 'rank N:'")
         name, rank, words = match[1], match[2], match[3].split()
         if rank is not None:
+            # A rank's number is checked, although the order gives it, because a line that was lost would shift all
+            # ranks below.
             if int(rank) != len(ranks):
                 raise _unread(number, name, f"ranks are written in order, so this is the line of rank {len(ranks)}")
             ranks.append(tuple(_action(word, number) for word in words))
@@ -184,11 +147,9 @@ def parse(text: str) -> Schedule:
         if wrong := [word for word in words if not word.isdecimal()]:
             raise _unread(number, wrong[0], "it must be a whole number")
         head[name] = [int(word) for word in words]
-    for name, count in (("microbatches", 1), ("placement", None)):
+    for name, count, rule in (("microbatches", 1, "one number"), ("placement", None, "a rank per stage")):
         if not head.get(name) or count not in (None, len(head[name])):
-            raise _unread(
-                1, name, f"there must be a line '{name}:' with {'one number' if count else 'a rank per stage'}"
-            )
+            raise _unread(1, name, f"there must be a line '{name}:' with {rule}")
     return Schedule(head["microbatches"][0], tuple(head["placement"]), tuple(ranks))
 
 
@@ -203,8 +164,7 @@ def _unread(line: int, word: str, rule: str) -> ScheduleError:
     return ScheduleError("unreadable text", f"line {line}, {word!r}: {rule}")
 
 
-SHOWN = 6
-"""Actions that are shown before and after a fault."""
+SHOWN = 6  # actions before and after a fault that an error shows; whole schedules have hundreds
 
 
 def _around(schedule: Schedule, rank: int, position: int) -> str:
@@ -212,10 +172,8 @@ def _around(schedule: Schedule, rank: int, position: int) -> str:
     first = max(position - SHOWN, 0)
     rows: list[Sequence[str]] = []
     for number, actions in enumerate(schedule.ranks):
-        words = [str(action) for action in actions[first : max(position, 0) + SHOWN + 1]]
-        rows.append(
-            [f">{word}<" if (number, first + at) == (rank, position) else f" {word} " for at, word in enumerate(words)]
-        )
+        shown = enumerate(actions[first : max(position, 0) + SHOWN + 1], first)
+        rows.append([f">{action}<" if (number, at) == (rank, position) else f" {action} " for at, action in shown])
     width = max((len(word) for row in rows for word in row), default=0)
     dots = "... " if first else ""
     return "\n".join(

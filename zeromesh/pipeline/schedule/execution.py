@@ -15,7 +15,7 @@ def input_gradient(schedule: Schedule, stage: int, microbatch: int) -> Action:
 
 
 def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """Yield the actions that must precede an action; a recomputation only if the schedule has it."""
+    """Yield the actions that must precede an action."""
     kind, stage, microbatch = action
     if kind is Kind.FORWARD:
         if stage > 0:
@@ -25,10 +25,12 @@ def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
         if stage < schedule.stages - 1:
             after = input_gradient(schedule, stage + 1, microbatch)
             yield _from_neighbour(schedule, action, Kind.RECEIVE_GRADIENT, after)
+        # Without recomputation the activations were kept.
         again = Action(Kind.RECOMPUTE, stage, microbatch)
         if again in schedule.present:
             yield again
     elif kind is Kind.WEIGHT:
+        # Its operands are left by the input gradient of the same micro-batch.
         yield Action(Kind.INPUT, stage, microbatch)
     elif kind is Kind.SEND_GRADIENT:
         yield input_gradient(schedule, stage, microbatch)
@@ -42,6 +44,7 @@ def dependencies(schedule: Schedule, action: Action) -> Iterator[Action]:
 
 def _from_neighbour(schedule: Schedule, action: Action, receive: Kind, made: Action) -> Action:
     """Return the action that brings another stage's result: a message, or the computation on the same rank."""
+    # Before messages are added, a schedule depends on the neighbour's computation itself.
     apart = schedule.placement[made.stage] != schedule.placement[action.stage]
     return action._replace(kind=receive) if apart and schedule.has_messages else made
 
@@ -53,21 +56,16 @@ def received_by(send: Action) -> Action:
 
 
 def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int]]:
-    """Follow a schedule: a rank does its next action as soon as the actions that it depends on have been done.
+    """Return rank and position of all actions, in an order in which they can happen.
 
-    Args:
-        schedule: any.
-        rendezvous: a send waits until the other rank receives; else messages are buffered.
-
-    Returns:
-        Rank and position of all actions, in an order in which they can happen.
-
-    Raises:
-        ScheduleError: ranks wait for each other for ever.
+    A rank does its next action as soon as the actions that it depends on have been done. With ``rendezvous``, a send
+    waits until the other rank receives; else messages are buffered. Raise ScheduleError for a deadlock.
     """
     order: list[tuple[int, int]] = []
     done: set[Action] = set()
     reached: set[Action] = set()
+    # Ranks are woken by what they wait for. Asking all ranks again after each action would take quadratic time, and the
+    # search executes hundreds of schedules.
     waiting: dict[tuple[bool, Action], list[int]] = defaultdict(list)
     waits: dict[int, Action] = {}
     position = [0] * len(schedule.ranks)
@@ -99,15 +97,14 @@ def execute(schedule: Schedule, rendezvous: bool = False) -> list[tuple[int, int
 
 
 def _stuck(schedule: Schedule, position: Sequence[int], waits: dict[int, Action]) -> ScheduleError:
+    # A wait inside one rank, or for an action that is nowhere, explains a deadlock better than the circle of ranks
+    # does.
     for rank, need in waits.items():
+        place = schedule, rank, position[rank]
         if need in schedule.ranks[rank]:
-            return ScheduleError(
-                "wrong order", f"{need} of the same rank must come before it", schedule, rank, position[rank]
-            )
+            return ScheduleError("wrong order", f"{need} of the same rank must come before it", *place)
         if need not in schedule.present:
-            return ScheduleError(
-                "missing action", f"it needs {need}, which no rank does", schedule, rank, position[rank]
-            )
+            return ScheduleError("missing action", f"it needs {need}, which no rank does", *place)
     listed = "; ".join(
         f"rank {rank} at {schedule.ranks[rank][position[rank]]} waits for {need}" for rank, need in waits.items()
     )
@@ -115,12 +112,10 @@ def _stuck(schedule: Schedule, position: Sequence[int], waits: dict[int, Action]
     return ScheduleError("deadlock", f"{listed}; reorder one of them", schedule, rank, position[rank])
 
 
-def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[tuple[int, float]]]:
-    """Return the stage of each action of each rank, and how much that stage holds after it.
+def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[tuple[int, float, float]]]:
+    """Return the stage of each action of each rank, and how much the stage and the rank hold after it.
 
-    Args:
-        schedule: any.
-        sizes: of one micro-batch's activations, by stage; 1 each if left out, which counts micro-batches.
+    ``sizes`` are those of one micro-batch's activations by stage; by default 1 each, which counts micro-batches.
     """
     found = []
     for actions in schedule.ranks:
@@ -129,28 +124,21 @@ def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[
         for kind, stage, _ in actions:
             size = 1.0 if sizes is None else sizes[stage]
             now[stage] += size * ((kind is Kind.FORWARD) - (kind in LAST))
-            rows.append((stage, now[stage]))
+            rows.append((stage, now[stage], sum(now.values())))
         found.append(rows)
     return found
 
 
 def most_held_by_stage(schedule: Schedule) -> list[int]:
-    """The largest number of micro-batches whose activations each stage holds at once."""
+    """Return the largest number of micro-batches whose activations each stage holds at once."""
     most = [0.0] * schedule.stages
     for rows in held(schedule):
-        for stage, count in rows:
+        for stage, count, _ in rows:
             most[stage] = max(most[stage], count)
     return [int(count) for count in most]
 
 
 def most_held_by_rank(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[float]:
-    """The most that the stages of each rank hold together."""
-    found = []
-    for rows in held(schedule, sizes):
-        now: dict[int, float] = {}
-        most = 0.0
-        for stage, amount in rows:
-            now[stage] = amount
-            most = max(most, sum(now.values()))
-        found.append(most)
-    return found
+    """Return the most that the stages of each rank hold together."""
+    # It is not the sum of the stages' most, which they reach at different times.
+    return [max((0.0, *(total for _, _, total in rows))) for rows in held(schedule, sizes)]

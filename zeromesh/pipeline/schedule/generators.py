@@ -1,10 +1,5 @@
 """Named schedules, as rows of a table, and the search for a schedule that suits given costs.
 
-Two mechanisms make them all. In a *fixed order* each rank does some forwards to warm up, then a forward and a backward
-in turn, then the backwards that are left; rows differ in the order of chunks and in the length of the warm-up. The
-*list scheduler* (``listing.py``) decides by what can begin. With the fixed order of zb-h1 or zb-v it only places weight
-gradients; without a fixed order it decides everything.
-
 GPipe (Huang et al., 2019); 1F1B (Narayanan et al., "PipeDream-Flush", 2021a); interleaved 1F1B (Narayanan et al.,
 "Efficient Large-Scale Language Model Training", 2021b); breadth-first (Lamy-Poirier, 2022); ZB-H1 and ZB-V (Qi et al.,
 "Zero Bubble Pipeline Parallelism", 2023).
@@ -17,28 +12,25 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product, zip_longest
+from itertools import count, product, zip_longest
 
 from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop, vee
 from zeromesh.pipeline.schedule.execution import most_held_by_rank
 from zeromesh.pipeline.schedule.listing import ListRule, ListScheduler
 from zeromesh.pipeline.schedule.simulate import Costs, simulate
 
+# Two mechanisms make all schedules. In a fixed order, each rank does some forwards to warm up, then a forward and a
+# backward in turn, then the backwards that are left; rows differ in the order of chunks and in the length of the
+# warm-up. The list scheduler decides by what can begin. With the fixed order of zb-h1 or zb-v it only places weight
+# gradients; without a fixed order, as for the search, it decides everything.
+
 SEARCH = "search"
-PATIENCE = (0.0, 0.5, 1.0)
-"""Candidates of the search."""
+PATIENCE = (0.0, 0.5, 1.0)  # candidates of the search, in parts of an action's time
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a pipeline, and of a step.
-
-    Attributes:
-        ranks: of the pipeline.
-        microbatches: their number.
-        chunks: stages of each rank.
-        group: micro-batches that an interleaved rank does of one chunk before the next chunk.
-    """
+    """Size of a pipeline and of a step: ``chunks`` are stages per rank, ``group`` is of interleaved-1f1b."""
 
     ranks: int
     microbatches: int
@@ -46,41 +38,30 @@ class Shape:
     group: int = 0
 
 
+# Order of one rank: chunks of its forwards (None: a turn without one), chunks of its backwards, and the number of
+# forwards before the first backward. Each chunk takes its micro-batches in ascending order.
 Order = tuple[list[int | None], list[int], int]
-"""Order of one rank: chunks of its forwards (None: a turn without one), chunks of its backwards, and the number of
-forwards before the first backward. Each chunk takes its micro-batches in ascending order."""
 
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """Named schedule.
+    """Named schedule."""
 
-    Attributes:
-        text: what it is, in a line.
-        chunks: the least and the most stages per rank; the least is what is taken if nothing is said.
-        placement: which stages a rank has.
-        split: whether input and weight gradients are actions of their own.
-        order: what a rank does.
-        full: so many micro-batches fill the pipeline.
-        bubble: idle time in parts of busy time, if the pipeline is full, a forward and either gradient take the same
-            time, and messages none.
-        formula: the same for the reader.
-        held: the most micro-batches that all stages of a rank together hold.
-    """
-
-    text: str
-    chunks: tuple[int, float]
-    placement: Callable[[int, int], tuple[int, ...]]
-    split: bool
-    order: Callable[[Shape, int], Order]
-    full: Callable[[Shape], int]
+    text: str  # description, in a line
+    chunks: tuple[int, float]  # the least and the most stages per rank; the least is the default
+    placement: Callable[[int, int], tuple[int, ...]]  # from ranks and chunks to the rank of each stage
+    split: bool  # true if input and weight gradients are actions of their own
+    order: Callable[[Shape, int], Order]  # from a rank to its order
+    full: Callable[[Shape], int]  # least number of micro-batches that fill the pipeline
+    # Idle time in parts of busy time, if the pipeline is full, a forward and either gradient take the same time, and
+    # messages none.
     bubble: Callable[[Shape], Fraction]
-    formula: str
-    held: Callable[[Shape, int], int]
+    formula: str  # the same for the reader
+    held: Callable[[Shape, int], int]  # the most micro-batches that all stages of a rank together hold
 
 
 def _in_groups(shape: Shape, warm_up: int, group: int) -> Order:
-    """All micro-batches of a group through the first chunk, then through the next one; backwards from the last one."""
+    """Return all micro-batches of a group through the first chunk, then the next one; backwards from the last one."""
     forwards: list[int | None] = []
     backwards: list[int] = []
     for first in range(0, shape.microbatches, group):
@@ -105,40 +86,31 @@ def _interleaved_warm_up(shape: Shape, rank: int) -> int:
     return 2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * shape.group
 
 
-def _interleaved(shape: Shape, rank: int) -> Order:
-    return _in_groups(shape, _interleaved_warm_up(shape, rank), shape.group)
-
-
 def _vee_order(shape: Shape, rank: int) -> Order:
-    """Forwards of the first chunk until the second one can begin; then chunks in turn, 6 actions per micro-batch.
-
-    For few micro-batches the order has micro-batches that do not exist; ``_fixed_order`` leaves them out.
-    """
-    ranks, count = shape.ranks, shape.microbatches
-    after = ranks - rank
-    steady = [chunk for turn in range(count - ranks) for chunk in (0 if turn <= count - 2 * ranks + rank else None, 1)]
+    """Return forwards of the first chunk until the second one can begin, then chunks in turn."""
+    # For few micro-batches the order has micro-batches that do not exist; _fixed_order leaves them out.
+    ranks, number = shape.ranks, shape.microbatches
+    after, least = ranks - rank, number - 2 * ranks + rank
+    steady = [chunk for turn in range(number - ranks) for chunk in (0 if turn <= least else None, 1)]
     forwards = [0] * (2 * after - 1) + [1, 0] * rank + [1] * after + steady
-    backwards = [1] * after + [0, 1] * (count - after) + [0] * after
+    backwards = [1] * after + [0, 1] * (number - after) + [0] * after
     return forwards, backwards, 2 * ranks - 1
-
-
-def _always(shape: Shape) -> int:
-    return 1
 
 
 ROWS: dict[str, ScheduleRow] = {
     "gpipe": ScheduleRow(
-        "all forwards, then all backwards", (1, 1), loop, False, _forwards_first, _always,
+        "all forwards, then all backwards", (1, 1), loop, False, _forwards_first, lambda s: 1,
         lambda s: Fraction(s.ranks - 1, s.microbatches), "(p-1)/m",
         lambda s, rank: s.microbatches,
     ),
     "1f1b": ScheduleRow(
-        "each backward as early as it can be", (1, 1), loop, False, _one_forward_one_backward, _always,
+        "each backward as early as it can be", (1, 1), loop, False, _one_forward_one_backward, lambda s: 1,
         lambda s: Fraction(s.ranks - 1, s.microbatches), "(p-1)/m",
         lambda s, rank: min(s.microbatches, s.ranks - rank),
     ),
     "interleaved-1f1b": ScheduleRow(
-        "1f1b over several stages per rank", (2, math.inf), loop, False, _interleaved, _always,
+        "1f1b over several stages per rank", (2, math.inf), loop, False,
+        lambda s, rank: _in_groups(s, _interleaved_warm_up(s, rank), s.group), lambda s: 1,
         lambda s: Fraction(s.ranks - 1, s.chunks * s.microbatches), "(p-1)/(v m)",
         lambda s, rank: min(s.chunks * s.microbatches, _interleaved_warm_up(s, rank) + 1),
     ),
@@ -167,18 +139,7 @@ NAMES = (*ROWS, SEARCH)
 
 
 def shape_of(name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None) -> Shape:
-    """Checked arguments of a row.
-
-    Args:
-        name: of the row.
-        ranks: of the pipeline.
-        microbatches: their number.
-        chunks: stages per rank; as few as the row has if left out.
-        group: of interleaved-1f1b, micro-batches of one chunk before the next chunk; as many as ranks if left out.
-
-    Raises:
-        ValueError: the row is not for that; with what it is for.
-    """
+    """Return the checked arguments of ``generate``; raise ValueError as it does."""
     if name not in NAMES:
         raise ValueError(f"there is no schedule {name!r}; take one of {', '.join(NAMES)}")
     least, most = (1, math.inf) if name == SEARCH else ROWS[name].chunks
@@ -192,6 +153,8 @@ def shape_of(name: str, ranks: int, microbatches: int, chunks: int | None = None
     if group is not None and name != "interleaved-1f1b":
         raise ValueError(f"group is {group}, but {name} has no groups; leave it out, or take interleaved-1f1b")
     group = ranks if group is None else group
+    # A rank comes to its next chunk after a group's forwards, and the input of that takes as many turns as there are
+    # ranks.
     if group < ranks:
         raise ValueError(f"group is {group}; it must be at least the number of ranks, {ranks}")
     if name == "interleaved-1f1b" and not _fills_groups(microbatches, group, ranks):
@@ -205,40 +168,34 @@ def shape_of(name: str, ranks: int, microbatches: int, chunks: int | None = None
 
 
 def _fills_groups(microbatches: int, group: int, ranks: int) -> bool:
+    # The last group is the rest, for which the same holds as for all others: it is no smaller than the ranks.
     rest = microbatches % group
     return rest >= ranks or (rest == 0 and microbatches > 0)
 
 
 def generate(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int | None = None,
-    group: int | None = None,
-    costs: Costs | None = None,
-    memory: float | None = None,
-) -> Schedule:
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None,
+    costs: Costs | None = None, memory: float | None = None,
+) -> Schedule:  # fmt: skip
     """Make a schedule: what is computed, in which order. Passes in ``lowering.py`` add the rest.
 
     Args:
         name: one of ``NAMES``.
         ranks: of the pipeline.
         microbatches: their number.
-        chunks: stages per rank; as few as the row has if left out.
-        group: of interleaved-1f1b, micro-batches of one chunk before the next chunk; as many as ranks if left out.
-        costs: what actions take, for the rows that place weight gradients, and for the search; equal if left out.
-        memory: for the search, what activations may take on a rank.
+        chunks: stages per rank; None: as few as the row has.
+        group: for interleaved-1f1b, micro-batches of one chunk before the next chunk; None: as many as ranks.
+        costs: of actions, for the rows that place weight gradients, and for the search; None: equal.
+        memory: for the search, the limit of a rank's activations.
 
     Raises:
         ValueError: the row is not for that; with what it is for.
     """
-    shape = shape_of(name, ranks, microbatches, chunks, group)
+    shape, costs = shape_of(name, ranks, microbatches, chunks, group), costs or Costs()
     if name == SEARCH:
-        return search(shape, costs or Costs(), memory)
-    return _of_row(ROWS[name], shape, costs or Costs())
-
-
-def _of_row(row: ScheduleRow, shape: Shape, costs: Costs) -> Schedule:
+        return search(shape, costs, memory)
+    row = ROWS[name]
+    # A row's own order, with both gradients at once, bounds the memory of the split one.
     fixed = _fixed_order(row, shape)
     if not row.split:
         return fixed
@@ -262,29 +219,18 @@ def _fixed_order(row: ScheduleRow, shape: Shape) -> Schedule:
 
 
 def _numbered(kind: Kind, chunks: list[int | None], own: list[int]) -> list[Action | None]:
-    done = [0] * len(own)
-    actions: list[Action | None] = []
-    for chunk in chunks:
-        if chunk is None:
-            actions.append(None)
-            continue
-        actions.append(Action(kind, own[chunk], done[chunk]))
-        done[chunk] += 1
-    return actions
+    counts = [count() for _ in own]
+    return [None if chunk is None else Action(kind, own[chunk], next(counts[chunk])) for chunk in chunks]
 
 
 def search(shape: Shape, costs: Costs, memory: float | None = None) -> Schedule:
-    """Return the schedule with the shortest simulated time within the memory; of equals, one that holds less.
-
-    All rows for this shape are among what is tried, so it is never worse than one of them that keeps within the memory.
-
-    Raises:
-        ValueError: no order keeps within the memory.
-    """
+    """Return the schedule with the shortest simulated time within the memory; of equals, one that holds less."""
     sizes = costs.activations(shape.ranks * shape.chunks)
+    # All rows for this shape are among the attempts, so the result is never worse than one of them within the memory.
     best: tuple[float, float] | None = None
     for attempt in _attempts(shape, costs, math.inf if memory is None else memory):
         with suppress(ScheduleError):  # it does not fit, or takes longer
+            # An equal time may hold less: the margin keeps rounding from cutting it off.
             schedule = attempt(best[0] * (1 + 1e-9) if best else math.inf)
             most = max(most_held_by_rank(schedule, sizes))
             key = (simulate(schedule, costs).makespan, most)
@@ -306,10 +252,11 @@ def _placements(shape: Shape) -> list[tuple[int, ...]]:
 
 
 def _attempts(shape: Shape, costs: Costs, memory: float) -> Iterator[Callable[[float], Schedule]]:
-    """Yield functions from a deadline to a schedule; the fixed orders first, as good ones cut the search short."""
+    """Yield functions from a deadline to a schedule."""
     sizes = costs.activations(shape.ranks * shape.chunks)
     limits = {memory}
     rules: list[tuple[tuple[int, ...], float, ListRule]] = []
+    # The fixed orders come first, as good ones cut the search short.
     for name, row in ROWS.items():
         try:
             fixed = _fixed_order(row, shape_of(name, shape.ranks, shape.microbatches, shape.chunks))

@@ -15,57 +15,37 @@ FORWARD, INPUT, WEIGHT, BACKWARD = Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.B
 
 @dataclass(frozen=True)
 class ListRule:
-    """Order of preference.
+    """Order of preference."""
 
-    Attributes:
-        priority: kinds, the first one first; with the full backward in place of the two gradients it is not split.
-        deep_forward: of two forwards, that of the later stage comes first.
-        deep_backward: of two backwards, that of the later stage comes first.
-        sequence: of each rank, the order of forwards and backwards. Weight gradients then fill the time in which the
-            next of them cannot begin.
-        patience: how long a rank waits for what comes first, in parts of the time that what it can begin would take.
-    """
-
+    # Kinds, the first one first; with the full backward in place of the two gradients it is not split.
     priority: tuple[Kind, ...] = (INPUT, FORWARD, WEIGHT)
-    deep_forward: bool = True
-    deep_backward: bool = True
+    deep_forward: bool = True  # of two forwards, that of the later stage comes first
+    deep_backward: bool = True  # the same of two backwards
+    # Order of forwards and backwards by rank; weight gradients fill the time in which none can begin.
     sequence: tuple[tuple[Action, ...], ...] | None = None
-    patience: float = 0.0
+    patience: float = 0.0  # longest wait for what comes first, in parts of the time of what could begin
 
 
 class ListScheduler:
-    """Scheduler that chooses action by action, at the times that follow from the costs.
-
-    Args:
-        microbatches: their number.
-        placement: the rank of each stage.
-        rule: what is taken first.
-        limit: memory that activations may take on each rank.
-        costs: what actions take.
-    """
+    """Scheduler that chooses action by action, at the times that follow from the costs."""
 
     def __init__(
         self, microbatches: int, placement: tuple[int, ...], rule: ListRule, limit: float, costs: Costs | None = None
     ) -> None:
         costs = costs or Costs()
         self._microbatches, self._placement, self._rule, self._limit = microbatches, placement, rule, limit
-        self._backward = BACKWARD if BACKWARD in rule.priority else INPUT
-        self._last = BACKWARD if BACKWARD in rule.priority else WEIGHT
+        self._backward, self._last = (BACKWARD, BACKWARD) if BACKWARD in rule.priority else (INPUT, WEIGHT)
         stages = range(len(placement))
         self._own = [[stage for stage in stages if placement[stage] == rank] for rank in range(max(placement) + 1)]
         self._sizes = costs.activations(len(placement))
         self._time = {(kind, stage): costs.time(kind, stage) for kind in rule.priority for stage in stages}
-        apart = [stage > 0 and placement[stage - 1] != placement[stage] for stage in stages]
-        self._message = [costs.latency if apart[stage] else 0.0 for stage in stages]
+        # By the later one of two neighbours.
+        self._message = [costs.latency * (s > 0 and placement[s - 1] != placement[s]) for s in stages]
         self._done = {(kind, stage): 0 for kind in rule.priority for stage in stages}
         self._end: dict[tuple[Kind, int, int], float] = {}
 
     def run(self, deadline: float = math.inf) -> Schedule:
-        """Make the schedule.
-
-        Raises:
-            ScheduleError: the limit leaves no room, or it is sure to end after the deadline.
-        """
+        """Make the schedule. Raise ScheduleError if the limit leaves no room, or it ends after the deadline."""
         orders: list[list[Action]] = [[] for _ in self._own]
         free = [0.0] * len(self._own)
         whole = [sum(time for (_, stage), time in self._time.items() if stage in own) for own in self._own]
@@ -85,6 +65,7 @@ class ListScheduler:
             self._done[kind, stage] += 1
             self._end[kind, stage, number] = free[rank] = end = clock + self._time[kind, stage]
             left[rank] -= self._time[kind, stage]
+            # The search has found a shorter one already: the rest of this one need not be made.
             if end + left[rank] > deadline:
                 raise ScheduleError("time", f"rank {rank} ends after {deadline:g}")
             # Something can begin here when this ends, and at its neighbours when they have the message.
@@ -99,8 +80,9 @@ class ListScheduler:
         return Schedule(self._microbatches, self._placement, tuple(map(tuple, orders)))
 
     def _choices(self, rank: int, taken: int, clock: float) -> Iterator[tuple[int, int, Kind, int]]:
-        """Return the actions that a rank can begin, with their rank in the order of preference."""
+        """Yield the actions that a rank can begin, with their rank in the order of preference."""
         if self._rule.sequence:
+            # Weight gradients are no part of the sequence, so they are not counted for the place in it.
             weights = sum(self._done.get((WEIGHT, stage), 0) for stage in self._own[rank])
             following = self._rule.sequence[rank][taken - weights : taken - weights + 1]
             for kind, stage, _ in following:
@@ -132,16 +114,14 @@ class ListScheduler:
         return kind is not FORWARD or self._has_room(stage)
 
     def _has_room(self, stage: int) -> bool:
-        """Return whether, after this forward, micro-batches in progress can be finished in turn, the oldest first.
-
-        Then the oldest of all never waits for memory on any rank, so no rank waits for ever.
-        """
+        """Return whether, after this forward, micro-batches in progress can be finished in turn, the oldest first."""
+        # Then the oldest of all never waits for memory on any rank, so no rank waits for ever.
         own = self._own[self._placement[stage]]
         begun = {other: self._done[FORWARD, other] + (other == stage) for other in own}
         ended = {other: self._done[self._last, other] for other in own}
         free = self._limit - sum(self._sizes[other] * (begun[other] - ended[other]) for other in own)
         if free < 0 or self._rule.sequence:
-            return free >= 0
+            return free >= 0  # a given sequence is known to end
         if free >= sum(self._sizes[other] for other in own):
             return True  # any one of them has room for all that it can need
         for number in range(min(ended.values()), max(begun.values())):

@@ -1,11 +1,9 @@
-"""Passes that complete a schedule. Each takes a schedule and returns a new one.
-
-They can be done in any order. Messages come best last, so that nothing delays the send of a result.
-"""
+"""Passes that complete a schedule. Each takes a schedule and returns a new one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zeromesh.pipeline.schedule.actions import BACKWARDS, COMPUTE, MESSAGES, Action, Kind, Schedule
 from zeromesh.pipeline.schedule.execution import execute, received_by
@@ -13,15 +11,14 @@ from zeromesh.pipeline.schedule.simulate import Costs, simulate
 
 
 def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
-    """Return a schedule for evaluation: forwards of any number of micro-batches, on the placement of a training.
-
-    Of the forwards that can begin, a rank does that of the latest stage, so few micro-batches are under way at once.
-    """
+    """Return a schedule for evaluation: forwards of any number of micro-batches, on the placement of a training."""
     done = [0] * len(placement)
     ranks: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     while done[-1] < microbatches:
+        # As of the begin of this turn: what a stage gives in it can be used in the next one only.
         ready = [microbatches, *done]
         busy = set()
+        # The latest stage first, so that few micro-batches are under way at once.
         for stage, rank in reversed([*enumerate(placement)]):
             if rank not in busy and done[stage] < ready[stage]:
                 ranks[rank].append(Action(Kind.FORWARD, stage, done[stage]))
@@ -31,15 +28,13 @@ def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
 
 
 def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """Add a send and a receive wherever a stage's neighbour is on another rank.
-
-    The actions of all ranks are put into one order, by the simulated times of their ends, with each message right after
-    the computation of its tensor. A rank's list is its part of that order. So any two ranks have their messages in the
-    same order, and no rank waits for ever, even if sends wait for their receives: the first action of all that are left
-    can always be done. A receive comes before computations that end after the send, so it begins before it is needed.
-    """
+    """Add a send and a receive wherever a stage's neighbour is on another rank. It is the last pass."""
     if schedule.has_messages:
         raise ValueError("this schedule has its messages already; add them once, after the other passes")
+    # All actions are put into one order, by the simulated times of their ends, with each message right after the
+    # computation of its tensor; a rank's list is its part of that order. Any two ranks then have their messages in one
+    # order, so no rank waits for ever, even if sends wait for their receives: the first action of all that are left
+    # can always be done. A receive comes before computations that end after the send, so it begins before it is needed.
     order = {place: number for number, place in enumerate(execute(schedule))}
     places = []
     for rank, steps in enumerate(simulate(schedule, costs).ranks):
@@ -55,38 +50,26 @@ def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
             receive = received_by(send)
             ranks[rank].append(send)
             ranks[schedule.placement[receive.stage]].append(receive)
-    return _with(schedule, ranks)
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))
 
 
 def _send_of(schedule: Schedule, action: Action) -> Action | None:
-    kind, stage, _ = action
-    if kind is Kind.FORWARD:
-        send = action._replace(kind=Kind.SEND_ACTIVATION)
-    elif kind in BACKWARDS:
-        send = action._replace(kind=Kind.SEND_GRADIENT)
-    else:
+    if action.kind is not Kind.FORWARD and action.kind not in BACKWARDS:
         return None
-    other = stage + MESSAGES[send.kind][1]
-    if not 0 <= other < schedule.stages or schedule.placement[other] == schedule.placement[stage]:
-        return None
-    return send
+    send = action._replace(kind=Kind.SEND_ACTIVATION if action.kind is Kind.FORWARD else Kind.SEND_GRADIENT)
+    other, placement = action.stage + MESSAGES[send.kind][1], schedule.placement
+    return send if 0 <= other < schedule.stages and placement[other] != placement[action.stage] else None
 
 
 def add_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> Schedule:
-    """Compute activations again right before each backward, of all stages or of some.
-
-    It does not wait for the gradient, so it can fill the time until that comes.
-    """
+    """Compute activations again right before each backward, of all stages or of some."""
     ranks: list[list[Action]] = []
     for actions in schedule.ranks:
         order: list[Action] = []
         for action in actions:
             if action.kind in BACKWARDS and (stages is None or action.stage in stages):
+                # It does not wait for the gradient, so it can fill the time until that comes.
                 order.append(action._replace(kind=Kind.RECOMPUTE))
             order.append(action)
         ranks.append(order)
-    return _with(schedule, ranks)
-
-
-def _with(schedule: Schedule, ranks: Sequence[Sequence[Action]]) -> Schedule:
-    return Schedule(schedule.microbatches, schedule.placement, tuple(map(tuple, ranks)))
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))

@@ -7,56 +7,38 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+
+from zeromesh.config.keys import PARTITION, PIPELINE_RANKS, STAGE_BLOCKS
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model cut into stages.
+    """A model cut into stages."""
 
-    Attributes:
-        blocks: their names, in the order in which they are called.
-        starts: the first block of each stage.
-        stages: by parameter, under the first of its names, the stages that need it, ascending. Several where it is
-            tied.
-        buffers: by name, of all that it has, the stage whose values of it count; outside of blocks all have it.
-    """
-
-    blocks: tuple[str, ...]
-    starts: tuple[int, ...]
+    blocks: tuple[str, ...]  # their names, in the order in which they are called
+    starts: tuple[int, ...]  # the first block of each stage
+    # Parameter, under the first of its names -> the stages that need it, ascending.
     stages: Mapping[str, tuple[int, ...]]
-    buffers: Mapping[str, int]
+    buffers: Mapping[str, int]  # buffer, under each of its names -> the stage whose values count
 
     def stage_of(self, block: int) -> int:
-        """The stage of a block, by its number."""
+        """Return the stage of a block, by its number."""
         return max(stage for stage, start in enumerate(self.starts) if start <= block)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model. What is computed between a block and the next belongs to that block.
+    """The blocks of a model, any of which may be the first of a stage."""
 
-    Attributes:
-        names: in the order in which they are called. Each may be the first of a stage.
-        types: the names of their classes.
-        uses: by parameter, under the first of its names, the numbers of the blocks that need it, ascending.
-        parameters: how many elements each needs.
-        operations: floating-point operations of each; None where they could not be counted.
-        buffers: by name, of all that it has, the number of the first block that has it.
-        seconds: forward and backward of each; None where they were not measured.
-        sample: a ``ModelInput`` that the model can be called with; None where none is known.
-        finer: patterns of smaller blocks inside of them.
-    """
-
-    names: tuple[str, ...]
-    types: tuple[str, ...]
+    names: tuple[str, ...]  # in the order in which they are called
+    types: tuple[str, ...]  # the names of their classes
+    # Parameter, under the first of its names -> the numbers of the blocks that need it, ascending.
     uses: Mapping[str, tuple[int, ...]]
-    parameters: tuple[float, ...]
-    operations: tuple[float, ...] | None
+    parameters: tuple[float, ...]  # elements that each needs
+    operations: tuple[float, ...] | None  # floating-point operations of each; None: they could not be counted
+    # Buffer, under each of its names -> the number of the first block that has it.
     buffers: Mapping[str, int] = field(default_factory=dict)
-    seconds: tuple[float, ...] | None = None
-    sample: Any = field(default=None, compare=False)
-    finer: tuple[str, ...] = ()
+    finer: tuple[str, ...] = ()  # patterns of smaller blocks inside of them
 
     def cut(self, starts: Sequence[int]) -> Cut:
         """Cut the model before these blocks."""
@@ -66,17 +48,7 @@ class Blocks:
 
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Cut a row of blocks into stages so that the dearest stage is as cheap as possible; none is empty.
-
-    Of several such cuts it takes that with the most blocks in the earlier stages, since the last one has the loss.
-
-    Args:
-        costs: of each block, in any unit.
-        stages: their number.
-
-    Returns:
-        The first block of each stage.
-    """
+    """Return the first block of each stage, for the cut whose dearest stage is as cheap as possible; none is empty."""
     blocks = len(costs)
     assert blocks >= stages
     sums = [0.0, *accumulate(costs)]
@@ -86,11 +58,10 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     for stage in range(1, stages):
         row = [(float("inf"), 0)] * (blocks + 1)
         for n in range(stage + 1, blocks + 1):
-            row[n] = min(
-                ((max(best[start][0], sums[n] - sums[start]), -start) for start in range(stage, n)),
-                key=lambda found: found,
-            )
-            row[n] = row[n][0], -row[n][1]
+            # Of equal cuts, the one with the most blocks in earlier stages is taken, since the last stage has the loss,
+            # too.
+            cost, start = min((max(best[start][0], sums[n] - sums[start]), -start) for start in range(stage, n))
+            row[n] = cost, -start
         tables.append(row)
         best = row
     starts, end = [], blocks
@@ -101,33 +72,17 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def uniform(blocks: int, stages: int) -> list[int]:
-    """Return stages of as many blocks each; where they do not divide, the middle ones have one more.
-
-    The first and the last stage also have the modules outside of blocks.
-    """
+    """Return stages of as many blocks each."""
     each, rest = divmod(blocks, stages)
+    # The middle stages take what is left over, as the first and the last one have the modules outside of blocks, too.
     middle = sorted(range(stages), key=lambda stage: abs(stage - (stages - 1) / 2))
     sizes = [each + (stage in middle[:rest]) for stage in range(stages)]
     return [0, *accumulate(sizes[:-1])]
 
 
-def by_time(blocks: Blocks, stages: int) -> list[int]:
-    """Return stages of equal measured time.
-
-    Raises:
-        ValueError: that was not possible.
-    """
-    if blocks.seconds is None:
-        raise ValueError(
-            'pipeline.partition is "time", and what inputs the model takes is not known; pass training_data to '
-            'initialize, or set it to "best"'
-        )
-    return partition(blocks.seconds, stages)
-
-
 WAYS: dict[str, Callable[[Blocks, int], list[int]]] = {
+    # Without a trace there are no counts, and parameters are the next best guess of the work.
     "best": lambda blocks, stages: partition(blocks.operations or blocks.parameters, stages),
-    "time": by_time,
     "parameters": lambda blocks, stages: partition(blocks.parameters, stages),
     "uniform": lambda blocks, stages: uniform(len(blocks.names), stages),
 }
@@ -135,31 +90,26 @@ WAYS: dict[str, Callable[[Blocks, int], list[int]]] = {
 
 
 def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int]:
-    """Return the first block of each stage, as ``pipeline.partition`` says.
-
-    Raises:
-        ValueError: it says nothing that is known, or that fits.
-    """
+    """Return the first block of each stage, as ``pipeline.partition`` says. Raise ValueError if it does not fit."""
     count = len(blocks.names)
     if count < stages:
         finer = f", as {json.dumps(blocks.finer)}" if blocks.finer else ""
         raise ValueError(
-            f"{count} blocks cannot be cut into {stages} stages, as each needs one; set mesh.pipeline (times the "
-            f"chunks per rank) to {count} at the most, or name smaller blocks in pipeline.blocks{finer}"
+            f"{count} blocks cannot be cut into {stages} stages, as each needs one; set {PIPELINE_RANKS} (times the "
+            f"chunks per rank) to {count} at the most, or name smaller blocks in {STAGE_BLOCKS}{finer}"
         )
     if not isinstance(how, str):
-        found = list(how)
-        if len(found) != stages or found[0] != 0 or sorted(set(found)) != found or found[-1] >= count:
+        if len(how) != stages or how[0] != 0 or sorted(set(how)) != list(how) or how[-1] >= count:
             raise ValueError(
-                f"pipeline.partition is {how}; as a list it has the number of the first block of each of the {stages} "
+                f"{PARTITION} is {how}; as a list it has the number of the first block of each of the {stages} "
                 f"stages, ascending from 0, and there are {count} blocks"
             )
-        return found
+        return list(how)
     if how.lower().startswith("type:"):
         return _by_type(how[len("type:") :], blocks, stages)
     if how not in WAYS:
         raise ValueError(
-            f"pipeline.partition is {how!r}; use one of {', '.join(WAYS)}, type:REGEX, where blocks whose class's name "
+            f"{PARTITION} is {how!r}; use one of {', '.join(WAYS)}, type:REGEX, where blocks whose class's name "
             "matches count, or a list of the number of the first block of each stage"
         )
     return WAYS[how](blocks, stages)
@@ -169,8 +119,8 @@ def _by_type(pattern: str, blocks: Blocks, stages: int) -> list[int]:
     try:
         counts = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in blocks.types]
     except re.error as error:
-        raise ValueError(f"pipeline.partition: {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"{PARTITION}: {pattern!r} is no regular expression: {error}") from None
     if not any(counts):
         known = ", ".join(sorted({*blocks.types}))
-        raise ValueError(f"pipeline.partition: type:{pattern} matches none of the blocks, whose classes are {known}")
+        raise ValueError(f"{PARTITION}: type:{pattern} matches none of the blocks, whose classes are {known}")
     return partition(counts, stages)

@@ -1,4 +1,4 @@
-"""Pictures of when each rank does what: text, SVG, PNG, and traces for Perfetto or chrome://tracing."""
+"""Pictures of when each rank does what: text, SVG, and traces for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -28,25 +27,15 @@ def _chunk(timeline: Timeline, step: TimedAction) -> int:
     return step.action.stage // len(timeline.ranks)
 
 
-def _shade(timeline: Timeline, step: TimedAction) -> float:
-    """Later chunks are paler."""
-    return (1.0, 0.6, 0.35)[min(_chunk(timeline, step), 2)]
-
-
 def _label(timeline: Timeline, step: TimedAction) -> str:
-    """Kind and micro-batch, and a letter for the chunk where ranks have several."""
+    """Return the kind and the micro-batch, and a letter for the chunk where ranks have several."""
     several = timeline.schedule.stages > len(timeline.ranks)
     kind = "R" if step.action.kind is Kind.RECOMPUTE else step.action.kind
     return f"{kind}{step.action.microbatch}" + (chr(ord("a") + _chunk(timeline, step) % 26) if several else "")
 
 
 def grid(timeline: Timeline, width: int | None = None) -> str:
-    """Return text with a row per rank and a column per shortest computation; a, b, ... are a rank's stages.
-
-    Args:
-        timeline: of a simulation.
-        width: characters of a line; what is longer goes on below. Everything is in one line if left out.
-    """
+    """Return text with a row per rank and a column per shortest computation; beyond ``width`` it goes on below."""
     rows = timeline.computed
     steps = [step for row in rows for step in row]
     if not steps:
@@ -79,27 +68,11 @@ def grid(timeline: Timeline, width: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several timelines on one axis.
-
-    Attributes:
-        timeline: of a simulation or a run.
-        title: what it is.
-        notes: of each rank, what stands after its row; none if left out.
-    """
+    """One of several timelines on one axis; ``notes`` stand behind the rows of its ranks."""
 
     timeline: Timeline
     title: str = ""
     notes: Sequence[str] = ()
-
-
-def _scale(drawn: Sequence[Panel], is_seconds: bool) -> tuple[float, float]:
-    """Return the longest time and the pixels of a unit of time.
-
-    Measured times fill a page. Given costs are multiples of each other, so boxes get one width, with room for a number.
-    """
-    longest = max((panel.timeline.makespan for panel in drawn), default=0.0) or 1.0
-    times = [step.end - step.start for panel in drawn for row in panel.timeline.computed for step in row]
-    return longest, 1000 / longest if is_seconds else 26 / min(times, default=1.0)
 
 
 def _tick(longest: float) -> float:
@@ -112,16 +85,18 @@ def _tick(longest: float) -> float:
 def svg(drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> str:
     """Return an SVG of timelines one above the other, on one axis; a tooltip names each action and its times.
 
-    Args:
-        drawn: the timelines.
-        title: of the picture.
-        is_seconds: times are in seconds and shown in ms; else they have no unit.
+    Times are in seconds and shown in ms if ``is_seconds``; else they have no unit.
     """
     left, high, gap = 58, 26, 4
     factor, unit = (1e3, " ms") if is_seconds else (1.0, "")
-    longest, scale = _scale(drawn, is_seconds)
+    longest = max((panel.timeline.makespan for panel in drawn), default=0.0) or 1.0
+    steps = [step for panel in drawn for row in panel.timeline.computed for step in row]
+    # Measured times fill a page. Given costs are multiples of each other, so boxes get one width, with room for a
+    # number.
+    scale = 1000 / longest if is_seconds else 26 / min((step.end - step.start for step in steps), default=1.0)
     wide, right = round(longest * scale), 130 if any(panel.notes for panel in drawn) else 10
-    kinds = _kinds(step for panel in drawn for row in panel.timeline.computed for step in row)
+    present = {step.action.kind for step in steps}
+    kinds = [kind for kind in COLOURS if kind in present]  # in the order of the legend
     style = " ".join(f".{kind}{{fill:{COLOURS[kind][1]};stroke:#444;stroke-width:.4}}" for kind in kinds)
     parts = [f'<text x="{left}" y="20" style="font-size:14px">{escape(title)}</text>'] if title else []
     y = 34 if title else 10
@@ -136,7 +111,8 @@ def svg(drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> st
             parts.append(f'<rect x="{left}" y="{y}" width="{wide}" height="{high}" fill="#f1f1f1"/>')
             for step in row:
                 x, size = left + step.start * scale, (step.end - step.start) * scale
-                label, shade = str(step.action.microbatch), _shade(panel.timeline, step)
+                label = str(step.action.microbatch)
+                shade = (1.0, 0.6, 0.35)[min(_chunk(panel.timeline, step), 2)]  # later chunks are paler
                 look = f'class="{step.action.kind}"' + (f' fill-opacity="{shade}"' if shade < 1 else "")
                 text = f'<text class="n" x="{x + size / 2:.2f}" y="{y + 17}">{label}</text>'
                 parts.append(
@@ -165,83 +141,26 @@ def svg(drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> st
     return "\n".join([*head, *parts, "</svg>"]) + "\n"
 
 
-def png(path: Path, drawn: Sequence[Panel], title: str = "", is_seconds: bool = False) -> bool:
-    """Draw the same picture through matplotlib; return False if that is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        return False
-    factor, unit = (1e3, "ms") if is_seconds else (1.0, "time")
-    longest, scale = _scale(drawn, is_seconds)
-    ranks = max(len(panel.timeline.ranks) for panel in drawn)
-    size = (min(longest * scale / 90 + 3, 60), len(drawn) * (ranks * 0.35 + 0.6) + 0.8)
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    places = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-    kinds = _kinds(step for panel in drawn for row in panel.timeline.computed for step in row)
-    for axes, panel in zip(places, drawn, strict=True):
-        for rank, (row, note) in enumerate(zip(panel.timeline.computed, panel.notes or repeat(""), strict=False)):
-            for step in row:
-                _draw(axes, panel.timeline, step, rank, factor, scale)
-            axes.text(1.005, rank, note, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
-        axes.set(xlim=(0, factor * longest), ylim=(len(panel.timeline.ranks) - 0.5, -0.5))
-        axes.set_title(panel.title, loc="left", fontsize=10)
-        axes.set_yticks(range(len(panel.timeline.ranks)), [f"rank {n}" for n in range(len(panel.timeline.ranks))])
-    places[-1].set_xlabel(unit)
-    figure.suptitle(title)
-    handles = [Patch(facecolor=COLOURS[kind][1], label=COLOURS[kind][0]) for kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1))
-    figure.savefig(path, dpi=120)
-    return True
-
-
-def _kinds(steps: Iterable[TimedAction]) -> list[Kind]:
-    """Return the kinds of computations, in the order of the legend."""
-    present = {step.action.kind for step in steps}
-    return [kind for kind in COLOURS if kind in present]
-
-
-def _draw(axes: Any, timeline: Timeline, step: TimedAction, row: int, factor: float, scale: float) -> None:
-    """Draw a computation's box, with the number of its micro-batch where there is room."""
-    from matplotlib.patches import Rectangle
-
-    place, size = (factor * step.start, row - 0.45), (factor * (step.end - step.start), 0.9)
-    colour, alpha = COLOURS[step.action.kind][1], _shade(timeline, step)
-    axes.add_patch(Rectangle(place, *size, facecolor=colour, alpha=alpha, edgecolor="#444444"))
-    label = str(step.action.microbatch)
-    if (step.end - step.start) * scale >= 7 * len(label):
-        axes.text(place[0] + size[0] / 2, row, label, ha="center", va="center", fontsize=7)
-
-
 def trace(
     processes: Mapping[str, Iterable[TimedAction]], waits: Mapping[str, Iterable[TimedAction]] | None = None
 ) -> dict[str, Any]:
-    """Return a trace for Perfetto: a process per name, such as "predicted" and "measured", a thread per rank.
+    """Return a trace for Perfetto, from times in seconds: a process per name, a thread per rank.
 
-    Args:
-        processes: name -> what was done and when, in seconds.
-        waits: name -> when ranks waited for a message, before which action.
+    ``waits`` has the waits for messages of a process, each with the action that waited.
     """
     events: list[dict[str, Any]] = []
     for number, (name, steps) in enumerate(processes.items()):
         events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
-        listed = list(steps)
+        waiting, listed = list((waits or {}).get(name, ())), list(steps)
         for rank in sorted({step.rank for step in listed}):
             named = {"name": f"rank {rank}"}
             events.append({"ph": "M", "pid": number, "tid": rank, "name": "thread_name", "args": named})
-        waiting = list((waits or {}).get(name, ()))
         for step, is_wait in [*((step, False) for step in listed), *((step, True) for step in waiting)]:
             kind, stage, microbatch = step.action
-            named = (
-                {"name": f"wait for {step.action}", "cat": "wait"}
-                if is_wait
-                else {"name": str(step.action), "cat": kind.name.lower()}
-            )
+            text, category = (f"wait for {step.action}", "wait") if is_wait else (str(step.action), kind.name.lower())
             events.append({
-                "ph": "X", "pid": number, "tid": step.rank, **named,
-                "ts": step.start * 1e6, "dur": (step.end - step.start) * 1e6,
+                "ph": "X", "pid": number, "tid": step.rank, "name": text, "cat": category,
+                "ts": step.start * 1e6, "dur": (step.end - step.start) * 1e6,  # the format counts in microseconds
                 "args": {"stage": stage, "microbatch": microbatch},
             })  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}

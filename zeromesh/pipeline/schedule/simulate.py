@@ -9,32 +9,23 @@ from functools import cached_property
 from zeromesh.pipeline.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
 from zeromesh.pipeline.schedule.execution import dependencies, execute
 
-PerStage = float | Sequence[float]
-"""One number for all stages, or one for each."""
+PerStage = float | Sequence[float]  # one number for all stages, or one for each
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of actions, in any unit, and memory of activations.
+    """Times of actions, in any unit, and memory of activations."""
 
-    Attributes:
-        forward: time of a micro-batch's forward, and of its recomputation.
-        input: of its input gradient.
-        weight: of its weight gradient.
-        backward: of both at once; the sum of both if left out.
-        latency: of a message between two ranks.
-        activation: memory of what a stage keeps of a micro-batch for its backward.
-    """
-
-    forward: PerStage = 1.0
-    input: PerStage = 1.0
-    weight: PerStage = 1.0
-    backward: PerStage | None = None
-    latency: float = 0.0
-    activation: PerStage = 1.0
+    forward: PerStage = 1.0  # time of a micro-batch's forward, and of its recomputation
+    input: PerStage = 1.0  # of its input gradient
+    weight: PerStage = 1.0  # of its weight gradient
+    backward: PerStage | None = None  # of both at once; None: their sum
+    latency: float = 0.0  # of a message between two ranks
+    activation: PerStage = 1.0  # memory of what a stage keeps of a micro-batch for its backward
 
     def time(self, kind: Kind, stage: int) -> float:
-        """Return the time that an action of this kind takes the stage's rank; 0 of messages, which it begins only."""
+        """Return the time that an action of this kind takes the stage's rank; 0 for messages."""
+        # It is given by itself where both at once take another time than one after the other.
         if kind in (Kind.FORWARD, Kind.RECOMPUTE):
             return of_stage(self.forward, stage)
         if kind is Kind.BACKWARD and self.backward is not None:
@@ -44,12 +35,12 @@ class Costs:
         return time + of_stage(self.weight, stage) if needs_weight else time
 
     def activations(self, stages: int) -> list[float]:
-        """Memory of one micro-batch's activations, by stage."""
+        """Return the memory of one micro-batch's activations, by stage."""
         return [of_stage(self.activation, stage) for stage in range(stages)]
 
 
 def of_stage(value: PerStage, stage: int) -> float:
-    """A stage's own number."""
+    """Return a stage's own number."""
     return value if isinstance(value, int | float) else value[stage]
 
 
@@ -65,19 +56,14 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Result of a simulation.
-
-    Attributes:
-        schedule: that was followed.
-        ranks: of each rank its actions and their times, in order.
-    """
+    """The actions of each rank with their times, in order."""
 
     schedule: Schedule
     ranks: tuple[tuple[TimedAction, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """When the last action ends."""
+        """Time at which the last action ends."""
         return max((step.end for steps in self.ranks for step in steps), default=0.0)
 
     @property
@@ -90,31 +76,27 @@ class Timeline:
         """Idle time of each rank between its first and its last computation, in parts of its busy time."""
         found = []
         for computed in self.computed:
+            # The formulas of papers divide by busy time, not by the whole; so figures here can be compared with theirs.
             busy = sum(step.end - step.start for step in computed)
             found.append((computed[-1].end - computed[0].start - busy) / busy if computed else 0.0)
         return found
 
     @property
     def bubble(self) -> float:
-        """The largest of any rank."""
+        """The largest idle share of any rank."""
         return max(self.bubbles, default=0.0)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Follow a schedule, with or without its messages written out.
-
-    A rank does its actions in order. Only computation keeps it busy: messages are begun in their turn and go on beside
-    it, and what needs them waits.
-
-    Raises:
-        ScheduleError: ranks wait for each other for ever.
-    """
+    """Follow a schedule, with or without its messages written out. Raise ScheduleError if it deadlocks."""
     costs = costs or Costs()
     free = [0.0] * len(schedule.ranks)
     ready: dict[Action, float] = {}
     steps: list[list[TimedAction]] = [[] for _ in schedule.ranks]
     for rank, position in execute(schedule):
         action = schedule.ranks[rank][position]
+        # Only computation keeps a rank busy: messages are begun in their turn and go on beside it, and what needs them
+        # waits.
         needed = 0.0
         for other in dependencies(schedule, action):
             away = schedule.placement[other.stage] != rank

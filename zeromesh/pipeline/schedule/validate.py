@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from zeromesh.pipeline.schedule.actions import (
-    MESSAGES,
-    RECEIVES,
-    Action,
-    Kind,
-    Schedule,
-    ScheduleError,
-)
+from zeromesh.pipeline.schedule.actions import MESSAGES, RECEIVES, Action, Kind, Schedule, ScheduleError
 from zeromesh.pipeline.schedule.execution import execute, held, received_by
 from zeromesh.pipeline.schedule.simulate import Costs
 
 
 def validate(
-    schedule: Schedule,
-    memory: float | None = None,
-    costs: Costs | None = None,
-    rendezvous: bool = False,
+    schedule: Schedule, memory: float | None = None, costs: Costs | None = None, rendezvous: bool = False,
     training: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Check that a schedule is complete, that its messages match, and that its ranks get to its end.
 
     Args:
         schedule: with or without its messages.
-        memory: what activations may take on a rank; 1 for each micro-batch and stage, unless the costs say otherwise.
-        costs: for what activations take.
+        memory: limit of a rank's activations, in the unit of ``costs``; by default 1 for each micro-batch and stage.
+        costs: for the memory of activations.
         rendezvous: also check that ranks get to the end where a send waits for its receive.
         training: require backwards; else there must be none.
 
     Raises:
         ScheduleError: the first fault, with its kind, its place and what would be right.
     """
+    # The order matters: each check relies on those before, as execute() does on actions that exist once.
     _check_places(schedule)
     _check_complete(schedule, training)
     if schedule.has_messages:
@@ -48,13 +39,11 @@ def validate(
 
 def _check_places(schedule: Schedule) -> None:
     """Check that every action is of an existing stage and micro-batch, on the stage's rank, once."""
-    if schedule.microbatches < 1 or not all(0 <= rank < len(schedule.ranks) for rank in schedule.placement):
-        found = (
-            f"{schedule.microbatches} micro-batches, and orders of {len(schedule.ranks)} ranks for {schedule.placement}"
-        )
-        raise ScheduleError(
-            "wrong placement", f"{found}; there must be a micro-batch, and an order for each of the ranks"
-        )
+    ranks = len(schedule.ranks)
+    if schedule.microbatches < 1 or not all(0 <= rank < ranks for rank in schedule.placement):
+        found = f"{schedule.microbatches} micro-batches, and orders of {ranks} ranks for {schedule.placement}"
+        rule = "there must be a micro-batch, and an order for each of the ranks"
+        raise ScheduleError("wrong placement", f"{found}; {rule}")
     seen: set[Action] = set()
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
@@ -85,47 +74,41 @@ def _check_complete(schedule: Schedule, training: bool) -> None:
             if not forward:
                 raise ScheduleError("missing action", f"there is no F{name}", schedule, rank)
             if not training and (inputs or weight or backward):
-                raise ScheduleError(
-                    "needless action", f"only forwards are wanted; {name} has a backward", schedule, rank
-                )
+                reason = f"only forwards are wanted; {name} has a backward"
+                raise ScheduleError("needless action", reason, schedule, rank)
             if backward and (inputs or weight):
-                which = "I" if inputs else "W"
-                raise ScheduleError(
-                    "done twice", f"B{name} does what {which}{name} does; take one of them", schedule, rank
-                )
+                reason = f"B{name} does what {'I' if inputs else 'W'}{name} does; take one of them"
+                raise ScheduleError("done twice", reason, schedule, rank)
             if training and not backward and not (inputs and weight):
                 wanted = f"W{name}" if inputs else f"I{name}" if weight else f"B{name}, or I{name} and W{name}"
                 raise ScheduleError("missing action", f"there is no {wanted}", schedule, rank)
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Check that each send has its receive, and that two ranks have their messages in the same order.
-
-    A receive takes the next message from its rank, so another order would mix up the tensors.
-    """
+    """Check that each send has its receive, and that two ranks have their messages in the same order."""
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
     sends = {kind: (send, distance) for send, (kind, distance) in MESSAGES.items()}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            if action.kind not in MESSAGES and action.kind not in RECEIVES:
-                continue
+            place = schedule, rank, position
             if action.kind in MESSAGES:
                 other = received_by(action)
-            else:
+            elif action.kind in RECEIVES:
                 send, distance = sends[action.kind]
                 other = Action(send, action.stage - distance, action.microbatch)
+            else:
+                continue
             if other not in schedule.present:
-                raise ScheduleError("unmatched message", f"there is no {other}; add it", schedule, rank, position)
+                raise ScheduleError("unmatched message", f"there is no {other}; add it", *place)
             peer = schedule.placement[other.stage]
             if peer == rank:
-                raise ScheduleError(
-                    "needless message", "both stages are on this rank; leave it out", schedule, rank, position
-                )
+                raise ScheduleError("needless message", "both stages are on this rank; leave it out", *place)
             if action.kind in MESSAGES:
                 sent[rank, peer].append(other)
             else:
                 received[peer, rank].append((action, position))
+    # A receive takes the next message from its rank, so another order would mix up the tensors.
     for (sender, receiver), arrivals in received.items():
         for (action, position), due in zip(arrivals, sent[sender, receiver], strict=True):
             if action != due:
@@ -135,9 +118,7 @@ def _check_messages(schedule: Schedule) -> None:
 
 def _check_memory(schedule: Schedule, memory: float, costs: Costs) -> None:
     for rank, rows in enumerate(held(schedule, costs.activations(schedule.stages))):
-        now: dict[int, float] = {}
-        for position, (stage, amount) in enumerate(rows):
-            now[stage] = amount
-            if sum(now.values()) > memory:
-                reason = f"activations take {sum(now.values()):g} of {memory:g}; do a backward before it"
+        for position, (_, _, total) in enumerate(rows):
+            if total > memory:
+                reason = f"activations take {total:g} of {memory:g}; do a backward before it"
                 raise ScheduleError("memory", reason, schedule, rank, position)
