@@ -123,7 +123,6 @@ class TextData(Section):
     tokenizer: str | None = key(
         None, "JSON file of tokenizers, or folder of transformers. Null: a tokenizer is trained."
     )
-    workers: PositiveInt | None = key(None, "Processes that turn text into tokens. Null: as many as there are cores.")
 
     @field_validator("train")
     @classmethod
