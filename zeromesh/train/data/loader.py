@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeromesh.train.data.encode import LENGTH
+from zeromesh.config.keys import SEQUENCE_LENGTH
 from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
 from zeromesh.train.data.store import PreparedData, TokenSet
 
@@ -160,7 +160,7 @@ class Packed:
         if places.max(initial=0) > length:
             raise ValueError(
                 f"{str(part.prefix)!r}: document {numbers[places.argmax()]} has {places.max() + 1} tokens, and a "
-                f"sample of {LENGTH} = {length} holds {length + 1} with its last label; make it longer"
+                f"sample of {SEQUENCE_LENGTH} = {length} holds {length + 1} with its last label; make it longer"
             )
         rows = pack(places, length) if packing == "pack" else np.arange(len(places))
         self._members = np.argsort(rows, kind="stable")
@@ -253,7 +253,7 @@ def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Sam
         parts.append(open_samples(part, length, seed_of(seed, number), prepared.packing, prepared.pad))
         if not parts[-1].count:
             raise ValueError(
-                f"{LENGTH} = {length} needs {length + 1} tokens of training text, and there are "
+                f"{SEQUENCE_LENGTH} = {length} needs {length + 1} tokens of training text, and there are "
                 f"{part.tokens} in {str(part.prefix)!r}; shorten the sequence, or add text"
             )
     return parts
