@@ -30,6 +30,7 @@ ONE_CONTEXT_RANK = f"set {CONTEXT_RANKS} to 1"
 # Of zeromesh train.
 LONGEST_SEQUENCE = "huggingface.sequence_length"
 SEQUENCE_LENGTH = f"model.sequence_length or {LONGEST_SEQUENCE}"
+HEAD_WIDTH = "model.hidden_size / model.heads"
 MODEL_VOCABULARY = "model.vocab_size"
 MODEL_FOLDER = "huggingface.path"
 MODEL_WEIGHTS = "huggingface.weights"

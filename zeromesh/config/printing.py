@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,20 @@ def leaves_of(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield from leaves_of(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def changes(before: Section, now: Section, free: Set[str]) -> list[str]:
+    """Return a line for each key that two settings have at other values, except for keys and sections in ``free``."""
+    old, new = (dict(leaves_of(jsonable(settings.model_dump()))) for settings in (before, now))
+
+    def text(values: Mapping[str, Any], key: str) -> str:
+        return json.dumps(values[key]) if key in values else "not set"
+
+    return [
+        f"{key}: {text(old, key)} in the run, {text(new, key)} now"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key, "") != new.get(key, "") and sections_of(key).isdisjoint(free)
+    ]
 
 
 def tell_unset(

@@ -15,6 +15,7 @@ from torch import nn
 
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import locate
+from zeromesh.config.keys import OUTPUT
 from zeromesh.export import State, adapter_names, is_adapted, plain_state, write_model, written_names
 from zeromesh.pretrained import first_names, require_transformers
 from zeromesh.train.architectures import published
@@ -59,11 +60,7 @@ def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
 
 @contextmanager
 def _draft(output: Path) -> Iterator[Path]:
-    """Return a folder inside the output. Its files move to the output when all are written; otherwise nothing is left.
-
-    Raises:
-        ValueError: the output has other files than the draft of an export that was killed.
-    """
+    """Return a folder inside the output whose files move to the output at the end; after an error, nothing is left."""
     draft, made = output / DRAFT, not output.exists()
     held = [] if made else [path.name for path in output.iterdir() if path != draft] if output.is_dir() else ["a file"]
     if held:
@@ -92,7 +89,8 @@ def _draft(output: Path) -> Iterator[Path]:
 def _reader(folder: RunFolder, tag: str | None) -> Reader:
     chosen = tag or folder.last_checkpoint
     if chosen is None:
-        raise ValueError(f"{str(folder.path)!r} holds no checkpoint; name the folder that run.output named in training")
+        raise ValueError(f"{str(folder.path)!r} holds no checkpoint; name the folder that {OUTPUT} named in training")
+    # Only what is written is checked: an optimizer state may be many times as large.
     reader = Reader(locate(folder.checkpoints, chosen))
     reader.verify(names={name for name in reader.names if name.startswith(("parameter/", "buffer/"))})
     return reader
@@ -103,6 +101,7 @@ def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, outpu
     end = load_tokenizer(folder.tokenizer).end if folder.tokenizer.is_dir() else 0
     name, arguments = published.configuration(language.shape, end)
     make = getattr(transformers, name)
+    # Without memory: only its configuration and the names of its tensors are needed.
     with torch.device("meta"):
         model = make(make.config_class(**arguments)).to(dtype)
 
@@ -127,7 +126,8 @@ def _export_transformer(language: Transformer, reader: Reader, output: Path, dty
 
 
 def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
-    """Yield the state of the model without adapters, block by block; transformers converts within blocks."""
+    """Yield the state of the model without adapters, block by block."""
+    # In memory one block at a time; transformers fuses and splits tensors, as of experts, within blocks only.
     written, first = written_names(model), first_names(model)
 
     def real(path: str) -> nn.Module:
@@ -150,7 +150,7 @@ def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
 
 
 def _block(name: str) -> str:
-    """Return the path of a parameter's block, which ends at the first number."""
+    # The path ends at the first number, as in model.layers.3.
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else ""

@@ -26,11 +26,8 @@ from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.model import Transformer
 from zeromesh.train.sample import load_writer
 
-SMALLEST_SHARE = 0.005
-"""Share of a step's time below which a resource gets no row."""
-
-BAR = 20
-"""Characters of a bar for the whole step."""
+SMALLEST_SHARE = 0.005  # of a step's time; resources below it get no row
+BAR = 20  # characters of a bar for the whole step
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,9 @@ class LineCount:
 
 
 def count_lines(texts: list[str]) -> LineCount:
-    """Count the lines that are complete and not blank, and those that Python's ``tokenize`` module reads.
-
-    Each line is read alone, without indentation. A line that leaves a bracket or a string open does not count, so the
-    share of a program is below 1: about 0.86 for the standard library.
-    """
+    """Count the lines that are complete and not blank, and those that Python's ``tokenize`` module reads."""
+    # Each line is read alone, so one that leaves a bracket or a string open does not count: the standard library itself
+    # has a share of about 0.86.
     lines = [line for text in texts for line in text.split("\n")[:-1] if line.strip()]
     return LineCount(len(lines), sum(map(_tokenizes, lines)))
 
@@ -66,51 +61,28 @@ def _tokenizes(line: str) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a run.
-
-    Attributes:
-        architecture: name of the model.
-        parameters: number of parameters.
-        ranks: number of processes.
-        zero_stage: stage of ZeRO.
-        steps: number of updates.
-        tokens: number of training tokens; repetitions count.
-        seconds: time from the command to this report.
-        training_seconds: time in steps, of the whole run also if it was resumed.
-        utilization: mean share of the peak operations per second (MFU).
-        training_loss: loss of the last logged step, nats per token.
-        validation_loss: nats per token of all held-out text; None without held-out text.
-        bits_per_byte: bits per byte of the same text; None also if its bytes are unknown.
-        gzip_bits_per_byte: bits per byte of ``gzip -9`` on the same text, the documents one after the other.
-        peak_memory: bytes by rank.
-        memory: memory report of the engine on the first rank.
-        traffic: traffic report of the engine on the first rank.
-        traffic_steps: steps since that report began; it includes evaluations between them.
-        bounds: bound report of the engine on the first rank; None after too few steps.
-        samples: texts, each a prompt and its continuation.
-        lines: lines of the samples that tokenize as Python; None if the text is not Python.
-    """
+    """Result of a run; the keys of report.json."""
 
     architecture: str
     parameters: int
     ranks: int
     zero_stage: int
     steps: int
-    tokens: int
-    seconds: float
-    training_seconds: float
-    utilization: float
-    training_loss: float
-    validation_loss: float | None
-    bits_per_byte: float | None
-    gzip_bits_per_byte: float | None
-    peak_memory: list[int]
-    memory: dict[str, Any]
+    tokens: int  # repetitions count
+    seconds: float  # from the command to this report
+    training_seconds: float  # in steps, of the whole run also if it was resumed
+    utilization: float  # mean share of the peak operations per second (MFU)
+    training_loss: float  # of the last logged step, nats per token
+    validation_loss: float | None  # of all held-out text, nats per token; None without it
+    bits_per_byte: float | None  # of the same text; None if its bytes are unknown
+    gzip_bits_per_byte: float | None  # of gzip -9 on the same text, the documents one after the other
+    peak_memory: list[int]  # bytes by rank
+    memory: dict[str, Any]  # of the first rank, as are traffic and bounds
     traffic: dict[str, dict[str, float]]
-    traffic_steps: int
-    bounds: dict[str, Any] | None
-    samples: list[str]
-    lines: LineCount | None
+    traffic_steps: int  # since the report of traffic began; it includes evaluations between them
+    bounds: dict[str, Any] | None  # None after too few steps
+    samples: list[str]  # prompts with their continuations
+    lines: LineCount | None  # lines of the samples that tokenize as Python; None if the text is not Python
 
 
 def close(
@@ -135,6 +107,7 @@ def close(
     own = torch.tensor([float(peak_bytes(engine.device))], dtype=torch.float64)
     peaks = [round(peak) for peak in engine.mesh.group("world").exchange(own).flatten().tolist()]
     engine.save_16bit_model(job.folder.model)
+    # All that is collective is done; only the first rank has metrics.
     if loop.metrics is None:
         return
     loop.metrics.close()
@@ -183,7 +156,6 @@ def _draw(folder: RunFolder, records: list[dict[str, Any]], console: Console) ->
 
 
 def _samples(job: Job) -> list[str]:
-    """Return continuations of the prompts in the settings."""
     wanted = job.run.sample
     if not wanted.prompts:
         return []
@@ -192,9 +164,6 @@ def _samples(job: Job) -> list[str]:
         writer.text(prompt, wanted.length, wanted.temperature, seed, wanted.chat)
         for seed, prompt in enumerate(wanted.prompts)
     ]
-
-
-# The report in Markdown.
 
 
 def markdown(report: Report) -> str:
@@ -215,7 +184,7 @@ def markdown(report: Report) -> str:
 
 
 def _block(text: str) -> str:
-    """Return text between fences that are longer than any fence in it."""
+    # A fence that is longer than any in the text, which a model of Markdown may well write.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}\n{text.rstrip()}\n{fence}"
 
@@ -261,7 +230,6 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _bounds(found: dict[str, Any]) -> tuple[str, str]:
-    """Return a sentence, and a table with bars."""
     rows = []
     for name, use in found["uses"].items():
         if use["share"] < SMALLEST_SHARE and use["amount"] is None:

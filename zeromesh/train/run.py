@@ -19,6 +19,7 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
+from zeromesh.config.keys import RESUME, SAVE_EVERY
 from zeromesh.config.printing import tell_unset
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
@@ -35,7 +36,7 @@ from zeromesh.train.signals import forward_signals, ignore_requests
 
 
 def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
-    """Train as a configuration says. Everything that can be refused is refused before a rank is started.
+    """Train as a configuration says.
 
     Args:
         config: JSON file.
@@ -48,10 +49,11 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
     """
     began = time.time()
     ignore_requests()
-    overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
+    overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]
     settings = _decided(Settings.load(config, overrides))
     if is_first():
         tell_unset(config, settings, {}, overrides)
+    # Everything that can be refused is refused here, before the text is read and a rank is started.
     job = check(settings)
     try:
         with job.folder.held(job.run.resume is True) if is_first() else nullcontext():
@@ -65,8 +67,9 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
 
 
 def _decided(settings: Settings) -> Settings:
-    """Return the settings with ``run.resume`` true or false. All ranks of a launcher see the same folder."""
+    """Return the settings with ``run.resume`` true or false."""
     run = settings.run
+    # A launcher that restarts ranks repeats the first command, which must then go on. All ranks see the same folder.
     if run is None or run.resume is True or (run.resume is False and not may_restart()):
         return settings
     resume = RunFolder(Path(run.output)).last_checkpoint is not None
@@ -89,9 +92,9 @@ def _how_to_go_on(job: Job) -> str:
         return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
     every = job.run.save_every
     return f"{job.folder.path} has no checkpoint yet, and the same command starts from the beginning; " + (
-        f"run.save_every = {every} writes the first after {every} steps"
+        f"{SAVE_EVERY} = {every} writes the first after {every} steps"
         if every
-        else "run.save_every = 0 writes none before the end"
+        else f"{SAVE_EVERY} = 0 writes none before the end"
     )
 
 
@@ -109,12 +112,7 @@ def _text_line(prepared: PreparedData) -> str:
 
 
 def run_rank(settings: Settings, began: float) -> None:
-    """Run one rank.
-
-    Args:
-        settings: settings that were checked, the same on all ranks.
-        began: time of the command, in seconds since the epoch.
-    """
+    """Run one rank with checked settings; ``began`` is the time of the command, in seconds since the epoch."""
     ignore_requests()
     with shown_log():
         _run_rank(Job.of(settings), began)
@@ -174,16 +172,15 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
 
 
 def _engine(job: Job) -> tuple[Engine, float]:
-    """Return the engine of the model, and the operations per token of training.
-
-    Random numbers then differ between ranks, except for ranks that split layers, which drop the same activations.
-    """
+    """Return the engine of the model, and the operations per token of training."""
     settings = job.settings
     torch.manual_seed(settings.seed)
     world = world_group(device_of_group(init_distributed()))
+    # If one rank cannot build the model, all end with its error instead of waiting for it.
     model = agree_run(world, "build the model", job.language.build)
     cost = job.language.cost(model)
     engine, *_ = zeromesh.initialize(model, config=settings)
+    # Ranks drop different activations from here on, except those that split layers and must drop the same.
     torch.manual_seed(settings.seed + 1 + engine.mesh.rank)
     share_random_state(engine.mesh.group("tensor"))
     return engine, cost

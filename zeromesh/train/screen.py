@@ -14,8 +14,7 @@ from rich.console import Console
 # Not from zeromesh, which would import torch: commands without a model start at once.
 from zeromesh.comm.detect import Environment, is_launched
 
-LONGEST_LINE = 200
-"""Longest line of the log, in characters."""
+LONGEST_LINE = 200  # characters of a line of the log
 
 
 def is_first() -> bool:

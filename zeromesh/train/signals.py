@@ -25,9 +25,9 @@ class Request(IntEnum):
     SAVE_AND_END = 2
 
 
+# A second SIGTERM within this time is a copy: batch systems send it to the launcher and to the ranks, and the launcher
+# passes it on.
 REPEAT_SECONDS = 5.0
-"""Time in which a second SIGTERM is a copy: batch systems send it to the launcher and to the ranks, and the launcher
-passes it on."""
 
 SIGNALS = {signal.SIGTERM: Request.SAVE_AND_END, signal.SIGUSR1: Request.SAVE}
 
@@ -41,11 +41,9 @@ class Ended(SystemExit):
 
 @contextmanager
 def forward_signals(engine: Engine) -> Iterator[None]:
-    """Pass signals to the engine, which reads them at its next update. A second SIGTERM ends the process at once.
-
-    In other threads than the main one, which cannot handle signals, nothing happens.
-    """
+    """Pass signals to the engine, which reads them at its next update. A second SIGTERM ends the process at once."""
     first: list[float] = []
+    # Python lets only the main thread handle signals.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -69,6 +67,7 @@ def forward_signals(engine: Engine) -> Iterator[None]:
 
 def ignore_requests() -> None:
     """Ignore SIGUSR1, the request for a checkpoint, until there is something to save."""
+    # Its default action would end the process.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

@@ -12,18 +12,13 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 Message = dict[str, Any]
-Tools = Sequence[dict[str, Any]] | None
-"""Schemas of the functions that the assistant may call."""
+Tools = Sequence[dict[str, Any]] | None  # schemas of the functions that the assistant may call
 
-STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")
-"""Pattern for the first words of the statements in a chat template."""
+STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")  # finds the first words of the statements in a chat template
 
 
 def render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> tuple[Ids, NDArray[np.bool_]]:
     """Return the ids of a chat, and the mask of those that the assistant says, bool, of the same shape.
-
-    The template marks them with ``{% generation %}``. Without marks, they are what each turn of the assistant adds to
-    the chat before it.
 
     Raises:
         ValueError: there is no template, it does not write tools, or the turns cannot be found.
@@ -44,6 +39,8 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> 
             list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
         return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
+    # Without marks, the assistant says what each of its turns adds to the chat before it. This holds only if the chat
+    # up to there is a beginning of the whole one, which a template may well break, so it is compared.
     whole = _render_ids(tokenizer, messages, False, tools)
     mask = np.zeros(len(whole), dtype=bool)
     for place, message in enumerate(messages):
@@ -83,7 +80,8 @@ def _begins(whole: Ids, part: Ids) -> bool:
 
 
 def _require_text(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:
-    """Refuse special tokens in messages: with marks, transformers does not tell them from those of the template."""
+    # With marks, transformers does not tell special tokens in messages from those of the template, so that a message
+    # could end its own turn.
     special = tokenizer.all_special_tokens
     parts = [(f"messages[{place}].{key}", message[key]) for place, message in enumerate(messages) for key in message]
     for name, value in [*parts, *([("tools", tools)] if tools else [])]:

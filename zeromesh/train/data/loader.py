@@ -1,14 +1,12 @@
 """Batches in an order that is a pure function of the seed and the number of samples consumed.
 
-A run is resumed by its count of samples alone: nothing is replayed, and the number of ranks may change. Samples come
-from stored documents: a stream that is cut into windows, or rows of whole records.
+So a run is resumed by its count of samples alone: nothing is replayed, and the number of ranks may change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,65 +19,30 @@ from zeromesh.train.data.store import PreparedData, TokenSet
 
 Array = NDArray[np.int64]
 
-NO_LABEL = -100
-"""Label of a token that is not learned."""
+NO_LABEL = -100  # of a token that is not learned; the ignore_index of torch and transformers
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of a batch; all arrays are int64 of shape ``(length,)``.
-
-    Attributes:
-        tokens: token ids.
-        labels: the id that follows each token, or ``NO_LABEL``.
-        positions: place of each token in the part of its document that is in the row.
-        documents: number of each token's document in the row; padding is a document of its own.
-    """
+    """One row of a batch; all arrays are int64 of shape ``(length,)``."""
 
     tokens: Array
-    labels: Array
-    positions: Array
-    documents: Array
+    labels: Array  # the id that follows each token, or NO_LABEL
+    positions: Array  # place of each token in the part of its document that is in the row
+    documents: Array  # number of each token's document in the row; padding is a document of its own
 
 
-class Samples(Protocol):
-    """Samples of a set.
-
-    Attributes:
-        count: number of samples of an epoch.
-        rows: number of samples that hold every document once, in the stored order.
-    """
-
-    count: int
-    rows: int
-
-    def sample(self, index: int) -> Sample:
-        """Return sample ``index`` of an endless order. Each epoch has every sample once, in another order."""
-
-    def row(self, number: int) -> Sample:
-        """Return a sample in the stored order, for evaluation. The last one may have padding."""
-
-
-def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int) -> Samples:
-    """Return the samples of a set.
-
-    Raises:
-        ValueError: a record is longer than a sample.
-    """
+def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int) -> Stream | Packed:
+    """Return the samples of a set; raise ValueError if a record is longer than a sample."""
     return Packed(part, length, seed, packing, pad) if part.packed else Stream(part, length, seed, pad)
 
 
 @dataclass
 class Line:
-    """Documents one after the other, in 16 bytes of memory per document.
+    """Documents one after the other, in 16 bytes of memory per document."""
 
-    Attributes:
-        begins: token of the file at which each document begins.
-        ends: token of the line at which each document ends.
-    """
-
-    begins: Array
-    ends: Array
+    begins: Array  # token of the file at which each document begins
+    ends: Array  # token of the line at which each document ends
 
     @classmethod
     def of(cls, part: TokenSet, numbers: Array) -> Line:
@@ -106,27 +69,30 @@ class Line:
 class Stream:
     """Samples of a stream: the documents of an epoch in a shuffled order, cut every ``length`` tokens.
 
-    The last token of a sample is only a label, and is the first token of the next sample. The rest at the end of an
-    epoch, less than a sample, is not used. One line is in memory at a time.
+    Attributes:
+        count: number of samples of an epoch; the rest at its end, less than a sample, is not used.
+        rows: number of samples that hold every document once, in the stored order.
     """
 
     def __init__(self, part: TokenSet, length: int, seed: int, pad: int) -> None:
         self.part, self.length, self.seed, self.pad = part, length, seed, pad
+        # The last token of a sample is only a label, and is the first token of the next sample.
         labels = max(part.tokens - 1, 0)
         self.count, self.rows = labels // length, -(-labels // length)
         self._line: tuple[int | None, Line] | None = None
 
     def sample(self, index: int) -> Sample:
-        """Return a window of the shuffled documents."""
+        """Return sample ``index`` of an endless order. Each epoch has every sample once, in another order."""
         epoch, position = divmod(index, self.count)
         window = int(Permutation(self.count, seed_of(self.seed, epoch, 1))[np.array([position])][0])
         return self._window(self._open(epoch), window)
 
     def row(self, number: int) -> Sample:
-        """Return a window of the documents in the stored order."""
+        """Return a sample in the stored order, for evaluation. The last one may have padding."""
         return self._window(self._open(None), number)
 
     def _open(self, epoch: int | None) -> Line:
+        # One line is in memory at a time: that of the epoch, or of the evaluation.
         if self._line is None or self._line[0] != epoch:
             numbers = self.part.numbers
             # Evaluation, which has no epoch, reads in the stored order: this needs no random access to the file.
@@ -144,18 +110,12 @@ class Stream:
 
 
 class Packed:
-    """Samples of whole records: as many as fit into a row, or one. Epochs differ in the order of the rows only.
-
-    It takes 16 bytes of memory per record. A record of n tokens takes n - 1 places, since its last token is only a
-    label.
-
-    Raises:
-        ValueError: a record is longer than a sample.
-    """
+    """Samples of whole records: as many as fit into a row, or one. Epochs differ in the order of the rows only."""
 
     def __init__(self, part: TokenSet, length: int, seed: int, packing: str, pad: int) -> None:
         self.part, self.length, self.seed, self.pad = part, length, seed, pad
         bounds, numbers = part.indexed.bounds, part.numbers
+        # A record of n tokens takes n - 1 places, since its last token is only a label.
         places = np.maximum(bounds[numbers + 1] - bounds[numbers] - 1, 1)
         if places.max(initial=0) > length:
             raise ValueError(
@@ -168,7 +128,7 @@ class Packed:
         self.count = self.rows = len(self._ends)
 
     def sample(self, index: int) -> Sample:
-        """Return a row of the shuffled order."""
+        """Return sample ``index`` of an endless order."""
         epoch, position = divmod(index, self.count)
         return self.row(int(Permutation(self.count, seed_of(self.seed, epoch, 1))[np.array([position])][0]))
 
@@ -198,18 +158,11 @@ def _filled(length: int, pad: int, records: list[tuple[Array, Array, Array, Arra
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch; all tensors are int64 of shape ``(rows, length)``.
-
-    Attributes:
-        tokens: token ids.
-        labels: the id that follows each token, or ``NO_LABEL``.
-        positions: place of each token in its document; None if tokens see all earlier tokens of their row.
-        documents: number of each token's document in its row, padding included; None as for ``positions``.
-    """
+    """A micro-batch of samples; all tensors are int64 of shape ``(rows, length)``."""
 
     tokens: Tensor
     labels: Tensor
-    positions: Tensor | None = None
+    positions: Tensor | None = None  # these two are None if tokens see all earlier tokens of their row
     documents: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
@@ -220,11 +173,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """Share of every global batch that one data rank computes.
-
-    A global batch has ``micro_batches * size * rows`` consecutive samples. It is cut into micro-batches, and each of
-    these into ``rows`` consecutive samples per data rank.
-    """
+    """Share of every global batch that data rank ``rank`` of ``size`` computes."""
 
     rank: int
     size: int
@@ -238,16 +187,13 @@ class Share:
 
     def micro_batch(self, number: int) -> range:
         """Return the places in the global batch of this rank's samples of a micro-batch."""
+        # Micro-batches are cut first, so that the samples of one depend on the product of size and rows only.
         start = (number * self.size + self.rank) * self.rows
         return range(start, start + self.rows)
 
 
-def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Samples]:
-    """Return the samples of each part of the blend.
-
-    Raises:
-        ValueError: a part has no sample of ``length`` tokens.
-    """
+def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Stream | Packed]:
+    """Return the samples of each part of the blend; raise ValueError if one has no sample of ``length`` tokens."""
     parts = []
     for number, part in enumerate(prepared.train):
         parts.append(open_samples(part, length, seed_of(seed, number), prepared.packing, prepared.pad))
@@ -268,9 +214,6 @@ def training_batches(prepared: PreparedData, length: int, share: Share, seed: in
         share: this rank's part of a global batch.
         seed: seed of the order; the same on all ranks.
         consumed: samples that all ranks together have consumed so far.
-
-    Raises:
-        ValueError: a part of the blend has no sample.
     """
     parts = training_samples(prepared, length, seed)
     blend = Blend(prepared.weights, consumed)
@@ -285,8 +228,6 @@ def training_batches(prepared: PreparedData, length: int, share: Share, seed: in
 def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int, size: int) -> Iterator[Batch]:
     """Yield this rank's batches of held-out text. All ranks' together have each label once, except each stream's first.
 
-    Rows of several held-out sets alternate in proportion, so that the first batches have some of all of them.
-
     Args:
         prepared: the text.
         length: tokens of a row. Tokens see their own row only.
@@ -298,7 +239,8 @@ def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int
     places = [(np.arange(part.rows) + 0.5) / max(part.rows, 1) for part in parts]
     owners = np.repeat(np.arange(len(parts)), [part.rows for part in parts])
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.rows) for part in parts)])
-    # Each row has a place in [0, 1) of its set; sorting by these places mixes the sets in proportion.
+    # Each row has a place in [0, 1) of its set; sorting by these places mixes the sets in proportion, so that the first
+    # batches, which are all that an evaluation between steps takes, have some of all of them.
     order = np.argsort(np.concatenate([np.empty(0), *places]), kind="stable")
     nothing = np.zeros(length, dtype=np.int64)
     empty = Sample(nothing + prepared.pad, nothing + NO_LABEL, np.arange(length), nothing)

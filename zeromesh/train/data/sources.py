@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zeromesh.config.keys import BLEND_ENTRY, OTHER_OUTPUT, OUTPUT, RECORDS, SUFFIXES
 from zeromesh.config.train import TextData
 from zeromesh.train.data.formats import (
     INDEXED,
@@ -28,50 +29,31 @@ from zeromesh.train.data.formats import (
 from zeromesh.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
 from zeromesh.train.data.records import KINDS, kind_of
 
-STANDARD_LIBRARY = "python-stdlib"
-"""Source that is on every machine: the library of the running Python."""
+STANDARD_LIBRARY = "python-stdlib"  # on every machine: the library of the running Python
 
+# Installed packages, tests, applications and generated tables are no text to learn from.
 NOT_LIBRARY = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 )
-"""Folders of the standard library that are left out: installed packages, tests, applications, generated tables."""
-
-RUN_FILES = frozenset({"config.json", "metrics.jsonl"})
-"""Files in the folder of a run. Such a folder inside a source is left out."""
-
-DATASETS_FILE = "dataset_dict.json"
-"""File that marks a folder with one data set of ``datasets`` per split."""
-
-NAMED_FILES = 5
-"""Files that a message names at most."""
-
-LOOKED_AT = 2**24
-"""Bytes of a ``.json`` file in which the end of its first record is looked for."""
+RUN_FILES = frozenset({"config.json", "metrics.jsonl"})  # in the folder of a run
+DATASETS_FILE = "dataset_dict.json"  # marks a folder with one data set of datasets per split
+NAMED_FILES = 5  # in a message, at most
+LOOKED_AT = 2**24  # bytes of a .json file in which the end of its first record is looked for
 
 
 @dataclass(frozen=True)
 class Part:
-    """Files of one data set.
+    """Files of one data set."""
 
-    Attributes:
-        name: name of its token files.
-        wanted: its sources as in the settings, for messages.
-        sources: documents of each source.
-        fraction: share that is held out: 0 for none, 1 for all.
-    """
-
-    name: str
-    wanted: str
-    sources: tuple[tuple[Document, ...], ...]
-    fraction: float
+    name: str  # of its token files
+    wanted: str  # its sources as in the settings, for messages
+    sources: tuple[tuple[Document, ...], ...]  # documents of each source
+    fraction: float  # share that is held out: 0 for none, 1 for all
 
     @property
     def documents(self) -> list[Document]:
         """Documents of all sources."""
         return [document for source in self.sources for document in source]
-
-
-# Names to files.
 
 
 def find_documents(sources: Sequence[str], suffixes: Sequence[str], output: Path | None = None) -> list[Document]:
@@ -81,7 +63,7 @@ def find_documents(sources: Sequence[str], suffixes: Sequence[str], output: Path
         sources: files, folders, glob patterns, or ``python-stdlib``.
         suffixes: ends of the names of files in folders that are used; empty for all. A file that is a source itself is
             always used.
-        output: folder that is written to. It is left out where it is inside a source, and so are folders of other runs.
+        output: folder that is written to, which is left out.
 
     Raises:
         ValueError: a source does not exist, has no file, or is ``output``.
@@ -108,8 +90,8 @@ def _find(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterat
     elif path.is_dir():
         if path.resolve() == output:
             raise ValueError(
-                f"run.output is the data folder {source!r} itself, where what the run writes would become text; "
-                "choose another folder with --set run.output=FOLDER"
+                f"{OUTPUT} is the data folder {source!r} itself, where what the run writes would become text; "
+                f"{OTHER_OUTPUT}"
             )
         yield from _find_in_folder(path, suffixes, frozenset(), output)
     elif (prefix := prefix_of(path)) is not None and (path.name.endswith(ENDINGS) or not path.is_file()):
@@ -171,6 +153,7 @@ def _document(name: str, path: Path) -> Document:
 
 def _is_written(folder: Path, output: Path | None) -> bool:
     """Return whether this run or another one writes to a folder."""
+    # Logs and reports of runs in a source would become text.
     return folder.resolve() == output or all((folder / name).is_file() for name in RUN_FILES)
 
 
@@ -178,7 +161,7 @@ def _nothing_found(source: str, suffixes: Sequence[str]) -> str:
     path = Path(source).expanduser()
     if path.is_dir():
         wanted = f"no file whose name ends in {', '.join(suffixes)}" if suffixes else "no files"
-        return f"data folder {source!r} has {wanted}; put text there, or set data.suffixes to what your files end in"
+        return f"data folder {source!r} has {wanted}; put text there, or set {SUFFIXES} to what your files end in"
     if is_special(path):
         return f"data source {source!r} is a FIFO, a socket or a device, which is read only once; write it to a file"
     return (
@@ -192,9 +175,6 @@ def names_of(documents: Sequence[Document]) -> str:
     names = ", ".join(document.name for document in documents[:NAMED_FILES])
     more = len(documents) - NAMED_FILES
     return f"{names} and {more} more" if more > 0 else names
-
-
-# Files to what they hold.
 
 
 def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
@@ -231,8 +211,8 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
         )
     if texts and data.format not in (None, "text"):
         raise ValueError(
-            f"{part.wanted} has plain text, {texts[0].path}, and data.format = {data.format!r} needs records: JSON "
-            "lines (.jsonl, .jsonl.gz), parquet, or a data set of Hugging Face; choose files with data.suffixes"
+            f"{part.wanted} has plain text, {texts[0].path}, and {RECORDS} = {data.format!r} needs records: JSON "
+            f"lines (.jsonl, .jsonl.gz), parquet, or a data set of Hugging Face; choose files with {SUFFIXES}"
         )
     _require_one_kind(part, texts, found)
     if part.fraction in (0.0, 1.0):
@@ -267,7 +247,8 @@ def _first_kind(data: TextData, document: Document) -> str | None:
 
 
 def _require_one_kind(part: Part, texts: Sequence[Document], found: Sequence[Document]) -> None:
-    """Refuse a mixture of text, packed records and token files, which become samples in different ways."""
+    """Refuse a mixture of text, packed records and token files."""
+    # They become samples in different ways, and a data set has one.
     groups = {"text": [*texts]}
     for file in found:
         packed = file.kind in KINDS and KINDS[file.kind].packed
@@ -275,14 +256,12 @@ def _require_one_kind(part: Part, texts: Sequence[Document], found: Sequence[Doc
         groups.setdefault(name, []).append(file)
     if sum(map(bool, groups.values())) > 1 or len(groups.get(INDEXED, ())) > 1:
         names = "; ".join(f"{name}: {names_of(documents)}" for name, documents in groups.items() if documents)
-        raise ValueError(
-            f"{part.wanted} has more than one data set ({names}); name them one by one, in data.train as "
-            '{"source": ..., "weight": ...}'
-        )
+        raise ValueError(f"{part.wanted} has more than one data set ({names}); name them one by one, in {BLEND_ENTRY}")
 
 
 def _require_no_records(data: TextData, document: Document) -> None:
-    """Refuse a JSON file with records, whose quotes and brackets would be learned as plain text."""
+    """Refuse a JSON file with records."""
+    # It is read as plain text, and the model would learn quotes and brackets.
     if not document.path.name.lower().endswith(".json"):
         return
     with document.path.open("rb") as file:
@@ -300,20 +279,14 @@ def _require_no_records(data: TextData, document: Document) -> None:
     raise ValueError(
         f"{document.path} has {'an array of records' if is_array else 'records'}, and a file that ends in .json is "
         f"plain text; {way}; to learn it as it is written, let its name end in .txt, and to leave it out, choose "
-        "files with data.suffixes"
+        f"files with {SUFFIXES}"
     )
 
 
-# Files to sides of the split.
-
-
 def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """Return the documents to train on and those to hold out, about ``fraction`` of them.
-
-    The hash of the name alone decides, so a document stays on its side when others come or go. If this holds out
-    nothing, or leaves less than half of the text that should be trained on, the end of the largest document is held
-    out.
-    """
+    """Return the documents to train on and those to hold out, about ``fraction`` of them."""
+    # The hash of the name alone decides, so a document stays on its side when others come or go. If this holds out
+    # nothing, or leaves less than half of the text that should be trained on, the end of the largest document is.
     held = {document for document in documents if _share(document.name) < fraction}
     if fraction > 0 and documents:
         size = sum(document.size for document in documents)

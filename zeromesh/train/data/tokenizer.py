@@ -1,8 +1,4 @@
-"""Tokenizers behind one interface: files of the ``tokenizers`` library, and folders of ``transformers``.
-
-Tokenizers are trained by byte-level byte-pair encoding: Sennrich et al., "Neural Machine Translation of
-Rare Words with Subword Units", 2016; on bytes, as in GPT-2.
-"""
+"""Tokenizers behind one interface: files of the ``tokenizers`` library, and folders of ``transformers``."""
 
 from __future__ import annotations
 
@@ -18,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from zeromesh.config.keys import TOKENIZER, VOCABULARY
 from zeromesh.train.data.chat import Ids, Message, Tools, render, render_prompt
 
 END_OF_TEXT = "<|endoftext|>"
 
+# Names that known tokenizers give the token between two documents.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
-"""Names that known tokenizers give the token between two documents."""
 
+# Files beside a tokenizer that are not part of it, and too large to hash at each start.
 WEIGHTS = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
-"""Ends of the names of files that are not part of a tokenizer in the same folder."""
 
-LONGEST_WORD = 1000
-"""Characters of the longest word that a vocabulary is learned from; longer words are cut."""
+LONGEST_WORD = 1000  # characters of a word that a vocabulary is learned from; longer ones are cut
 
 _WORDS = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
 _BLANKS = re.compile(rf"\s{{{LONGEST_WORD + 1}}}")
@@ -37,35 +33,22 @@ _log = logging.getLogger(__name__)
 
 SMALLEST_VOCABULARY = 257
 TOKENIZER_FILE = "tokenizer.json"
-UNKNOWN = "�"
-"""Character that decoding writes for bytes that are not a whole character."""
+UNKNOWN = "�"  # written by decoding for bytes that are not a whole character
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Conversion between text and ids. Names of special tokens inside a text are plain text.
+    """Conversion between text and ids. Names of special tokens inside a text are plain text."""
 
-    Attributes:
-        size: upper bound of the ids.
-        begin: id that begins a document; None if the tokenizer puts none before a text. Chats follow their template.
-        end: id that ends a document.
-        pad: id that fills samples up; it is never a label.
-        encode: texts to ids, int64, without special tokens.
-        decode: ids to text, without special tokens.
-        chat: messages and tools to ids, and to a mask of the assistant's ids, bool, of the same shape.
-        prompt: messages to the ids after which the assistant speaks.
-        save: writes all files that ``load_tokenizer`` needs into a folder.
-    """
-
-    size: int
-    begin: int | None
-    end: int
-    pad: int
-    encode: Callable[[Sequence[str]], list[Ids]]
+    size: int  # upper bound of the ids
+    begin: int | None  # id that begins a document, unless it is a chat; None if the tokenizer puts none before a text
+    end: int  # id that ends a document
+    pad: int  # id that fills samples up; it is never a label
+    encode: Callable[[Sequence[str]], list[Ids]]  # without special tokens, as is decode
     decode: Callable[[Sequence[int]], str]
-    chat: Callable[[Sequence[Message], Tools], tuple[Ids, NDArray[np.bool_]]]
-    prompt: Callable[[Sequence[Message]], Ids]
-    save: Callable[[Path], None]
+    chat: Callable[[Sequence[Message], Tools], tuple[Ids, NDArray[np.bool_]]]  # ids, and a mask of the assistant's
+    prompt: Callable[[Sequence[Message]], Ids]  # ids after which the assistant speaks
+    save: Callable[[Path], None]  # writes all files that load_tokenizer needs into a folder
 
     def bounded(self, ids: Ids, first: bool = True, last: bool = True) -> Ids:
         """Return a document, or its first or last piece, with its begin and end tokens."""
@@ -101,7 +84,7 @@ def content_key(path: Path) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextTokenizer:
-    """Learn a byte-level byte-pair vocabulary.
+    """Learn a byte-level byte-pair vocabulary of ``size`` entries (Sennrich et al., 2016; on bytes, as in GPT-2).
 
     Args:
         texts: training text.
@@ -113,7 +96,7 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
     """
     if size < SMALLEST_VOCABULARY:
         raise ValueError(
-            f"data.vocabulary_size = {size} is too small: the 256 bytes and the end of a text need "
+            f"{VOCABULARY} = {size} is too small: the 256 bytes and the end of a text need "
             f"{SMALLEST_VOCABULARY} entries"
         )
     tokenizer = Tokenizer(models.BPE())
@@ -129,18 +112,16 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
     reached = tokenizer.get_vocab_size()
     if fill and reached < size:
         raise ValueError(
-            f"data.vocabulary_size = {size} is too large: the training text only gives {reached} entries; "
+            f"{VOCABULARY} = {size} is too large: the training text only gives {reached} entries; "
             f"set it to {reached} or less, or add text"
         )
     return _wrapped(tokenizer, "the tokenizer")
 
 
 def _cut_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts, cut inside very long words: learning takes time that grows with the square of their length.
-
-    A word is a run of letters, of digits, of blanks, or of others, as the tokenizer divides texts. The only effect is
-    that pairs across a cut are not counted.
-    """
+    """Yield the texts, cut inside very long words."""
+    # Learning takes time that grows with the square of their length. A word is a run of letters, of digits, of blanks,
+    # or of others, as the tokenizer divides texts; the only effect is that pairs across a cut are not counted.
     count = longest = 0
     for text in texts:
         start = 0
@@ -162,16 +143,9 @@ def _cut_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def stream_text(tokenizer: TextTokenizer, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
-    """Yield the text of ids as they come, each piece as soon as later ids cannot change it.
-
-    A character may take several ids, and some tokenizers write a word differently at the start of a text. So a piece is
-    the difference between two decoded texts: the ids of the piece before, with and without the new ids.
-
-    Args:
-        tokenizer: tokenizer of the ids.
-        ids: new ids.
-        before: ids of the text that is continued.
-    """
+    """Yield the text of ids that continue ``before``, each piece as soon as later ids cannot change it."""
+    # A character may take several ids, and some tokenizers write a word differently at the start of a text. So a piece
+    # is the difference between two decoded texts: the ids of the piece before, with and without the new ids.
     context, new = list(before), list[int]()
     for token in ids:
         new.append(token)
@@ -192,6 +166,7 @@ def _of_file(path: Path) -> TextTokenizer:
 
 
 def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
+    # A text that names a special token must not end the document.
     tokenizer.encode_special_tokens = True
     end = next((found for end in KNOWN_ENDS if (found := tokenizer.token_to_id(end)) is not None), None)
     if end is None:
@@ -203,7 +178,7 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
 
     def chat(messages: Sequence[Message], tools: Tools = None) -> NoReturn:
         raise ValueError(
-            f"chats need a chat template, which {name} does not have; set data.tokenizer to the folder of a model's "
+            f"chats need a chat template, which {name} does not have; set {TOKENIZER} to the folder of a model's "
             "tokenizer"
         )
 
