@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zeromesh.config.reference import files, main, schema
+from config_reference import files, main, schema
 from zeromesh.config.settings import entries
 from zeromesh.config.tables import GONE, RENAMED, UNREAD, sections_of
 
@@ -77,7 +77,7 @@ def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(
     shown = capsys.readouterr().err
     assert "-| `sed` |" in shown
     assert "+| `seed` |" in shown
-    assert "python -m zeromesh.config.reference" in shown
+    assert "python tools/config_reference.py" in shown
 
 
 def test_the_page_has_a_line_for_every_key_with_its_meaning() -> None:

@@ -18,14 +18,9 @@ from zeromesh.model.placement import ROWS
 from zeromesh.observe.units import bytes_text
 from zeromesh.train.screen import make_console, write
 
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in the folder of a run."""
-
-PIPED_WIDTH = 1000
-"""Characters of a line in a file or a pipe, where nothing should be cut off."""
-
-MOST_FILES = 3
-"""Files of a tensor that a line names at most."""
+CHECKPOINTS = "checkpoints"  # in the folder of a run
+PIPED_WIDTH = 1000  # characters of a line in a file or a pipe, where nothing should be cut off
+MOST_FILES = 3  # of a tensor that a line names
 
 
 def inspect(path: Path, as_json: bool, verify: bool) -> bool:
@@ -37,7 +32,7 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
         verify: compare all files with their hashes.
 
     Returns:
-        True if all checkpoints are complete. Drafts of saves that were interrupted, or are under way, do not count.
+        True if all checkpoints are complete.
 
     Raises:
         ValueError: there is no checkpoint.
@@ -51,7 +46,8 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
     if as_json:
         write(json.dumps({"verified": verify, "checkpoints": listed, "shown": details}, indent=1) + "\n")
     else:
-        _show(make_console(), listed, details, verify)
+        _show(make_console(PIPED_WIDTH), listed, details, verify)
+    # A draft of a save that was interrupted, or is under way, is no damage.
     return all(row["problem"] is None or row["left"] for row in listed)
 
 
@@ -137,12 +133,7 @@ def _details(reader: Reader) -> dict[str, Any]:
     }
 
 
-# Tables.
-
-
 def _show(console: Console, listed: list[dict[str, Any]], details: dict[str, Any] | None, verify: bool) -> None:
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
     table = _table("checkpoint", "step", "ranks", "ZeRO", "written", "format", "size", "")
     for row in listed:
         state = "left over" if row["left"] else "damaged" if row["problem"] else "latest" if row["latest"] else ""

@@ -8,7 +8,6 @@ import re
 import time
 import tokenize
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +20,6 @@ from zeromesh.observe.metrics import loss_picture, read_metrics
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 from zeromesh.train.check import Job
 from zeromesh.train.data.store import PreparedData
-from zeromesh.train.folder import RunFolder
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.model import Transformer
 from zeromesh.train.sample import load_writer
@@ -29,26 +27,16 @@ from zeromesh.train.sample import load_writer
 SMALLEST_SHARE = 0.005  # of a step's time; resources below it get no row
 BAR = 20  # characters of a bar for the whole step
 
-
-@dataclass(frozen=True)
-class LineCount:
-    """Number of ``lines``, and of those that tokenize as Python."""
-
-    lines: int
-    tokenizing: int
-
-    @property
-    def share(self) -> float:
-        """Share of the lines that tokenize; NaN without lines."""
-        return self.tokenizing / self.lines if self.lines else float("nan")
+Report = dict[str, Any]
+"""Result of a run, as in report.json; losses are in nats per token."""
 
 
-def count_lines(texts: list[str]) -> LineCount:
+def count_lines(texts: list[str]) -> dict[str, int]:
     """Count the lines that are complete and not blank, and those that Python's ``tokenize`` module reads."""
     # Each line is read alone, so one that leaves a bracket or a string open does not count: the standard library itself
     # has a share of about 0.86.
     lines = [line for text in texts for line in text.split("\n")[:-1] if line.strip()]
-    return LineCount(len(lines), sum(map(_tokenizes, lines)))
+    return {"lines": len(lines), "tokenizing": sum(map(_tokenizes, lines))}
 
 
 def _tokenizes(line: str) -> bool:
@@ -57,32 +45,6 @@ def _tokenizes(line: str) -> bool:
     except (tokenize.TokenError, SyntaxError):
         return False
     return tokenize.ERRORTOKEN not in found
-
-
-@dataclass(frozen=True)
-class Report:
-    """Result of a run; the keys of report.json."""
-
-    architecture: str
-    parameters: int
-    ranks: int
-    zero_stage: int
-    steps: int
-    tokens: int  # repetitions count
-    seconds: float  # from the command to this report
-    training_seconds: float  # in steps, of the whole run also if it was resumed
-    utilization: float  # mean share of the peak operations per second (MFU)
-    training_loss: float  # of the last logged step, nats per token
-    validation_loss: float | None  # of all held-out text, nats per token; None without it
-    bits_per_byte: float | None  # of the same text; None if its bytes are unknown
-    gzip_bits_per_byte: float | None  # of gzip -9 on the same text, the documents one after the other
-    peak_memory: list[int]  # bytes by rank
-    memory: dict[str, Any]  # of the first rank, as are traffic and bounds
-    traffic: dict[str, dict[str, float]]
-    traffic_steps: int  # since the report of traffic began; it includes evaluations between them
-    bounds: dict[str, Any] | None  # None after too few steps
-    samples: list[str]  # prompts with their continuations
-    lines: LineCount | None  # lines of the samples that tokenize as Python; None if the text is not Python
 
 
 def close(
@@ -114,45 +76,38 @@ def close(
     if isinstance(job.language, Transformer):
         job.folder.copy_tokenizer(job.folder.model)
     records = read_metrics(job.folder.metrics)
-    _draw(job.folder, records, console)
+    steps, validations = ([record for record in records if record["kind"] == kind] for kind in ("train", "validation"))
+    curves = ([(record["step"], record["loss"]) for record in kind] for kind in (steps, validations))
+    if not loss_picture(job.folder.picture, *curves):
+        console.print(f"no {job.folder.picture.name}: drawing it needs matplotlib, pip install 'zeromesh[plots]'")
     samples = _samples(job)
-    steps = [record for record in records if record["kind"] == "train"]
-    report = Report(
-        architecture=job.language.name,
-        parameters=engine.sharded.count(),
-        ranks=engine.mesh.world_size,
-        zero_stage=job.settings.zero_optimization.stage,
-        steps=reached.step,
-        tokens=reached.samples * job.language.sequence_length,
-        seconds=time.time() - began,
-        training_seconds=reached.seconds,
-        utilization=fmean(record["utilization"] for record in steps),
-        training_loss=steps[-1]["loss"],
-        validation_loss=score.loss if score else None,
-        bits_per_byte=score.bits_per_byte if score else None,
-        gzip_bits_per_byte=prepared.gzip_bits_per_byte if score else None,
-        peak_memory=peaks,
-        memory=memory,
-        traffic=traffic,
-        traffic_steps=reached.step - start.step,
-        bounds=bounds,
-        samples=samples,
-        lines=count_lines(samples) if prepared.python else None,
-    )
-    job.folder.report.write_text(json.dumps(asdict(report), indent=2))
+    report: Report = {
+        "architecture": job.language.name,
+        "parameters": engine.sharded.count(),
+        "ranks": engine.mesh.world_size,
+        "zero_stage": job.settings.zero_optimization.stage,
+        "steps": reached.step,
+        "tokens": reached.samples * job.language.sequence_length,  # repetitions count
+        "seconds": time.time() - began,
+        "training_seconds": reached.seconds,  # in steps, of the whole run also if it was resumed
+        "utilization": fmean(record["utilization"] for record in steps),  # share of the peak operations per second
+        "training_loss": steps[-1]["loss"],
+        "validation_loss": score.loss if score else None,  # of all held-out text
+        "bits_per_byte": score.bits_per_byte if score else None,
+        "gzip_bits_per_byte": prepared.gzip_bits_per_byte if score else None,
+        "peak_memory": peaks,  # by rank; all below is of the first rank
+        "memory": memory,
+        "traffic": traffic,
+        "traffic_steps": reached.step - start.step,  # the traffic has evaluations between them, too
+        "bounds": bounds,  # null after too few steps
+        "samples": samples,
+        "lines": count_lines(samples) if prepared.python else None,
+    }
+    job.folder.report.write_text(json.dumps(report, indent=2))
     text = markdown(report)
     job.folder.report.with_suffix(".md").write_text(text, encoding="utf-8")
     console.print(Markdown(text))
     console.print(f"the report, the weights and the checkpoints are in {job.folder.path}")
-
-
-def _draw(folder: RunFolder, records: list[dict[str, Any]], console: Console) -> None:
-    curves = {
-        kind: [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
-        for kind in ("train", "validation")
-    }
-    if not loss_picture(folder.picture, curves["train"], curves["validation"]):
-        console.print(f"no {folder.picture.name}: drawing it needs matplotlib, pip install 'zeromesh[plots]'")
 
 
 def _samples(job: Job) -> list[str]:
@@ -172,14 +127,14 @@ def markdown(report: Report) -> str:
         "# Training run",
         _table(("what", "value"), _summary(report)),
         "## Memory of the first rank",
-        _table(("state", "tier", "bytes"), _memory(report.memory)),
+        _table(("state", "tier", "bytes"), _memory(report["memory"])),
         "## Traffic of the first rank",
         _table(("collective", "axis", "calls", "sent", "sent per step", "to other nodes"), _traffic(report)),
     ]
-    if report.bounds is not None:
-        parts += ["## What bounded the first rank", *_bounds(report.bounds)]
-    if report.samples:
-        parts += ["## Samples", *map(_block, report.samples)]
+    if report["bounds"] is not None:
+        parts += ["## What bounded the first rank", *_bounds(report["bounds"])]
+    if report["samples"]:
+        parts += ["## Samples", *map(_block, report["samples"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -195,27 +150,28 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _summary(report: Report) -> list[tuple[str, str]]:
+    speed = report["tokens"] / report["training_seconds"]
     rows = [
-        ("model", f"{report.architecture}, {scaled_text(report.parameters)} parameters"),
-        ("ranks", f"{report.ranks}, ZeRO-{report.zero_stage}"),
-        ("time", f"{duration_text(report.seconds)}, {duration_text(report.training_seconds)} of it in steps"),
-        ("steps", str(report.steps)),
-        ("tokens", f"{scaled_text(report.tokens)}, {scaled_text(report.tokens / report.training_seconds, 'tok/s')}"),
-        ("MFU", f"{report.utilization:.0%}"),
-        ("training loss", f"{report.training_loss:.3f} nats per token"),
+        ("model", f"{report['architecture']}, {scaled_text(report['parameters'])} parameters"),
+        ("ranks", f"{report['ranks']}, ZeRO-{report['zero_stage']}"),
+        ("time", f"{duration_text(report['seconds'])}, {duration_text(report['training_seconds'])} of it in steps"),
+        ("steps", str(report["steps"])),
+        ("tokens", f"{scaled_text(report['tokens'])}, {scaled_text(speed, 'tok/s')}"),
+        ("MFU", f"{report['utilization']:.0%}"),
+        ("training loss", f"{report['training_loss']:.3f} nats per token"),
     ]
-    if report.validation_loss is not None:
-        rows.append(("validation loss", f"{report.validation_loss:.3f} nats per token"))
-    if report.bits_per_byte is not None and report.gzip_bits_per_byte is not None:
-        ratio = report.bits_per_byte / report.gzip_bits_per_byte
-        rows.append(("held-out bits per byte", f"{report.bits_per_byte:.3f}"))
+    if report["validation_loss"] is not None:
+        rows.append(("validation loss", f"{report['validation_loss']:.3f} nats per token"))
+    if report["bits_per_byte"] is not None and report["gzip_bits_per_byte"] is not None:
+        ratio = report["bits_per_byte"] / report["gzip_bits_per_byte"]
+        rows.append(("held-out bits per byte", f"{report['bits_per_byte']:.3f}"))
         rows.append(
-            ("gzip -9 on the same bytes", f"{report.gzip_bits_per_byte:.3f}; the model needs {ratio:.2f} x that")
+            ("gzip -9 on the same bytes", f"{report['gzip_bits_per_byte']:.3f}; the model needs {ratio:.2f} x that")
         )
-    rows.append(("peak memory by rank", ", ".join(map(bytes_text, report.peak_memory))))
-    if report.lines is not None and report.lines.lines:
-        count = f"{report.lines.tokenizing} of {report.lines.lines}"
-        rows.append(("sampled lines that tokenize as Python", f"{report.lines.share:.0%} ({count})"))
+    rows.append(("peak memory by rank", ", ".join(map(bytes_text, report["peak_memory"]))))
+    if report["lines"] is not None and (lines := report["lines"]["lines"]):
+        good = report["lines"]["tokenizing"]
+        rows.append(("sampled lines that tokenize as Python", f"{good / lines:.0%} ({good} of {lines})"))
     return rows
 
 
@@ -245,9 +201,9 @@ def _bounds(found: dict[str, Any]) -> tuple[str, str]:
 
 def _traffic(report: Report) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for key, counted in report.traffic.items():
+    for key, counted in report["traffic"].items():
         collective, _, axis = key.partition("/")
-        per_step = bytes_text(counted["bytes"] / report.traffic_steps) if report.traffic_steps else ""
+        per_step = bytes_text(counted["bytes"] / report["traffic_steps"]) if report["traffic_steps"] else ""
         across = bytes_text(counted["across_nodes"]) if counted["across_nodes"] else ""
         rows.append((collective, axis, str(counted["calls"]), bytes_text(counted["bytes"]), per_step, across))
     return rows

@@ -114,22 +114,19 @@ def _text_line(prepared: PreparedData) -> str:
 def run_rank(settings: Settings, began: float) -> None:
     """Run one rank with checked settings; ``began`` is the time of the command, in seconds since the epoch."""
     ignore_requests()
+    job = Job.of(settings)
     with shown_log():
-        _run_rank(Job.of(settings), began)
-
-
-def _run_rank(job: Job, began: float) -> None:
-    if job.run.threads is not None:
-        torch.set_num_threads(job.run.threads)
-    init_distributed()
-    try:
-        # The first rank wrote the tokens before it came here.
-        torch.distributed.barrier()
-        prepared = prepare_text(job, may_write=False)
-        trained = prepared.tokenizer is not None and job.data.tokenizer is None
-        _train(job.with_vocabulary(prepared.vocabulary, trained), prepared, began)
-    finally:
-        shutdown()
+        if job.run.threads is not None:
+            torch.set_num_threads(job.run.threads)
+        init_distributed()
+        try:
+            # The first rank wrote the tokens before it came here.
+            torch.distributed.barrier()
+            prepared = prepare_text(job, may_write=False)
+            trained = prepared.tokenizer is not None and job.data.tokenizer is None
+            _train(job.with_vocabulary(prepared.vocabulary, trained), prepared, began)
+        finally:
+            shutdown()
 
 
 def _train(job: Job, prepared: PreparedData, began: float) -> None:
@@ -139,15 +136,21 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
         changed = engine.config.model_dump(mode="json", exclude_defaults=True)
         lines = [f"  {key}: {json.dumps(value)}" for key, value in changed.items()]
         console.print("\n".join(["settings that differ from the defaults:", *lines]))
+        trained, every = engine.sharded.count(trained=True), engine.sharded.count()
+        part = f", {scaled_text(trained)} of them trained" if trained < every else ""
         console.print(
-            f"{job.language.name}, {_parameters_text(engine)}, "
+            f"{job.language.name}, {scaled_text(every)} parameters{part}, "
             f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
         )
         vocabulary = job.language.vocabulary or prepared.vocabulary
         require_causal(engine, job.language, vocabulary)
         if prepared.document_attention:
             require_document_attention(engine, job.language, vocabulary)
-        start = _resume(engine, job) if job.run.resume else Progress()
+        start = Progress()
+        if job.run.resume:
+            path, state = engine.load_checkpoint(job.folder.checkpoints)
+            assert path is not None, "the folder was checked for a checkpoint before the start"
+            start = Progress(engine.global_steps, state["samples"], state["seconds"])
         if engine.mesh.rank == 0:
             # A configuration that is used again must not resume.
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
@@ -184,15 +187,3 @@ def _engine(job: Job) -> tuple[Engine, float]:
     torch.manual_seed(settings.seed + 1 + engine.mesh.rank)
     share_random_state(engine.mesh.group("tensor"))
     return engine, cost
-
-
-def _parameters_text(engine: Engine) -> str:
-    trained, every = engine.sharded.count(trained=True), engine.sharded.count()
-    part = f", {scaled_text(trained)} of them trained" if trained < every else ""
-    return f"{scaled_text(every)} parameters{part}"
-
-
-def _resume(engine: Engine, job: Job) -> Progress:
-    path, state = engine.load_checkpoint(job.folder.checkpoints)
-    assert path is not None, "the folder was checked for a checkpoint before the start"
-    return Progress(engine.global_steps, state["samples"], state["seconds"])

@@ -22,10 +22,12 @@ def is_first() -> bool:
     return not is_launched() or Environment.detect().rank == 0
 
 
-def make_console(quiet: bool = False) -> Console:
-    """Return a console on standard output that changes no text: no markup, no emoji, no highlights."""
+def make_console(piped_width: int | None = None, quiet: bool = False) -> Console:
+    """Return a console on standard output; ``piped_width`` is that of a file or a pipe."""
     _replace_what_cannot_be_encoded(sys.stdout)
-    return Console(quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    width = None if sys.stdout.isatty() else piped_width
+    # It must not change texts of users, which may look like markup or emoji.
+    return Console(width=width, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def write(text: str) -> None:

@@ -37,19 +37,13 @@ def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int)
     return Packed(part, length, seed, packing, pad) if part.packed else Stream(part, length, seed, pad)
 
 
-@dataclass
 class Line:
-    """Documents one after the other, in 16 bytes of memory per document."""
+    """Documents of a set one after the other, in the order of ``numbers``, in 16 bytes of memory per document."""
 
-    begins: Array  # token of the file at which each document begins
-    ends: Array  # token of the line at which each document ends
-
-    @classmethod
-    def of(cls, part: TokenSet, numbers: Array) -> Line:
-        """Return the line of documents with these numbers, in this order."""
+    def __init__(self, part: TokenSet, numbers: Array) -> None:
         bounds = part.indexed.bounds
-        begins = bounds[numbers]
-        return cls(begins, np.cumsum(bounds[numbers + 1] - begins))
+        self.begins = bounds[numbers]  # token of the file at which each document begins
+        self.ends = np.cumsum(bounds[numbers + 1] - self.begins)  # token of the line at which each document ends
 
     def find(self, start: int, stop: int) -> tuple[Array, Array, Array]:
         """Return the places in the file, the documents and the positions of the line's tokens ``start`` to ``stop``.
@@ -99,7 +93,7 @@ class Stream:
             if epoch is not None:
                 order = Permutation(len(numbers), seed_of(self.seed, epoch, 0))[np.arange(len(numbers))]
                 numbers = numbers[order]
-            self._line = epoch, Line.of(self.part, numbers)
+            self._line = epoch, Line(self.part, numbers)
         return self._line[1]
 
     def _window(self, line: Line, number: int) -> Sample:

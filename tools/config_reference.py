@@ -1,4 +1,4 @@
-"""The reference page and the JSON schema, written from the settings: ``python -m zeromesh.config.reference``."""
+"""The reference page and the JSON schema, written from the settings: ``python tools/config_reference.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeromesh.config.errors import show
 from zeromesh.config.settings import Settings, entries
 from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, sections_of
 
-COMMAND = "python -m zeromesh.config.reference"
+COMMAND = "python tools/config_reference.py"
 DIFFERENCES_SHOWN = 20
 
 INTRODUCTION = f"""# Configuration
