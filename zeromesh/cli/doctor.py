@@ -46,16 +46,7 @@ Problem = dict[str, str]
 
 
 def doctor(folder: Path, ranks: int, as_json: bool) -> bool:
-    """Examine this machine, or all on which this runs as ranks of a launcher, and show it on rank 0.
-
-    Args:
-        folder: where the disk is measured.
-        ranks: of a single process, how many it starts on this machine to measure the links between them.
-        as_json: write one JSON document; its keys are in docs/running.md.
-
-    Returns:
-        True if nothing is wrong.
-    """
+    """Examine this machine, or all ranks of a launcher, and show it on rank 0; return whether nothing is wrong."""
     report: dict[str, Any] = {"format": FORMAT, "environment": None, "backends": [], "nodes": [], "links": None}
     found: list[Problem] = []
     environment = _environment(found)

@@ -24,19 +24,7 @@ MOST_FILES = 3  # of a tensor that a line names
 
 
 def inspect(path: Path, as_json: bool, verify: bool) -> bool:
-    """Print a summary of checkpoints, and the tensors of the latest one that can be used.
-
-    Args:
-        path: a checkpoint, a folder of checkpoints, or the folder of a run.
-        as_json: print JSON, with every tensor, instead of tables.
-        verify: compare all files with their hashes.
-
-    Returns:
-        True if all checkpoints are complete.
-
-    Raises:
-        ValueError: there is no checkpoint.
-    """
+    """Print checkpoints, and the tensors of the latest one that can be used; return whether all are complete."""
     folders = _checkpoints(path)
     listed = [_summary(folder, verify) for folder in folders]
     usable = [row for row in listed if row["problem"] is None and not row["left"]]

@@ -44,13 +44,7 @@ def rank_command(name: str, arguments: Sequence[str], is_module: bool, is_comman
 
 
 def launch(command: Sequence[str], options: LaunchOptions) -> None:
-    """Run a command as the ranks of this node, and wait for them.
-
-    Raises:
-        ValueError: the options contradict each other.
-        ConnectionError, TimeoutError: the nodes did not find each other.
-        RankFailure: a rank failed.
-    """
+    """Run a command as the ranks of this node, and wait for them; raise ValueError if options contradict each other."""
     least, most = _node_counts(options)
     master = _master(options, most)
     restarts = (DEFAULT_RESTARTS if least < most else 0) if options.restarts is None else options.restarts
@@ -61,7 +55,7 @@ def launch(command: Sequence[str], options: LaunchOptions) -> None:
     if options.node_rank is not None and not 0 <= options.node_rank < most:
         raise ValueError(f"--node-rank is {options.node_rank}, but must be from 0 to {most - 1}")
     ranks, secret = _ranks(options), _secret(options, master)
-    # Imported late: torchrun's agent takes seconds, and what is wrong should be said at once.
+    # Imported late, as it imports torch: what is wrong with the options should be said at once.
     from zeromesh.launcher.agent import LaunchPlan, run
 
     for stream in (sys.stdout, sys.stderr):
@@ -75,12 +69,7 @@ def launch(command: Sequence[str], options: LaunchOptions) -> None:
 
 
 def run_mpi(command: Sequence[str], options: LaunchOptions, extra: Sequence[str]) -> None:
-    """Run a command as ranks that ``mpiexec`` starts with ``extra`` options, and wait for them.
-
-    Raises:
-        ValueError: the options contradict each other, or there is no mpiexec.
-        RankFailure: a rank failed.
-    """
+    """Run a command as ranks that ``mpiexec`` starts with ``extra`` options, and wait for them."""
     from zeromesh.launcher.mpiexec import find_mpiexec, run
 
     least, most = _node_counts(options)

@@ -26,10 +26,6 @@ class _Repeated(dict[str, Any]):
 def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the configuration as a fresh dict, with the overrides in place, other names replaced, "auto" left out.
 
-    Args:
-        source: path of a JSON file, or a mapping such as ``json.load`` gives.
-        overrides: ``dotted.path=value``, the value as JSON; what is not JSON is a string.
-
     Raises:
         ConfigError: no such file, not JSON, not an object, a key twice, or an override that cannot be read.
     """

@@ -66,7 +66,7 @@ def tell_unset(
     """Warn of each key that is "auto" and has an effect, with the value that it has now.
 
     Args:
-        source: the configuration, as it was given; settings have no such keys any more.
+        source: the configuration, as it was given.
         settings: made from it.
         used: values by dotted path that are not in the settings, such as ``optimizer.params.lr``.
         overrides: as given with the configuration.

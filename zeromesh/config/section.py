@@ -31,7 +31,7 @@ def _integral(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    # A list becomes a tuple, since the settings are frozen and are hashed.
+    # A list becomes a tuple: frozen settings must not change through a list.
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value

@@ -48,12 +48,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zeromesh")
 
-TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-"""DeepSpeed's names of tiers."""
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}  # by DeepSpeed's names
 
 
 class Settings(Section):
-    """Every key at its value. What depends on the number of ranks is still open; ``resolve`` closes it."""
+    """Settings with every key at its value; ``resolve`` works out what depends on the number of ranks."""
 
     train_batch_size: BatchInt | None = key(
         None,
@@ -124,9 +123,7 @@ class Settings(Section):
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = ()) -> Settings:
-        """Return the settings from a JSON file, a dict, or other settings.
-
-        Keys that have no effect are reported once, at INFO, to the logger "zeromesh".
+        """Return the settings from a JSON file, a dict, or other settings; report keys without effect to the log.
 
         Args:
             source: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
@@ -138,6 +135,7 @@ class Settings(Section):
         if isinstance(source, Settings):
             if not overrides:
                 return source
+            # Only what was set, or defaults would count as given by the user.
             source = source.model_dump(exclude_unset=True)
         if not isinstance(source, str | Path | Mapping):
             raise ConfigError([f"must be the path of a JSON file, or a dict, not {type(source).__name__}"])
@@ -151,11 +149,7 @@ class Settings(Section):
         return settings
 
     def resolve_mesh(self, world_size: int) -> dict[str, int]:
-        """Return the size of every axis of the mesh; their product is ``world_size``.
-
-        Raises:
-            ConfigError: the sizes do not fit the number of ranks.
-        """
+        """Return the size of every axis of the mesh, or raise ConfigError if they do not fit the number of ranks."""
         return solve_mesh(self.mesh.model_dump() | self.model_sizes, self._shard_group, world_size)
 
     @property
@@ -225,6 +219,7 @@ class Settings(Section):
     @property
     def precision(self) -> Precision:
         """The dtypes of the run."""
+        # Imported late, as in as_dtype.
         from zeromesh.model.precision import Precision
 
         compute = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
@@ -289,6 +284,7 @@ class Settings(Section):
 class Resolved(Settings):
     """Settings in which nothing depends on the number of ranks any more."""
 
+    # Required here, and so never None.
     train_batch_size: BatchInt
     train_micro_batch_size_per_gpu: BatchInt
     gradient_accumulation_steps: BatchInt

@@ -76,12 +76,12 @@ class WeightedSource(Section):
 
 
 def _listed_sources(value: Any) -> Any:
-    """One source stands for a list of one."""
+    # One source stands for a list of one.
     return tuple(_source(entry) for entry in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _source(entry: Any) -> Any:
-    """An entry of either form; said here what is wrong with it, or it would be said of both forms."""
+    # What is wrong with an entry is said here, or pydantic would say it of both forms.
     if isinstance(entry, str | WeightedSource):
         return entry
     if not isinstance(entry, dict):
@@ -129,13 +129,14 @@ class TextData(Section):
     def _some_text(cls, sources: tuple[str | WeightedSource, ...]) -> tuple[str | WeightedSource, ...]:
         if not sources:
             raise ValueError("must name at least one file, folder or pattern; python-stdlib is on every machine")
+        # A source without a weight would have a share that depends on the unit of the others.
         if len({isinstance(source, str) for source in sources}) > 1:
             raise ValueError("has sources with a weight and sources without; give all of them one, or none")
         return sources
 
     @property
     def blend(self) -> list[tuple[tuple[str, ...], float]]:
-        """The data sets that samples are taken from: the sources of each, and its share; the shares add up to 1."""
+        """Data sets that samples are taken from: the sources of each, and its share; the shares add up to 1."""
         weighted = [source for source in self.train if not isinstance(source, str)]
         if not weighted:
             return [(tuple(source for source in self.train if isinstance(source, str)), 1.0)]

@@ -1,4 +1,4 @@
-"""The ``zero_optimization`` section: DeepSpeed's names for where the states of a unit rest."""
+"""Section ``zero_optimization``: DeepSpeed's names for where the states of a unit rest."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ class ZeroOptimization(Section):
         section = self.offload_optimizer
         if section is None:
             return None
+        # DeepSpeed's SuperOffload updates everything so; a share that is given takes precedence.
         given = section.update_during_backward
         return 1.0 if given is None and section.super_offload else given
 
@@ -92,6 +93,7 @@ class ZeroOptimization(Section):
     def row_options(self) -> OffloadOptimizer:
         """Options of the offloaded optimizer states; the defaults where nothing is offloaded."""
         section = self.offload_optimizer
+        # A section whose device is none may have options that would contradict the row.
         return OffloadOptimizer() if section is None or section.device == "none" else section
 
     @property

@@ -100,11 +100,7 @@ class Job:
 
 
 def check(settings: Settings) -> Job:
-    """Check everything that can be checked before the text is read. Only the output folder is tried out by writing.
-
-    Raises:
-        ValueError: the run cannot start.
-    """
+    """Check everything that can be checked before the text is read; raise ValueError if the run cannot start."""
     job = Job.of(settings)
     if settings.optimizer is None:
         raise ValueError(f"zeromesh train needs an optimizer; add {OPTIMIZER_ENTRY}")
@@ -155,11 +151,7 @@ def _build_model(job: Job) -> nn.Module:
 
 
 def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> PreparedData:
-    """Return the text as tokens, and check that it is long enough and suits the model.
-
-    Raises:
-        ValueError: there is no text, or too little, a record is wrong, or the model does not have a token id.
-    """
+    """Return the text as tokens; raise ValueError if it is wrong, too short, or does not suit the model."""
     length = job.language.sequence_length
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
     if prepared.document_attention and _mesh(job)["context"] > 1:

@@ -29,17 +29,7 @@ DRAFT = ".zeromesh-export"
 
 
 def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
-    """Write the model of a run with its tokenizer, in the dtype of its computations.
-
-    Args:
-        run: folder of the run.
-        output: folder to write; it is empty or does not exist.
-        tag: name of the checkpoint; None for the latest.
-        merge: write the model with its adapters added to the weights, instead of the adapters alone.
-
-    Raises:
-        ValueError: there is no such checkpoint, the output is not empty, or there are no adapters to merge.
-    """
+    """Write the model of a run with its tokenizer, in the dtype of its computations."""
     folder = RunFolder(run)
     reader = _reader(folder, tag)
     settings = folder.settings()

@@ -80,10 +80,7 @@ class HeldOut:
     rows: int
 
     def score(self, engine: Engine, batches: int | None = None) -> Score | None:
-        """Return the score on the first ``batches`` micro-batches of every rank, or on all. Collective.
-
-        It is the same on every rank, and None without held-out text.
-        """
+        """Return the score on the first ``batches`` micro-batches of every rank, or on all. Collective."""
         total, count = 0.0, 0
         length = self.language.sequence_length
         own = evaluation_batches(self.prepared, length, self.rows, engine.data_rank, engine.data_size)

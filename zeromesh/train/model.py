@@ -35,12 +35,7 @@ from zeromesh.train.data.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Description of a ``Decoder``.
-
-    Attributes:
-        section: section of the configuration that describes the model.
-        tokenizer: folder of the model's own tokenizer; it has none.
-    """
+    """Description of a ``Decoder``."""
 
     shape: ModelShape
     section = "model"
@@ -146,11 +141,7 @@ class Transformer:
         return model if self.lora is None else _with_adapters(model, self.lora)
 
     def build(self) -> nn.Module:
-        """Return the model for ``zeromesh.initialize``; no rank allocates all of it.
-
-        Raises:
-            ValueError: the settings do not describe a model that can be trained.
-        """
+        """Return the model for ``zeromesh.initialize``; no rank allocates all of it."""
         quiet()
         with self._explained():
             model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **self._options)
@@ -169,15 +160,7 @@ class Transformer:
         return model if self.lora is None else _with_adapters(model, self.lora)
 
     def require_tokenizer(self, named: str | None, size: int) -> None:
-        """Refuse a tokenizer that the weights were not trained with, by its folder and its size.
-
-        Args:
-            named: path of the tokenizer; None if it was trained on the text.
-            size: number of its entries.
-
-        Raises:
-            ValueError: the tokenizer is not the model's.
-        """
+        """Refuse a tokenizer that the weights were not trained with; ``named`` is None if it was trained on the text."""
         if not self.has_weights:
             return
         own = self.tokenizer

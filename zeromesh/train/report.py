@@ -50,16 +50,7 @@ def _tokenizes(line: str) -> bool:
 def close(
     loop: Loop, prepared: PreparedData, began: float, start: Progress, reached: Progress, console: Console
 ) -> None:
-    """Evaluate, and write the weights and the report. Collective; the first rank writes.
-
-    Args:
-        loop: the loop, at its end.
-        prepared: the text.
-        began: time of the command, in seconds since the epoch.
-        start: progress at the start of this command.
-        reached: progress now.
-        console: shows the report.
-    """
+    """Evaluate, and write the weights and the report of a loop at its end. Collective; the first rank writes."""
     engine, job = loop.engine, loop.job
     score = loop.held_out.score(engine)
     if score is not None:

@@ -36,17 +36,7 @@ from zeromesh.train.signals import forward_signals, ignore_requests
 
 
 def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
-    """Train as a configuration says.
-
-    Args:
-        config: JSON file.
-        overrides: keys and values, as in ``run.steps=100``.
-        resume: continue from the last checkpoint; "auto" starts if there is none.
-
-    Raises:
-        ValueError: the configuration, the text or the output folder does not allow the run.
-        RankFailure: a rank failed.
-    """
+    """Train as a JSON file and overrides such as ``run.steps=100`` say; with "auto", resume if there is a checkpoint."""
     began = time.time()
     ignore_requests()
     overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]

@@ -32,15 +32,7 @@ class TextWriter:
     tokenizer: TextTokenizer
 
     def pieces(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> Iterator[str]:
-        """Yield a continuation of ``prompt`` piece by piece, up to the end of the text.
-
-        Args:
-            prompt: beginning of the text. The model sees the end of it that fits into its sequence length.
-            tokens: largest number of tokens to add.
-            temperature: divisor of the logits; 0 takes the likeliest token.
-            seed: seed of the choices.
-            chat: answer the prompt as a message of a user.
-        """
+        """Yield a continuation of ``prompt``, or with ``chat`` an answer to it, piece by piece up to the end of the text."""
         if chat:
             before = self.tokenizer.prompt([{"role": "user", "content": prompt}]).tolist()
         else:
@@ -103,6 +95,7 @@ def load_writer(folder: RunFolder) -> TextWriter:
     decoder, longest = _decoder(language, folder.model / "model.safetensors"), language.sequence_length
 
     def following(ids: Sequence[int]) -> torch.Tensor:
+        # The end that fits: the model has learned no positions beyond its sequence length.
         logits: torch.Tensor = decoder(torch.tensor([ids[-longest:]]))[0, -1]
         return logits
 

@@ -1,8 +1,4 @@
-"""Operations per token: of the built-in decoder by a formula, of any model by counting.
-
-The cost of a matrix product counts a multiplication and an addition as two operations; norms, activations and the
-softmax are left out, as usual (Kaplan et al., "Scaling Laws for Neural Language Models", 2020).
-"""
+"""Operations per token: of the built-in decoder by a formula, of any model by counting."""
 
 from __future__ import annotations
 
@@ -37,6 +33,8 @@ def multiplied_parameters(shape: ModelShape) -> int:
 
 def training_flops_per_token(shape: ModelShape) -> float:
     """Return ``6 P + 12 L h s / 2``, the operations of forward and backward per token, without recomputation."""
+    # A product counts a multiplication and an addition as two operations; norms, activations and the softmax are left
+    # out, as usual (Kaplan et al., "Scaling Laws for Neural Language Models", 2020).
     # The products of attention are halved, because a token sees half of the others on average.
     attention = 12.0 * shape.layers * shape.hidden_size * shape.sequence_length / 2
     return 6.0 * multiplied_parameters(shape) + attention

@@ -18,11 +18,7 @@ STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")  # finds the first words of the stat
 
 
 def render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> tuple[Ids, NDArray[np.bool_]]:
-    """Return the ids of a chat, and the mask of those that the assistant says, bool, of the same shape.
-
-    Raises:
-        ValueError: there is no template, it does not write tools, or the turns cannot be found.
-    """
+    """Return the ids of a chat, and the mask of those that the assistant says, bool, of the same shape."""
     _require_template(tokenizer)
     template = tokenizer.get_chat_template(tools=tools)
     calls = any(message.get("tool_calls") for message in messages)

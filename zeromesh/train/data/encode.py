@@ -20,27 +20,16 @@ TASK_BYTES = 2**21
 
 
 class Encoded(NamedTuple):
-    """Tokens of a task. A sequence is a record or a piece of a text.
+    """Tokens of a task. A sequence is a record or a piece of a text."""
 
-    Attributes:
-        ids: ids of all sequences one after the other, shape ``(tokens,)``, in the dtype that they are stored in.
-        mask: 1 for labels, u8, shape ``(tokens,)``; None if all are.
-        lengths: tokens of each sequence, int32.
-        last: True where a document ends with the sequence.
-        shares: number in [0, 1) of each sequence's document, float64; see ``Document``.
-        sizes: bytes of text that the labels of each sequence stand for, int64.
-        dropped: number of records that were too long.
-        read: bytes of files that were read.
-    """
-
-    ids: NDArray[Any]
-    mask: NDArray[np.uint8] | None
-    lengths: NDArray[np.int32]
-    last: NDArray[np.bool_]
-    shares: NDArray[np.float64]
-    sizes: NDArray[np.int64]
-    dropped: int
-    read: int
+    ids: NDArray[Any]  # of all sequences one after the other, in the dtype that they are stored in
+    mask: NDArray[np.uint8] | None  # 1 for labels; None if all are
+    lengths: NDArray[np.int32]  # tokens of each sequence
+    last: NDArray[np.bool_]  # True where a document ends with the sequence
+    shares: NDArray[np.float64]  # of each sequence's document; see Document
+    sizes: NDArray[np.int64]  # bytes of text that the labels of each sequence stand for
+    dropped: int  # records that were too long
+    read: int  # bytes of files
 
 
 class Encoder:

@@ -30,18 +30,15 @@ OF_AN_ARRAY = ", and `jq -c '.[]' FILE` writes the records of an array so"
 
 @dataclass(frozen=True)
 class Document:
-    """A file, the part of it between two bytes, or a data set of several files.
-
-    Attributes:
-        share: number in [0, 1) of all its text, which is held out if it is below ``data.validation_fraction``; None if
-            each record has a number of its own.
-    """
+    """A file, the part of it between two bytes, or a data set of several files."""
 
     name: str  # path relative to its source, with forward slashes
     path: Path  # the file; the folder of a data set of datasets; the prefix of one in Megatron's format
     start: int = 0  # first byte in the file
     stop: int | None = None  # byte after the last; None for the end of the file
     kind: str | None = None  # of its records; INDEXED; None for plain text
+    # Number in [0, 1) of all its text, which is held out if it is below data.validation_fraction; None if each record
+    # has a number of its own.
     share: float | None = None
 
     @property
@@ -69,14 +66,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Portion:
-    """Part of a file that can be read alone, from ``start`` to before ``stop``.
-
-    These are bytes of text and JSON lines, lines of a gzip file, rows of a data set, groups of rows of a parquet file.
-    """
+    """Part of a file that can be read alone."""
 
     document: Document
-    start: int
-    stop: int
+    start: int  # byte of text and JSON lines, line of a gzip file, row of a data set, group of rows of a parquet file
+    stop: int  # the one after the last
     size: int  # bytes of the file that the portion stands for
     before: int | None = None  # records of the file before the portion; None if they are not counted
     lines: bytes | None = None  # of a gzip file, which cannot be read from the middle

@@ -46,10 +46,8 @@ class Line:
         self.ends = np.cumsum(bounds[numbers + 1] - self.begins)  # token of the line at which each document ends
 
     def find(self, start: int, stop: int) -> tuple[Array, Array, Array]:
-        """Return the places in the file, the documents and the positions of the line's tokens ``start`` to ``stop``.
-
-        Documents are counted from the first of them, positions from the start of the document or from ``start``.
-        """
+        """Return the places in the file, the documents and the positions of the line's tokens ``start`` to ``stop``."""
+        # Documents are counted from the first of them, positions from the start of the document or from start.
         first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
         before = self.ends[first - 1] if first else 0
         ends = np.minimum(self.ends[first : last + 1], stop)
@@ -61,17 +59,13 @@ class Line:
 
 
 class Stream:
-    """Samples of a stream: the documents of an epoch in a shuffled order, cut every ``length`` tokens.
-
-    Attributes:
-        count: number of samples of an epoch; the rest at its end, less than a sample, is not used.
-        rows: number of samples that hold every document once, in the stored order.
-    """
+    """Samples of a stream: the documents of an epoch in a shuffled order, cut every ``length`` tokens."""
 
     def __init__(self, part: TokenSet, length: int, seed: int, pad: int) -> None:
         self.part, self.length, self.seed, self.pad = part, length, seed, pad
         # The last token of a sample is only a label, and is the first token of the next sample.
         labels = max(part.tokens - 1, 0)
+        # Samples of an epoch, without the rest at its end; and those that hold every document once, for evaluation.
         self.count, self.rows = labels // length, -(-labels // length)
         self._line: tuple[int | None, Line] | None = None
 
@@ -200,15 +194,7 @@ def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Str
 
 
 def training_batches(prepared: PreparedData, length: int, share: Share, seed: int, consumed: int) -> Iterator[Batch]:
-    """Yield micro-batches of this rank without end.
-
-    Args:
-        prepared: the text.
-        length: tokens of a sample.
-        share: this rank's part of a global batch.
-        seed: seed of the order; the same on all ranks.
-        consumed: samples that all ranks together have consumed so far.
-    """
+    """Yield micro-batches of this rank without end, from sample ``consumed`` of all ranks together."""
     parts = training_samples(prepared, length, seed)
     blend = Blend(prepared.weights, consumed)
     while True:
@@ -227,7 +213,7 @@ def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int
         length: tokens of a row. Tokens see their own row only.
         rows: rows of a batch.
         rank: this rank, which gets every ``size``-th batch.
-        size: number of ranks. All get equally many batches, if need be without labels.
+        size: number of ranks.
     """
     parts = [open_samples(part, length, 0, prepared.packing, prepared.pad) for part in prepared.validation]
     places = [(np.arange(part.rows) + 0.5) / max(part.rows, 1) for part in parts]
@@ -238,6 +224,7 @@ def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int
     order = np.argsort(np.concatenate([np.empty(0), *places]), kind="stable")
     nothing = np.zeros(length, dtype=np.int64)
     empty = Sample(nothing + prepared.pad, nothing + NO_LABEL, np.arange(length), nothing)
+    # All ranks get equally many batches, if need be without labels, since an evaluation is collective.
     for start in range(rank * rows, -(-len(order) // (rows * size)) * rows * size, rows * size):
         chosen = order[start : start + rows]
         samples = [parts[owners[place]].row(int(numbers[place])) for place in chosen]

@@ -54,15 +54,7 @@ class Permutation:
 
 
 def pack(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Pack things into few rows by best-fit decreasing: the longest first, each into the fullest row that holds it.
-
-    Args:
-        sizes: size of each thing, from 1 to ``capacity``.
-        capacity: size of a row.
-
-    Returns:
-        The row of each thing, int64, shape as ``sizes``. Rows are numbered without gaps.
-    """
+    """Return the row of each thing of ``sizes``, by best-fit decreasing: each into the fullest row that holds it."""
     rows = np.empty(len(sizes), dtype=np.int64)
     with_space: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * (capacity + 1)
     any_with = np.zeros(capacity + 1, dtype=bool)
@@ -95,12 +87,7 @@ def pack(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 class Blend:
-    """Choice of the part of a blend for each sample ``i``: the part with the largest ``weight * max(i, 1) - taken``.
-
-    Args:
-        weights: share of each part; their sum is 1.
-        consumed: number of samples that were taken before.
-    """
+    """Choice of the part of a blend for each sample ``i``: that with the largest ``weight * max(i, 1) - taken``."""
 
     def __init__(self, weights: Sequence[float], consumed: int) -> None:
         self.weights = weights

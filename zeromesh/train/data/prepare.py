@@ -67,8 +67,7 @@ def prepare(
         console: shows the progress.
 
     Raises:
-        ValueError: a source has no text, a record is wrong, the vocabulary does not suit the text, or the folder holds
-            other files.
+        ValueError: a source or a record is wrong, or the folder holds other files.
     """
     parts = _find(data, folder.parent)
     key = _key(data, parts, length)

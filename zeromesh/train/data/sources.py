@@ -57,17 +57,8 @@ class Part:
 
 
 def find_documents(sources: Sequence[str], suffixes: Sequence[str], output: Path | None = None) -> list[Document]:
-    """Return the files that the sources name, each once, ordered by name.
-
-    Args:
-        sources: files, folders, glob patterns, or ``python-stdlib``.
-        suffixes: ends of the names of files in folders that are used; empty for all. A file that is a source itself is
-            always used.
-        output: folder that is written to, which is left out.
-
-    Raises:
-        ValueError: a source does not exist, has no file, or is ``output``.
-    """
+    """Return the files that the sources name, each once, ordered by name; ``suffixes`` select files in folders."""
+    # A file that is a source itself is used whatever its name ends in. The folder of the run is left out.
     found: dict[Path, Document] = {}
     for source in sources:
         documents = list(_find(source, tuple(suffixes), None if output is None else output.resolve()))
@@ -178,16 +169,7 @@ def names_of(documents: Sequence[Document]) -> str:
 
 
 def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
-    """Return the files of a data set in order, with their kinds and shares; plain text is split.
-
-    Args:
-        data: the settings.
-        part: the data set.
-        skipped: gets the files that are empty or cannot be read.
-
-    Raises:
-        ValueError: no file has text, or the files do not fit together.
-    """
+    """Return the files of a data set in order, with their kinds and shares; add unreadable ones to ``skipped``."""
     texts, found = [], []
     for source in part.sources:
         kind: str | None = None

@@ -211,16 +211,7 @@ def scan_documents(prefix: Path) -> Documents:
 def divide(
     name: str, prefix: Path, documents: Documents, fraction: float, tokenizer: TextTokenizer | None, folder: Path
 ) -> tuple[TokenSet, TokenSet]:
-    """Return the training and the held-out documents of a data set.
-
-    Args:
-        name: name of the part of the blend.
-        prefix: prefix of the data set.
-        documents: facts about it.
-        fraction: share of the documents to hold out: 0 for none, 1 for all.
-        tokenizer: counts the bytes of held-out text if they are unknown.
-        folder: gets the files with the numbers of the documents.
-    """
+    """Return the training and the held-out documents of a data set; files in ``folder`` get their numbers."""
     learned = documents.learned
     held = learned & (documents.shares < fraction)
     if 0 < fraction < 1 and held.sum() in (0, learned.sum()):

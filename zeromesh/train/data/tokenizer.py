@@ -57,11 +57,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """Read a tokenizer from a file of ``tokenizers``, or from a folder of either kind. Nothing is downloaded.
-
-    Raises:
-        ValueError: there is none, it cannot be read, or it has no token for the end of a text.
-    """
+    """Read a tokenizer from a file of ``tokenizers``, or from a folder of either kind. Nothing is downloaded."""
     if path.is_file():
         return _of_file(path)
     if not path.is_dir():
@@ -86,13 +82,7 @@ def content_key(path: Path) -> str:
 def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextTokenizer:
     """Learn a byte-level byte-pair vocabulary of ``size`` entries (Sennrich et al., 2016; on bytes, as in GPT-2).
 
-    Args:
-        texts: training text.
-        size: number of entries of the vocabulary.
-        fill: refuse texts with too few pairs for this size, instead of making a smaller vocabulary.
-
-    Raises:
-        ValueError: ``size`` is below ``SMALLEST_VOCABULARY``, or too large for the texts.
+    With ``fill``, texts with too few pairs for this size are refused.
     """
     if size < SMALLEST_VOCABULARY:
         raise ValueError(
