@@ -67,7 +67,7 @@ def doctor(folder: Path, ranks: int, as_json: bool) -> bool:
     found += _wrong_with(report)
     report["problems"] = found
     if environment is not None and environment.rank > 0:
-        return not found
+        return not found  # rank 0 shows what all have found
     if as_json:
         write(json.dumps(report, indent=2) + "\n")
     else:
@@ -112,7 +112,7 @@ def _of_all_ranks(environment: Environment, own: dict[str, Any] | None, found: l
             print(f"rank {environment.rank} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
         return {}
     finally:
-        shutdown()
+        shutdown()  # torch warns of a group that is still there at the end
     nodes = [facts for facts, _ in said if facts is not None]
     return {"environment": asdict(environment), "nodes": nodes, "links": links}
 

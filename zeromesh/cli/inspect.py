@@ -44,7 +44,7 @@ def _checkpoints(path: Path) -> list[Path]:
     for folder in (path, path / CHECKPOINTS):
         found = [folder] if _is_checkpoint(folder) else [*filter(_is_checkpoint, _folders_in(folder))]
         if found:
-            return sorted(found, key=lambda one: one.stat().st_mtime_ns)
+            return sorted(found, key=lambda one: one.stat().st_mtime_ns)  # tags may have any names
     raise ValueError(
         f"{str(path)!r} holds no checkpoint; name the folder of a run, a folder of checkpoints, or one checkpoint"
     )
@@ -72,7 +72,7 @@ def _summary(folder: Path, verify: bool) -> dict[str, Any]:
     }
     try:
         reader = Reader(folder)
-        if verify:
+        if verify:  # reads every byte, which may take minutes
             reader.verify()
         else:
             reader.require_files()

@@ -114,6 +114,7 @@ def _master(options: LaunchOptions, most: int) -> str:
             f"--nnodes {options.nodes} needs --master HOST:PORT: the first node as the others reach it, and a free "
             "port there, such as 29500; run the same command on every node"
         )
+    # An address of IPv6 has colons itself, and stands in brackets.
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):(\d{1,5})", options.master)
     if match is None or not 0 < int(match[2]) < 65536:
         raise ValueError(f"--master is {options.master!r}, but must be HOST:PORT, as in node1:29500 or 10.0.0.1:29500")

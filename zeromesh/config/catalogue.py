@@ -23,7 +23,7 @@ MARKS = {
     "object": "an object",
     "array": "a list",
 }
-KEYS_SHOWN = 12
+KEYS_SHOWN = 12  # in a message; a longer list is read by nobody
 BOUNDS = (
     ("minimum", ">="),
     ("exclusiveMinimum", ">"),
@@ -63,6 +63,7 @@ def _suggest(entries: dict[str, Entry], path: str) -> str | None:
     section, _, name = path.rpartition(".")
     prefix = f"{section}." if section else ""
     others = [other.removeprefix(prefix) for other in RENAMED if other.rpartition(".")[0] == section]
+    # In its own section first, where most slips are; else anywhere by the last name, as in {"stage": 3}.
     match = nearest(name, children(entries, section) + others)
     if match:
         return prefix + match
@@ -173,6 +174,7 @@ def _remedies(value: Any, kind: str, entry: Entry) -> Iterator[str]:
         if suggestion:
             yield f'did you mean "{suggestion}"?'
     if isinstance(value, str) and kind != "literal_error":
+        # In lower case, for Python's True.
         try:
             plain = json.loads(value.lower())
         except json.JSONDecodeError:

@@ -11,14 +11,15 @@ from typing import Any
 from zeromesh.config.errors import ConfigError, show
 from zeromesh.config.tables import RENAMED, UNSET
 
-DEEPEST = 50
-"""Levels of objects and lists that a configuration may have."""
+DEEPEST = 50  # levels of objects and lists; far below Python's limit of recursion, which later steps rely on
 
 _TOO_DEEP = f"is nested more than {DEEPEST} levels deep, or holds itself; keys are at most 6 levels deep"
 
 
 class _Repeated(dict[str, Any]):
     """A JSON object in which some keys stand more than once."""
+
+    # json keeps the last of two equal keys, and nobody knows which one was meant.
 
     repeated: tuple[str, ...] = ()
 
@@ -43,6 +44,7 @@ def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[s
         _check_depth(source, "the configuration")
         document = _copy(source)
     document = _rename(document)
+    # Renamed before the merge, or a file and an override could have a key under two names.
     for override in overrides:
         document = _merge(document, _rename(_parse_override(override)))
     return document
@@ -50,6 +52,7 @@ def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[s
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
+        # Such a file may have no end.
         if path.is_char_device() or path.is_block_device():
             raise ConfigError(["is a device; give the path of a JSON file, or a dict"], str(path))
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
@@ -155,7 +158,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     try:
         value: Any = _parse(text, "--set")
     except json.JSONDecodeError:
-        value = text
+        value = text  # a word without quotes, as a shell leaves it
     for part in reversed(parts):
         value = {part: value}
     assert isinstance(value, dict)

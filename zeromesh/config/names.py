@@ -46,6 +46,7 @@ def check_scheduler(name: str) -> str:
 
 def public_classes(module: object, base: type) -> dict[str, type]:
     """Return the public subclasses of ``base`` in ``module``, by name in lower case."""
+    # Read from torch, so that a class of a newer version is known.
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     found = {name: value for name, value in public.items() if isinstance(value, type) and value is not base}
     return {name.lower(): value for name, value in found.items() if issubclass(value, base)}

@@ -21,16 +21,18 @@ from zeromesh.config.section import (
     key,
 )
 
+# Names of rows of zeromesh.comm.formats.FORMATS, which is in a layer above.
 LinkFormat = Literal["16bit", "8bit"]
-"""Names of ``zeromesh.comm.formats.FORMATS``."""
 
 
 class Fp16(Section):
     """fp16 parameters with an fp32 master and a loss scale."""
 
     enabled: bool = key(False, "Compute in fp16.")
+    # Unlike DeepSpeed: without it, inputs in another dtype are an error of the first layer.
     auto_cast: bool = key(True, "Cast floating-point inputs of the model to fp16 (DeepSpeed's default is false).")
     loss_scale: CountFloat = key(0.0, "A fixed loss scale; 0 means a dynamic one.")
+    # 2**128 is more than fp32 holds.
     initial_scale_power: CountInt = key(16, "The dynamic scale starts at 2 to this power.", le=127)
     loss_scale_window: PositiveInt = key(1000, "Steps without overflow until the scale is doubled.")
     hysteresis: PositiveInt = key(2, "Overflows until the scale is halved.")
@@ -67,6 +69,7 @@ class Optimizer(Section):
     """The optimizer that ZeroMesh builds."""
 
     type: str = key(..., "adam, adamw, lamb, lion, adagrad, sgd, muon, in any letter case, or a class of torch.optim.")
+    # Checked when the optimizer is built, whose signature says what there is.
     params: Table = key(
         {},
         "Arguments of the optimizer, for example lr, betas, eps, weight_decay. Defaults are those of torch's "
@@ -169,6 +172,7 @@ class Checkpoint(Section):
 class Aio(Section):
     """Asynchronous file access for NVMe."""
 
+    # Direct I/O takes multiples of a sector only.
     block_size: PositiveInt = key(1048576, "Bytes per request.", multiple_of=4096)
     queue_depth: PositiveInt = key(8, "Requests in flight.")
 
@@ -186,6 +190,7 @@ class MeshSizes(Section):
     @field_validator("data")
     @classmethod
     def _data_is_a_size(cls, value: int) -> int:
+        # Apart from the bound, since a range from -1 on has a 0 in it.
         if value == 0:
             raise ValueError("must be a whole number >= 1, or -1 for what is left; leave the key out for -1")
         return value
@@ -216,6 +221,7 @@ class TensorBoard(Section):
 
     enabled: bool = key(False, "Write metrics for TensorBoard, after every update.")
     output_path: str = key("", "Folder of the jobs; relative to where the run is started.")
+    # DeepSpeed's own, as in the other monitors, so that curves go on where they were.
     job_name: str = key("DeepSpeedJobName", "Folder of this job inside output_path.")
 
 

@@ -15,8 +15,8 @@ from zeromesh.config.tables import UNREAD, look_up, sections_of
 
 _log = logging.getLogger("zeromesh")
 
+# For these "auto" has a meaning of its own, so that there is nothing to warn of.
 DOCUMENTED = ("model.vocab_size", "data.vocabulary_size", "run.resume")
-"""Keys of ours for which "auto" has a meaning of its own."""
 
 
 def jsonable(value: Any) -> Any:
@@ -27,6 +27,7 @@ def jsonable(value: Any) -> Any:
         return [jsonable(item) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
+    # A function or a class of the user, among the arguments of a schedule.
     named = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{named}" if named else str(value)
 
@@ -72,7 +73,7 @@ def tell_unset(
         overrides: as given with the configuration.
     """
     if isinstance(source, Section):
-        return
+        return  # settings have no such keys any more
     values = jsonable(settings.model_dump())
     lines = [
         f"\n  {path} = {_value(path, values, used)}"

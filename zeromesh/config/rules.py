@@ -34,6 +34,7 @@ def _shard_group(zero: ZeroOptimization) -> Iterator[str]:
 
 
 def _offload(zero: ZeroOptimization) -> Iterator[str]:
+    # The older keys know "cpu" only, and stand for it where there is no section.
     for name, old, device, least, stages in (
         ("offload_optimizer", "cpu_offload", zero.optimizer_device, 1, "1, 2 or 3"),
         ("offload_param", "cpu_offload_param", zero.parameter_device, 3, "3"),

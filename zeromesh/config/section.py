@@ -65,12 +65,14 @@ def _never(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_integral)]
 PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_integral)]
 CountInt = Annotated[int, Field(ge=0), BeforeValidator(_integral)]
+# Beyond all machines: larger numbers, as of a slip of the finger, would end in errors of torch that name no key.
 SizeInt = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_integral)]
 BatchInt = Annotated[int, Field(ge=1, le=2**40), BeforeValidator(_integral)]
 BudgetInt = Annotated[int, Field(ge=2), BeforeValidator(_integral)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 CountFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+# The schema for editors has the forms that users write, and not those that the validators return.
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"],

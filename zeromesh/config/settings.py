@@ -199,7 +199,7 @@ class Settings(Section):
             "gradient_accumulation_steps": batch.accumulation,
         }
         if sizes is not None:
-            values["mesh"] = dict(sizes)
+            values["mesh"] = dict(sizes)  # so that a file of the run has the mesh as it was
         return Resolved.model_validate(values)
 
     @property
@@ -222,6 +222,7 @@ class Settings(Section):
         # Imported late, as in as_dtype.
         from zeromesh.model.precision import Precision
 
+        # The rules between sections refuse more than one of the three.
         compute = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
         autocast = self.torch_autocast.dtype if self.torch_autocast.enabled else None
         return Precision(
@@ -326,7 +327,7 @@ def _validate(document: dict[str, Any], source: str) -> Settings:
 
 def _only(given: Mapping[str, int]) -> int:
     """Return the one size above 1 that several keys give, or 1."""
-    sizes = {key: size for key, size in given.items() if size > 1}
+    sizes = {key: size for key, size in given.items() if size > 1}  # 1 is every key's default
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{key} = {size}" for key, size in sizes.items())
         raise ConfigError([f"{listed}; they mean the same, keep one of them"])

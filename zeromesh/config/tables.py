@@ -10,6 +10,7 @@ from zeromesh.config.errors import show
 UNSET = "auto"
 """The value that means: as if the key were not there."""
 
+# The reference marks them, so that a file for both programs can be written.
 OURS: tuple[str, ...] = (
     "mesh",
     "communication",
@@ -50,6 +51,7 @@ RENAMED: dict[str, str] = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),
+    # DeepSpeed reads the keys of stage 3 under both names.
     **{
         f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
         for name in (
@@ -91,6 +93,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         f"aio.{name}": "a thread for each of queue_depth requests waits for it"
         for name in ("intra_op_parallelism", "single_submit", "overlap_events", "thread_count")
     },
+    # Whole sections, in which anything may stand.
     "autotuning": "settings are not searched for",
     "hybrid_engine": "there is no engine for generation",
     "compile": "the compiler passes of DeepSpeed are not here; compile the model's blocks with torch.compile",
@@ -126,6 +129,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "checkpoint.parallel_write": "all ranks always write at once",
     "checkpoint.checkpoint_serialization": "checkpoints have one format",
     "checkpoint.writer": "checkpoints have one writer",
+    # From here on DeepSpeed's choices of how to move states, which follow from units, slots and placement here.
     "zero_optimization.mics_hierarchical_params_gather": "communication.hierarchical says so",
     **{
         f"zero_optimization.offload_optimizer.{name}": "what rests on NVMe is always read ahead and written behind"
@@ -270,6 +274,7 @@ def without_unread(section: Mapping[str, Any], prefix: str = "") -> dict[str, An
 
 def without_effect(document: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys that the document sets and that change nothing, with the reason."""
+    # A section that is refused when it is on does nothing when it is off, which is worth a line, too.
     rows = {**WITHOUT_EFFECT, **{path: "it is switched off" for path in GONE}}
     return {path: reason for path, reason in rows.items() if look_up(document, path)[0]}
 

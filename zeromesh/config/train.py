@@ -30,6 +30,7 @@ class ModelShape(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
+        # Here and not in the model, so that a file is refused with both keys before anything is built.
         if self.hidden_size % self.heads:
             raise ValueError(
                 f"hidden_size = {self.hidden_size} must be a multiple of heads = {self.heads}; the nearest are "
@@ -48,6 +49,7 @@ class HuggingFace(Section):
     """A causal language model of transformers to train, in place of one of model's."""
 
     path: str = key(..., "Local folder with config.json, and with safetensors to continue from.")
+    # Null follows the folder, so that a config.json alone starts from the beginning.
     weights: bool | None = key(None, "Start from the folder's weights. Null: if it has any.")
     sequence_length: PositiveInt = key(..., "Tokens per sample; at most what the model has positions for.")
     attention: str | None = key(None, "Implementation of attention in transformers, such as sdpa. Null: its choice.")

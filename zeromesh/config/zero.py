@@ -66,6 +66,7 @@ class ZeroOptimization(Section):
         "Ranks in one shard group (hpZ); the groups replicate each other. 0, 1: all ranks are one group. All three "
         "states are sharded inside the group.",
     )
+    # None, where the older keys below say what is offloaded, if anything does.
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None
     cpu_offload: bool | None = key(None, "Old form of offload_optimizer.device = cpu.")

@@ -58,8 +58,8 @@ FREE = frozenset(
 )
 """Keys and sections that may change when a run is resumed: its result does not depend on them."""
 
+# The elastic solution changes these with the number of ranks, and keeps the samples of a step.
 MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Keys that change with the number of ranks, while the samples of a step stay the same."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def check(settings: Settings) -> Job:
     if settings.optimizer is None:
         raise ValueError(f"zeromesh train needs an optimizer; add {OPTIMIZER_ENTRY}")
     sizes = _mesh(job)
+    # The engine would find this, too, but in a batch, after the text was read.
     if sizes["context"] > 1:
         try:
             require_length(job.language.sequence_length, sizes["context"])
@@ -160,6 +161,7 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
             f"set {DOCUMENT_ATTENTION} to false, {PADDED}, or {CONTEXT_RANKS} to 1"
         )
     vocabulary = job.language.vocabulary or prepared.vocabulary
+    # A larger vocabulary than the tokenizer's is usual: models round theirs up.
     if prepared.tokenizer is None and job.run.sample.prompts:
         raise ValueError(
             f"{PROMPTS} need a tokenizer, and {SOURCES} is tokens already; name it in {TOKENIZER}, or leave the "
@@ -206,7 +208,6 @@ def require_unchanged(folder: RunFolder, settings: Resolved) -> None:
     if not folder.config.is_file():
         return
     before = folder.settings()
-    # The elastic solution keeps the samples of a step, so the two sizes may differ where the ranks do.
     free = FREE | (set(MICRO) if before.data_size != settings.data_size else set()) | _automatic(settings)
     different = changes(before, settings, free)
     if different:

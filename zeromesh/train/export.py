@@ -53,7 +53,7 @@ def _draft(output: Path) -> Iterator[Path]:
     """Return a folder inside the output whose files move to the output at the end; after an error, nothing is left."""
     draft, made = output / DRAFT, not output.exists()
     held = [] if made else [path.name for path in output.iterdir() if path != draft] if output.is_dir() else ["a file"]
-    if held:
+    if held:  # never overwritten, since it may be another export that someone uses
         some = ", ".join(sorted(held)[:3])
         beside = f", beside {DRAFT} of an export that was interrupted" if draft.exists() else ""
         raise ValueError(
@@ -68,7 +68,7 @@ def _draft(output: Path) -> Iterator[Path]:
         for path in sorted(draft.iterdir(), key=lambda path: path.name.endswith("config.json")):
             path.rename(output / path.name)
         draft.rmdir()
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         shutil.rmtree(draft, ignore_errors=True)
         if made:
             with suppress(OSError):
@@ -122,6 +122,7 @@ def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
 
     def real(path: str) -> nn.Module:
         """Return a copy of an adapted layer, with its values."""
+        # The model is on the meta device, and merging adapters needs values: of one layer at a time.
         layer = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
         names = {name: f"{path}.{name}" for name, _ in layer.named_parameters()}
         values = {name: reader.tensor(f"parameter/{first.get(own, own)}") for name, own in names.items()}

@@ -44,6 +44,7 @@ class RunFolder:
     @property
     def last_checkpoint(self) -> str | None:
         """Tag of the checkpoint from which the run is resumed; None if there is none."""
+        # The file "latest" may name a checkpoint that was deleted, and only then is there a name without a checkpoint.
         if not self.checkpoints.is_dir() or not any(self.checkpoints.glob(f"*/{MANIFEST}")):
             return None
         return latest(self.checkpoints)

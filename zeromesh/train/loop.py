@@ -49,7 +49,7 @@ class Loop:
         progress = logged = start
         while progress.step < self.job.run.steps:
             began = time.perf_counter()
-            rate = self.engine.get_lr()[0]
+            rate = self.engine.get_lr()[0]  # before the step, which sets that of the next one
             loss = self._step(batches)
             seconds = progress.seconds + (time.perf_counter() - began)
             progress = Progress(progress.step + 1, progress.samples + self.share.global_batch, seconds)
@@ -65,7 +65,7 @@ class Loop:
                 if saved:
                     mark_saved()
                     raise Ended
-                raise SystemExit(128 + signal.SIGTERM)
+                raise SystemExit(128 + signal.SIGTERM)  # as if the signal had ended it: nothing was saved
         if progress.step > start.step and not self._due(progress, self.job.run.save_every):
             self._save(progress, last=True)
         return progress
@@ -112,6 +112,7 @@ class Loop:
         achieved = speed * self.flops_per_token
         # A short product measures the peak badly, and a share above 1 would be odd.
         peak_speed = max(peak_speed, achieved)
+        # fp64 holds every number of bytes exactly.
         peak = torch.tensor([float(peak_bytes(self.engine.device))], dtype=torch.float64)
         norm = self.engine.get_global_grad_norm()
         assert norm is not None

@@ -160,7 +160,7 @@ class Transformer:
         return model if self.lora is None else _with_adapters(model, self.lora)
 
     def require_tokenizer(self, named: str | None, size: int) -> None:
-        """Refuse a tokenizer that the weights were not trained with; ``named`` is None if it was trained on the text."""
+        """Refuse a tokenizer that the weights were not trained with; ``named`` is None for one that the run trained."""
         if not self.has_weights:
             return
         own = self.tokenizer

@@ -56,6 +56,7 @@ def close(
     if score is not None:
         loop.show_score(reached, score)
     memory, traffic = engine.memory_report(), engine.traffic_report()
+    # Of one rank: the operations of a step are shared out evenly.
     bounds = engine.bound_report(loop.flops_per_token * loop.tokens_per_step / engine.mesh.world_size)
     own = torch.tensor([float(peak_bytes(engine.device))], dtype=torch.float64)
     peaks = [round(peak) for peak in engine.mesh.group("world").exchange(own).flatten().tolist()]
@@ -105,7 +106,7 @@ def _samples(job: Job) -> list[str]:
     wanted = job.run.sample
     if not wanted.prompts:
         return []
-    writer = load_writer(job.folder)
+    writer = load_writer(job.folder)  # what was written is tried out, and not the engine's model
     return [
         writer.text(prompt, wanted.length, wanted.temperature, seed, wanted.chat)
         for seed, prompt in enumerate(wanted.prompts)

@@ -36,9 +36,9 @@ from zeromesh.train.signals import forward_signals, ignore_requests
 
 
 def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
-    """Train as a JSON file and overrides such as ``run.steps=100`` say; with "auto", resume if there is a checkpoint."""
+    """Train as a JSON file and overrides such as ``run.steps=100`` say; "auto" resumes if there is a checkpoint."""
     began = time.time()
-    ignore_requests()
+    ignore_requests()  # a batch system may send the signal before there is an engine
     overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]
     settings = _decided(Settings.load(config, overrides))
     if is_first():
@@ -50,7 +50,7 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
             if is_first():
                 _prepare(job, make_console())
             launch(run_rank, job.run.ranks, settings, began)
-    except (KeyboardInterrupt, RankFailure, FloatingPointError) as error:
+    except (KeyboardInterrupt, RankFailure, FloatingPointError) as error:  # not ValueError: such a run has not begun
         if is_first():
             error.add_note(_how_to_go_on(job))
         raise
@@ -133,6 +133,7 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
             f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
         )
         vocabulary = job.language.vocabulary or prepared.vocabulary
+        # Trials of the sharded model, which no rank could make alone.
         require_causal(engine, job.language, vocabulary)
         if prepared.document_attention:
             require_document_attention(engine, job.language, vocabulary)

@@ -32,7 +32,7 @@ class TextWriter:
     tokenizer: TextTokenizer
 
     def pieces(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> Iterator[str]:
-        """Yield a continuation of ``prompt``, or with ``chat`` an answer to it, piece by piece up to the end of the text."""
+        """Yield a continuation of ``prompt``, or with ``chat`` an answer to it, piece by piece."""
         if chat:
             before = self.tokenizer.prompt([{"role": "user", "content": prompt}]).tolist()
         else:
@@ -105,6 +105,7 @@ def load_writer(folder: RunFolder) -> TextWriter:
 def _decoder(language: BuiltIn, weights: Path) -> Decoder:
     with torch.device("meta"):
         model = Decoder(language.shape)
+    # The CPU computes bf16 slowly, and the weights are exact in fp32.
     state = {name: tensor.float() for name, tensor in load_file(weights).items()}
     if model.sizes.tied:  # a file of safetensors has shared memory once
         state["head.weight"] = state["embedding.weight"]

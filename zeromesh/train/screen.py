@@ -41,13 +41,14 @@ def write(text: str) -> None:
 def shown_log() -> Iterator[None]:
     """Show the log from INFO on standard error, on the first rank, unless the program has a handler already."""
     logger = logging.getLogger("zeromesh")
-    if logger.handlers:
+    if logger.handlers:  # of the user's program, which decides where the log goes
         yield
         return
     try:
         first = is_first()
     except ValueError:  # a command that needs the environment explains what is wrong
         first = True
+    # A handler that does nothing on other ranks: without any, Python would print warnings itself.
     handler, level = _Lines() if first else logging.NullHandler(), logger.level
     logger.addHandler(handler)
     if level == logging.NOTSET:
@@ -73,5 +74,5 @@ class _Lines(logging.Handler):
 
 
 def _replace_what_cannot_be_encoded(stream: TextIO) -> None:
-    if isinstance(stream, io.TextIOWrapper):
+    if isinstance(stream, io.TextIOWrapper):  # tests and notebooks have others
         stream.reconfigure(errors="replace")

@@ -55,6 +55,7 @@ def forward_signals(engine: Engine) -> Iterator[None]:
                 # The default action ends the process with the exit status of the signal.
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
+        # Only noted here: a handler may run in the middle of a collective.
         engine.ask(SIGNALS[signal.Signals(number)])
 
     before = {number: signal.signal(number, ask) for number in SIGNALS}
@@ -75,5 +76,5 @@ def ignore_requests() -> None:
 def mark_saved() -> None:
     """Leave a file for the launcher of this rank: the run was saved before it ended."""
     folder = os.environ.get(FAILURES)
-    if folder is not None and os.path.isdir(folder):
+    if folder is not None and os.path.isdir(folder):  # another launcher than ours sets none
         Path(folder, SAVED).touch()

@@ -96,6 +96,7 @@ def document_mask(documents: Tensor) -> Tensor:
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turn the pairs ``(x[i], x[i + width / 2])`` of each head by its position's angle. ``x``: (b, heads, s, width)."""
     cos, sin = (part.to(x.dtype) for part in rotary)
+    # Halves and not neighbours, as transformers has them, so that weights can be exported.
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -177,7 +178,7 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(shape.layers))
         self.norm = sizes.variant.norm(hidden, shape.norm_eps)
-        self.head = nn.Linear(hidden, sizes.vocabulary, bias=False)
+        self.head = nn.Linear(hidden, sizes.vocabulary, bias=False)  # neither GPT-2 nor Llama has a bias here
         if sizes.tied:
             self.head.weight = self.embedding.weight
         self.reset_parameters()

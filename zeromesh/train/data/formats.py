@@ -100,6 +100,7 @@ def format_of(document: Document) -> str:
     path = document.path
     if is_dataset(path):
         return "dataset"
+    # A file may have the name of another one's prefix.
     if not path.is_file() and prefix_of(path) is not None:
         return INDEXED
     return next((ending for ending in FORMATS if ending and path.name.lower().endswith(ending)), "")
@@ -141,7 +142,7 @@ def cut_before(path: Path, low: int, high: int) -> int:
 
 
 def _bytes(path: Path, start: int, stop: int) -> bytes:
-    with path.open("rb") as file:
+    with path.open("rb") as file:  # opened anew: portions outlive the iterators that made them
         file.seek(start)
         return file.read(stop - start)
 
@@ -229,7 +230,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _cut_parquet(document: Document) -> Iterator[Portion]:
-    groups = _table(document).metadata
+    groups = _table(document).metadata  # a group of rows is what can be read without what is before it
     before = 0
     for group in range(groups.num_row_groups):
         yield Portion(document, group, group + 1, document.size // groups.num_row_groups, before)
@@ -274,7 +275,7 @@ def _table(document: Document) -> Any:
     return _open_table(document.path, max(file.stat().st_mtime_ns for file in document.files))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # portions of a few files follow each other
 def _open_table(path: Path, changed: int) -> Any:
     """Open a parquet file or a data set; ``changed`` is its time of change, so that the cache forgets an old file."""
     package = "datasets" if path.is_dir() else "pyarrow"

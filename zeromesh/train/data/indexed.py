@@ -32,6 +32,7 @@ MASK = ".mask"  # end of the prefix of a second data set, which says for each to
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
     """Return the dtype in which ids of a vocabulary of this size are stored."""
+    # Megatron's own choice, which its readers expect.
     return np.dtype("<u2" if vocabulary < SMALL_VOCABULARY else "<i4")
 
 
@@ -64,6 +65,7 @@ class Indexed:
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
         """Tokens before each document, and all tokens, int64, shape ``(documents + 1,)``, in memory."""
+        # int64, because the sum of int32 lengths may have more bits.
         before = np.zeros(len(self.lengths) + 1, dtype=np.int64)
         np.cumsum(self.lengths, out=before[1:])
         return before[self.boundaries]
@@ -139,6 +141,7 @@ def _check_parts(
             "together, or one is cut off: copy both again"
         )
     expected = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
+    # Readers here do not use the offsets, but a file whose sequences overlap or have gaps would be read wrongly.
     wrong = np.flatnonzero(offsets != expected)
     if len(wrong):
         place = int(wrong[0])
@@ -161,6 +164,7 @@ def _short(values: NDArray[np.int64]) -> str:
 def _mapped(path: Path, kind: Any, count: int, start: int) -> NDArray[Any]:
     if count == 0:  # an empty part of a file cannot be mapped
         return np.empty(0, dtype=kind)
+    # A plain view: indexing a memmap would make a memmap of each result, which is slow.
     return np.memmap(path, dtype=kind, mode="r", offset=start, shape=(count,)).view(np.ndarray)
 
 

@@ -139,6 +139,7 @@ def _filled(length: int, pad: int, records: list[tuple[Array, Array, Array, Arra
     """Return a row with the records one after the other and padding as a document of its own."""
     left = length - sum(len(record[0]) for record in records)
     document = 1 + max((int(record[3][-1]) for record in records if len(record[3])), default=-1)
+    # Padding sees only itself, so that it changes nothing for the records.
     filling = (np.full(left, pad), np.full(left, NO_LABEL), np.arange(left), np.full(left, document))
     columns = zip(*records, filling, strict=True)
     return Sample(*(np.concatenate(column) for column in columns))

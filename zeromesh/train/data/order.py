@@ -18,6 +18,7 @@ def seed_of(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
+# A generator of numpy would be simpler, but its numbers may change with its version, and with them a resumed run.
 def hashed(values: NDArray[np.integer], seed: int) -> NDArray[np.uint64]:
     """Return 64 bits for each value, by the finalizer of splitmix64 (Steele et al., 2014)."""
     x = values.astype(np.uint64) + np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15)
@@ -36,6 +37,7 @@ class Permutation:
 
     def __getitem__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the entries at these places, int64, in ``range(size)``."""
+        # Outside the range, the walk back into it might never end.
         assert len(places) == 0 or 0 <= places.min() <= places.max() < self.size
         # A Feistel network permutes the smallest power of four that holds the range. An entry outside is permuted again
         # until it is inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).

@@ -137,7 +137,7 @@ def _find(data: TextData, output: Path) -> list[Part]:
 def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
     """Return a hash of the settings, the tokenizer, and the name, size and time of change of every file."""
     settings = [VERSION, data.model_dump(mode="json", exclude=FREE), length]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())  # the length decides what is too long
     if data.tokenizer is not None and Path(data.tokenizer).expanduser().exists():
         digest.update(content_key(Path(data.tokenizer).expanduser()).encode())
     for part in parts:
@@ -225,6 +225,7 @@ def sample_texts(data: TextData, files: Sequence[Document]) -> Iterator[str]:
     read = [file for file in files if file.share is None or file.share >= held]
     share = SAMPLE_BYTES / max(SAMPLE_BYTES, sum(file.size for file in read))
     passed = taken = 0
+    # A portion is taken when too little of the text before was, so the sample is spread evenly over all files.
     for portion in chain.from_iterable(map(portions, read)):
         passed += portion.size
         if share < 1 and taken + portion.size / 2 >= passed * share:
@@ -234,7 +235,7 @@ def sample_texts(data: TextData, files: Sequence[Document]) -> Iterator[str]:
         for number, record in read_portion(portion):
             if kind is None:
                 yield record
-            elif share_of(record) >= held:
+            elif share_of(record) >= held:  # held-out records must not shape the vocabulary
                 with placed(portion, number):
                     yield from KINDS[kind].texts(read_record(data, kind, record))
 
@@ -244,6 +245,7 @@ def _write_part(
 ) -> tuple[TokenSet, TokenSet, int]:
     """Return the training and the held-out set of a part, and the number of records that were too long."""
     dropped = 0
+    # Tokens of another program stay where they are.
     if files[0].kind == INDEXED:
         prefix = files[0].path.resolve()
         documents = scan_documents(prefix)

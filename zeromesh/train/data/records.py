@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from zeromesh.config.errors import show
 from zeromesh.config.keys import RECORD_KEYS, RECORDS
 from zeromesh.config.train import TextData
-from zeromesh.train.data.chat import Ids
 from zeromesh.train.data.formats import OF_AN_ARRAY
-from zeromesh.train.data.tokenizer import TextTokenizer
+from zeromesh.train.data.tokenizer import Ids, TextTokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RESPONSES = ("response", "completion")  # keys of a response, if the settings name none
@@ -50,6 +49,7 @@ class RecordKind(NamedTuple):
 def kind_of(data: TextData, record: Any) -> str:
     """Return the first kind in the table whose keys the record has; raise ValueError if there is none."""
     _require_object(record)
+    # Text comes last: records of the other kinds may have that key, too.
     for name, kind in KINDS.items():
         if data.format in (None, name) and set(kind.keys(data, record)) <= record.keys():
             return name
@@ -96,7 +96,7 @@ def _string(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{key} = {show(value)} must be a string")
     try:
-        value.encode()
+        value.encode()  # tokenizers take UTF-8, where half a pair is an error without a place
     except UnicodeEncodeError:
         raise ValueError(f"{key} has half of a surrogate pair, {show(value)}, which is no character") from None
     return value

@@ -11,6 +11,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from zeromesh.config.keys import BLEND_ENTRY, OTHER_OUTPUT, OUTPUT, RECORDS, SUFFIXES
@@ -85,6 +86,7 @@ def _find(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterat
                 f"{OTHER_OUTPUT}"
             )
         yield from _find_in_folder(path, suffixes, frozenset(), output)
+    # A file that has the name of a prefix is that file: the prefix can be named by one of its own files.
     elif (prefix := prefix_of(path)) is not None and (path.name.endswith(ENDINGS) or not path.is_file()):
         yield Document(prefix.name, prefix)
     elif path.is_file():
@@ -95,6 +97,7 @@ def _find(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterat
 
 def _training_split(folder: Path) -> Document:
     splits = sorted(path.name for path in folder.iterdir() if is_dataset(path))
+    # Only this split: the others are for tests, which must not be trained on.
     if "train" not in splits:
         raise ValueError(
             f"data source {str(folder)!r} has no split 'train', but {splits}; name the folder of one of its splits"
@@ -106,6 +109,7 @@ def _find_in_folder(
     folder: Path, suffixes: tuple[str, ...], without: frozenset[str], output: Path | None
 ) -> Iterator[Document]:
     for root, folders, files in os.walk(folder):
+        # In place, since os.walk goes into what is left in the list.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         here = Path(root)
         if here != folder and (is_dataset(here) or _is_written(here, output)):
@@ -115,20 +119,16 @@ def _find_in_folder(
             continue
         for name in files:
             path = here / name
-            if not name.startswith(".") and name.endswith(suffixes or "") and path.exists():
+            if not name.startswith(".") and name.endswith(suffixes or "") and path.exists():  # not a broken link
                 yield _document(path.relative_to(folder).as_posix(), path)
 
 
 def _find_by_pattern(pattern: Path, output: Path | None) -> Iterator[Document]:
     base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
-    written: dict[Path, bool] = {}
+    is_written = cache(lambda folder: _is_written(folder, output))  # a folder may have very many files
     for match in map(Path, glob.glob(str(pattern), recursive=True)):
         name = match.relative_to(base)
-        folders = [base / folder for folder in list(name.parents)[:-1]]
-        for folder in folders:
-            if folder not in written:
-                written[folder] = _is_written(folder, output)
-        if match.is_file() and not any(written[folder] for folder in folders):
+        if match.is_file() and not any(is_written(base / folder) for folder in list(name.parents)[:-1]):
             yield _document(name.as_posix(), match)
 
 
@@ -175,10 +175,11 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
         kind: str | None = None
         for document in source:
             form = format_of(document)
-            if is_special(document.path):
+            if is_special(document.path):  # opening it might wait for ever
                 skipped.append(document)
             elif form == INDEXED:
                 found.append(replace(document, kind=INDEXED))
+            # The first record of a source decides for all of it, so that an odd record is an error and no other kind.
             elif form and (kind := kind or _first_kind(data, document)) is not None:
                 found.append(replace(document, kind=kind))
             elif not form and is_text(document):
@@ -202,6 +203,7 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
     else:
         for share, side in zip((1.0, 0.0), split_documents(texts, part.fraction), strict=True):
             found += [replace(document, share=share) for document in side]
+    # In an order that depends on names only: that of a file system differs between machines.
     return sorted(found, key=lambda file: (file.name, str(file.path), file.start))
 
 
@@ -212,8 +214,8 @@ def is_text(document: Document) -> bool:
         with document.path.open("rb") as file:
             while block := file.read(2**20):
                 decoder.decode(block)
-                has_text = has_text or bool(block.strip(b"\0"))
-        decoder.decode(b"", final=True)
+                has_text = has_text or bool(block.strip(b"\0"))  # a file after a crash may be all zeros
+        decoder.decode(b"", final=True)  # raises for half a character at the end
     except (OSError, UnicodeDecodeError):
         return False
     return has_text
@@ -247,6 +249,7 @@ def _require_no_records(data: TextData, document: Document) -> None:
     if not document.path.name.lower().endswith(".json"):
         return
     with document.path.open("rb") as file:
+        # The end of what was read may be half a character.
         text = file.read(LOOKED_AT).decode("utf-8-sig", errors="ignore").strip()
     is_array = text.startswith("[")
     try:

@@ -93,6 +93,7 @@ class PreparedData:
 
     def sampled(self, data: TextData) -> PreparedData:
         """Return the same data with the settings of samples, on which the files do not depend."""
+        # Records in one row are unrelated, so they see each other only if the user says so.
         packs = any(part.packed for part in self.train) and data.packing == "pack"
         return replace(
             self,
@@ -110,7 +111,7 @@ def save_summary(prepared: PreparedData, path: Path) -> None:
         return os.path.relpath(value, path.parent) if value.is_relative_to(path.parent) else str(value.resolve())
 
     part.write_text(json.dumps(asdict(prepared), indent=2, default=plain))
-    part.replace(path)
+    part.replace(path)  # so that there is never half a summary
 
 
 def load_summary(path: Path) -> PreparedData | None:
@@ -119,6 +120,7 @@ def load_summary(path: Path) -> PreparedData | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
+    # Of another version, with other fields: the files are made again.
     if not isinstance(values, dict) or values.keys() != {field.name for field in fields(PreparedData)}:
         return None
 
@@ -167,9 +169,11 @@ def write_documents(prefix: Path, encoded: Iterable[Encoded], dtype: np.dtype[An
                 masks.add(part.mask, part.lengths, part.last)
                 labels = _labels(part.mask, part.lengths)
             columns.append((part.lengths, labels, part.sizes, part.shares, part.last))
+    # Without a task there would be nothing to concatenate; the caller says what is wrong.
     if not columns:
         columns.append(tuple(np.empty(0, dtype=kind) for kind in ("i8", "i8", "i8", "f8", "?")))
     lengths, labels, sizes, shares, last = (np.concatenate(column) for column in zip(*columns, strict=True))
+    # Sequences to documents: sums between the ends of documents.
     ends = np.flatnonzero(last)
     starts = np.concatenate([np.zeros(min(1, len(ends)), dtype=np.int64), ends[:-1] + 1])
     each = lengths, labels, sizes
@@ -184,6 +188,7 @@ def scan_documents(prefix: Path) -> Documents:
     data = open_indexed(prefix)
     if data.tokens.dtype.kind not in "ui":
         raise ValueError(f"{str(prefix)!r} has numbers of type {data.tokens.dtype.name}, and ids must be whole numbers")
+    # Every id is looked at: one outside the vocabulary would end a run on a GPU with an error that names nothing.
     highest = -1
     for start in range(0, len(data.tokens), SCANNED_AT_ONCE):
         block = data.tokens[start : start + SCANNED_AT_ONCE]
@@ -204,6 +209,7 @@ def scan_documents(prefix: Path) -> Documents:
                 "mask of the other; make both anew"
             )
         labels = _labels(mask.tokens, tokens)
+    # By the number of the document, since the file has no names; 53 bits are what a float holds.
     shares = (hashed(np.arange(data.documents), 0) >> np.uint64(11)) / 2.0**53
     return Documents(shares, tokens, labels, np.zeros_like(tokens), packed, highest)
 
@@ -221,6 +227,7 @@ def divide(
     sides = []
     for kind, side in (("train", learned & ~held), ("validation", held)):
         chosen = None
+        # Numbers in a file, and not in the summary: there may be many millions.
         if not side.all():
             chosen = folder / f"{name}.{kind}.npy"  # not by the prefix, which two parts may have in common
             np.save(chosen, np.flatnonzero(side))
@@ -236,6 +243,7 @@ def divide(
                 highest=documents.highest,
             )
         )
+    # Tokens of another program: their text is known only by decoding, and only held-out text needs its size.
     if not sides[1].bytes and tokenizer is not None:
         sides[1] = replace(sides[1], bytes=sum(len(text) for text in label_texts(sides[1], tokenizer)))
     return sides[0], sides[1]
@@ -243,7 +251,7 @@ def divide(
 
 def gzip_size(sets: Iterable[TokenSet], tokenizer: TextTokenizer | None) -> int:
     """Return the size of the text of all labels after ``gzip -9``."""
-    compressor = zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS)
+    compressor = zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS)  # 16: with the header of gzip
     written = 0
     for held in sets:
         if tokenizer is not None:

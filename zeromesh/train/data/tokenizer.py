@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from zeromesh.config.keys import TOKENIZER, VOCABULARY
-from zeromesh.train.data.chat import Ids, Message, Tools, render, render_prompt
+
+Ids = NDArray[np.int64]
+Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]] | None  # schemas of the functions that the assistant may call
+
+STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")  # finds the first words of the statements in a chat template
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -65,6 +71,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             f"tokenizer {str(path)!r} does not exist; name a JSON file of the tokenizers library, or a folder with the "
             "tokenizer of a model"
         )
+    # A lone tokenizer.json, as a run without a model of transformers saves it, needs no transformers.
     names = {file.name for file in path.iterdir()}
     return _of_file(path / TOKENIZER_FILE) if names == {TOKENIZER_FILE} else _of_folder(path)
 
@@ -95,7 +102,7 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, so that no text is unknown
         show_progress=False,
     )
     tokenizer.train_from_iterator(_cut_words(texts), trainer)
@@ -193,6 +200,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
             f"the tokenizer in {str(folder)!r} needs the package transformers: pip install 'zeromesh[hf]'"
         ) from None
     try:
+        # No code of the folder is run: a tokenizer may come from anywhere.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # kinds of tokenizers differ in what they raise
         raise ValueError(
@@ -204,7 +212,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
 
     def encode(texts: Sequence[str]) -> list[Ids]:
         if not texts:
-            return []
+            return []  # transformers takes an empty list for an error
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         found = tokenizer(list(texts), return_attention_mask=False, **options)["input_ids"]
         return [np.array(ids, dtype=np.int64) for ids in found]
@@ -216,12 +224,85 @@ def _of_folder(folder: Path) -> TextTokenizer:
         size=max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1),
         begin=next((first for first in tokenizer("")["input_ids"][:1] if first == tokenizer.bos_token_id), None),
         end=end,
+        # Padding is never a label, so any id will do.
         pad=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         encode=encode,
         decode=lambda ids: str(
             tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         ),
-        chat=lambda messages, tools: render(tokenizer, messages, tools),
-        prompt=lambda messages: render_prompt(tokenizer, messages),
+        chat=lambda messages, tools: _render(tokenizer, messages, tools),
+        prompt=lambda messages: _render_prompt(tokenizer, messages),
         save=save,
     )
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> tuple[Ids, NDArray[np.bool_]]:
+    """Return the ids of a chat, and the mask of those that the assistant says, bool, of the same shape."""
+    _require_template(tokenizer)
+    template = tokenizer.get_chat_template(tools=tools)
+    calls = any(message.get("tool_calls") for message in messages)
+    for key, value in (("tools", tools), ("tool_calls", calls)):
+        if value and key not in template:
+            # Else the template leaves them out without a word.
+            raise ValueError(
+                f"has {key}, which the tokenizer's chat template does not write, so they would be missing from what is "
+                "learned; take them out, or name a tokenizer whose template writes them"
+            )
+    # transformers warns and returns an empty mask for a template without marks, so the template is searched for them.
+    if "generation" in STATEMENTS.findall(template):
+        _require_text(tokenizer, messages, tools)
+        found = tokenizer.apply_chat_template(
+            list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
+    # Without marks, the assistant says what each of its turns adds to the chat before it. This holds only if the chat
+    # up to there is a beginning of the whole one, which a template may well break, so it is compared.
+    whole = _render_ids(tokenizer, messages, False, tools)
+    mask = np.zeros(len(whole), dtype=bool)
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            # The prompt of a turn, such as the name of the speaker, is not said by the assistant.
+            before = _render_ids(tokenizer, messages[:place], True, tools) if place else np.empty(0, dtype=np.int64)
+            after = _render_ids(tokenizer, messages[: place + 1], False, tools)
+            if not (place and _begins(after, before) and _begins(whole, after)):
+                raise ValueError(
+                    f"messages[{place}]: where the assistant's turn is cannot be found with the tokenizer's chat "
+                    "template, since a chat up to there is not a beginning of the whole one; mark what the assistant "
+                    "says in the template with {% generation %} and {% endgeneration %}"
+                )
+            mask[len(before) : len(after)] = True
+    return whole, mask
+
+
+def _render_prompt(tokenizer: Any, messages: Sequence[Message]) -> Ids:
+    """Return the ids of a chat up to the next turn of the assistant."""
+    _require_template(tokenizer)
+    return _render_ids(tokenizer, messages, True)
+
+
+def _require_template(tokenizer: Any) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; name one that has, or put chat_template.jinja beside it")
+
+
+def _render_ids(tokenizer: Any, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> Ids:
+    found = tokenizer.apply_chat_template(
+        list(messages), tools=tools, add_generation_prompt=prompt, return_dict=True, sanitize_control_tokens=True
+    )
+    return np.array(found["input_ids"], dtype=np.int64)
+
+
+def _begins(whole: Ids, part: Ids) -> bool:
+    return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
+
+
+def _require_text(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:
+    # With marks, transformers does not tell special tokens in messages from those of the template, so that a message
+    # could end its own turn.
+    special = tokenizer.all_special_tokens
+    parts = [(f"messages[{place}].{key}", message[key]) for place, message in enumerate(messages) for key in message]
+    for name, value in [*parts, *([("tools", tools)] if tools else [])]:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        for token in special if not name.endswith(".role") else ():
+            if token in text:
+                raise ValueError(f"{name} has {token!r}, which is a special token of the tokenizer; take it out")
