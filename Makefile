@@ -65,7 +65,7 @@ check: .venv/.test.done
 	.venv/bin/python tools/check_layers.py
 	.venv/bin/python tools/check_structure.py
 	$(RUN) pytest --collect-only --quiet --quiet
-	$(RUN) zeromesh.config.reference --check
+	.venv/bin/python tools/config_reference.py --check
 
 clean:
 	rm -rf .venv .venv-deepspeed build *.egg-info zeromesh/kernels/*.so .mypy_cache .ruff_cache .pytest_cache

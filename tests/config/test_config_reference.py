@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from zeromesh.config.reference import files, main, schema
+from config_reference import files, main, schema
 from zeromesh.config.settings import entries
-from zeromesh.config.tables import GONE, RENAMED
+from zeromesh.config.tables import GONE, RENAMED, UNREAD, sections_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONFIGS = Path(__file__).parent / "configs"
@@ -77,13 +77,13 @@ def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(
     shown = capsys.readouterr().err
     assert "-| `sed` |" in shown
     assert "+| `seed` |" in shown
-    assert "python -m zeromesh.config.reference" in shown
+    assert "python tools/config_reference.py" in shown
 
 
 def test_the_page_has_a_line_for_every_key_with_its_meaning() -> None:
     page = files()["configuration.md"]
     for path, entry in entries().items():
-        assert entry.meaning.endswith("."), f"{path} has no description"
+        assert entry.meaning.endswith(".") or not sections_of(path).isdisjoint(UNREAD), f"{path} has no description"
         section, _, name = path.rpartition(".")
         heading = f"\n## `{section}`\n" if section else "\n## Top level\n"
         table = page.partition(heading)[2].partition("\n## ")[0]

@@ -52,7 +52,7 @@ def test_a_blend_of_all_kinds_is_trained_on_and_resumed(parts: dict[str, Path], 
     whole = numbers(tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "latest").write_text("global_step3")
-    result = call("train", path, "--resume", "--set", "data.workers=1")
+    result = call("train", path, "--resume")
     assert result.exit_code == 0, result.output
     assert numbers(tmp_path / "run") == whole
     result = call("sample", tmp_path / "run", "some", "--tokens", "3")

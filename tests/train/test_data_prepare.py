@@ -1,11 +1,10 @@
-"""Preparing data: with several processes, from Megatron's files, once, and without harm where it fails."""
+"""Preparing data: in tasks, from Megatron's files, once, and without harm where it fails."""
 
 from __future__ import annotations
 
 import errno
 import io
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -21,12 +20,9 @@ import pytest
 from rich.console import Console
 
 import zeromesh.train.data.encode as encode_module
-import zeromesh.train.data.prepare as prepare_module
 from test_data_indexed import published
 from zeromesh.config.train import TextData
 from zeromesh.observe.progress import ReadingBar
-from zeromesh.train.data.encode import Encoder, encode_all
-from zeromesh.train.data.formats import Portion
 from zeromesh.train.data.indexed import IndexedWriter
 from zeromesh.train.data.prepare import Changed, prepare
 from zeromesh.train.data.tokenizer import train_tokenizer
@@ -40,7 +36,6 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeromesh.train.data.formats.PIECE_BYTES", 2000)
     monkeypatch.setattr("zeromesh.train.data.formats.PORTION_BYTES", 2000)
     monkeypatch.setattr(encode_module, "TASK_BYTES", 4000)
-    monkeypatch.setattr(prepare_module, "SMALL", 0)
 
 
 def words(count: int, seed: int) -> str:
@@ -61,23 +56,27 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_result_is_the_same_bytes_for_any_number_of_processes(tmp_path: Path, small_tasks: None) -> None:
+def test_the_result_is_the_same_bytes_for_any_number_of_threads_and_size_of_tasks(
+    tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = corpus(tmp_path / "corpus")
-    found = {}
-    for workers in (1, 2):
-        data = TextData(train=(str(source),), validation_fraction=0.1, workers=workers)
-        prepared = prepare(data, tmp_path / str(workers) / "text")
+    found = []
+    for number, (parallel, size) in enumerate([("false", 4000), ("true", 4000), ("true", 2**21)]):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+        monkeypatch.setattr(encode_module, "TASK_BYTES", size)
+        data = TextData(train=(str(source),), validation_fraction=0.1)
+        prepared = prepare(data, tmp_path / str(number) / "text")
         assert prepared.train[0].documents > 300
-        found[workers] = contents(tmp_path / str(workers))
-    assert found[1] == found[2]
-    # The number of processes is no reason to make it again, nor is how samples are made of it.
+        found.append(contents(tmp_path / str(number)))
+    assert found[0] == found[1] == found[2]
+    # How samples are made of it is no reason to make it again.
     other = TextData(train=(str(source),), validation_fraction=0.1, packing="pad", document_attention=True)
     again = prepare(other, tmp_path / "2" / "text", may_write=False)
     assert (again.packing, again.document_attention) == ("pad", True)
 
 
 @pytest.mark.full
-def test_a_wrong_record_is_named_by_the_process_that_finds_it(tmp_path: Path, small_tasks: None) -> None:
+def test_a_wrong_record_is_named_and_what_was_there_stays(tmp_path: Path, small_tasks: None) -> None:
     source = corpus(tmp_path / "corpus")
     with (source / "records.jsonl").open("a") as file:
         file.write('{"text": 3}\n' + '{"text": "good"}\n' * 1000)
@@ -85,7 +84,7 @@ def test_a_wrong_record_is_named_by_the_process_that_finds_it(tmp_path: Path, sm
     prepare(TextData(train=(str(before),)), tmp_path / "run" / "text")
     kept = contents(tmp_path / "run")
     with pytest.raises(ValueError, match=r"records\.jsonl, line 401: text = 3 must be a string"):
-        prepare(TextData(train=(str(source),), workers=2, tokenizer=_tokenizer(tmp_path)), tmp_path / "run" / "text")
+        prepare(TextData(train=(str(source),), tokenizer=_tokenizer(tmp_path)), tmp_path / "run" / "text")
     assert contents(tmp_path / "run") == kept
     assert not (tmp_path / "run" / "text.part").exists()
 
@@ -95,27 +94,15 @@ def _tokenizer(folder: Path) -> str:
     return str(folder / "tokenizer.json")
 
 
-def test_a_process_that_is_ended_is_reported(tmp_path: Path) -> None:
-    encoder = Encoder(Path(_tokenizer(tmp_path)), TextData(train=("x",)), None)
-
-    class Deadly(list[Portion]):
-        def __reduce__(self) -> Any:
-            return os._exit, (9,)
-
-    with pytest.raises(ChildProcessError, match=r"was ended from outside.*data\.workers"):
-        list(encode_all([Deadly()], encoder, 2))
-
-
 @pytest.mark.full
-def test_a_full_disk_ends_the_processes(tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path: Path, small_tasks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(IndexedWriter, "add", full)
-    data = TextData(train=(str(corpus(tmp_path / "corpus")),), workers=2)
+    data = TextData(train=(str(corpus(tmp_path / "corpus")),))
     with pytest.raises(OSError, match="No space left") as error:
         prepare(data, tmp_path / "run" / "text")
-    assert multiprocessing.active_children() == []  # while the error still holds its frames
     assert error.value.errno == errno.ENOSPC
     assert not list((tmp_path / "run").iterdir())
 
@@ -124,22 +111,21 @@ INTERRUPTED = """
 import sys
 from pathlib import Path
 import zeromesh.train.data.encode as encode
-import zeromesh.train.data.prepare as preparing
 import zeromesh.train.data.formats as formats
 from zeromesh.config.train import TextData
 from zeromesh.train.data.indexed import IndexedWriter
 from zeromesh.train.data.prepare import prepare
 
 if __name__ == "__main__":
-    preparing.SMALL, formats.PIECE_BYTES, encode.TASK_BYTES = 0, 50_000, 100_000
+    formats.PIECE_BYTES, encode.TASK_BYTES = 50_000, 100_000
     source, folder, tokenizer = sys.argv[1:]
-    prepare(TextData(train=(source,), workers=2, tokenizer=tokenizer), Path(folder))
+    prepare(TextData(train=(source,), tokenizer=tokenizer), Path(folder))
 """
 
 
 @pytest.fixture
 def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that prepares text into ``tmp_path / "run"`` with two others, and has begun to write."""
+    """A process that prepares text into ``tmp_path / "run"``, and has begun to write."""
     source = tmp_path / "corpus"
     source.mkdir()
     (source / "a.txt").write_text(words(30_000, 0) * 400)
@@ -155,35 +141,18 @@ def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         assert process.poll() is None
         time.sleep(0.02)
     yield process
-    # One that only cleans up after the others may take a moment longer.
-    deadline = time.monotonic() + 30
-    while any_left(process.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=120)
 
 
 @pytest.mark.full
-def test_killing_the_process_that_prepares_ends_the_others(preparing: subprocess.Popen[str]) -> None:
-    preparing.kill()
-    preparing.communicate(timeout=120)  # the others hold the pipe, too
-
-
-@pytest.mark.full
-def test_ctrl_c_ends_all_processes_and_leaves_nothing(preparing: subprocess.Popen[str], tmp_path: Path) -> None:
-    os.killpg(preparing.pid, signal.SIGINT)  # as a terminal does, to all of them
+def test_ctrl_c_ends_the_process_and_leaves_nothing(preparing: subprocess.Popen[str], tmp_path: Path) -> None:
+    os.killpg(preparing.pid, signal.SIGINT)  # as a terminal does
     _, error = preparing.communicate(timeout=120)
     assert preparing.returncode != 0
     assert error.count("Traceback") == 1
     assert error.rstrip().endswith("KeyboardInterrupt")
     assert list((tmp_path / "run").iterdir()) == []
-
-
-def any_left(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_a_data_set_of_megatron_is_trained_on_where_it_is(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_tokenizer_that_begins_texts_begins_each_once(tmp_path: Path, template
     pairs = lines(tmp_path / "pairs.jsonl", [{"prompt": "four", "response": "five"}])
     chats = lines(tmp_path / "chats.jsonl", [{"messages": CHAT[1:3]}])
     sources = [{"source": str(source), "weight": 1} for source in (path, tmp_path / "text.txt", pairs, chats)]
-    settings = data(path, train=sources, tokenizer=str(folder), workers=1)
+    settings = data(path, train=sources, tokenizer=str(folder))
     prepared = prepare(settings, tmp_path / "text")
     tokenizer = tokenizer_of(prepared)
     found = [spell(part.indexed.tokens[:], tokenizer) for part in prepared.train]

@@ -51,7 +51,7 @@ def settings(source: Path, output: Path, **changes: Any) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3},
         "huggingface": {"path": str(source), "sequence_length": 192},
-        "data": {"train": str(EXAMPLES / "chat.jsonl"), "validation_fraction": 0.1, "workers": 1},
+        "data": {"train": str(EXAMPLES / "chat.jsonl"), "validation_fraction": 0.1},
         "run": {"steps": STEPS, "output": str(output), "save_every": 2, "log_every": 1, "evaluate_every": 0},
     }
     for section, change in changes.items():

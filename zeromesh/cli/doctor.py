@@ -38,29 +38,15 @@ from zeromesh.observe.machine import inventory, problems
 from zeromesh.observe.units import bytes_text
 from zeromesh.train.screen import make_console, write
 
-FORMAT = 1
-"""Number of the JSON document's form. It grows when a key goes or changes its meaning."""
-
-START_SECONDS = 10.0
-"""Seconds that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set."""
-
-SLOW = 4.0
-"""A link that is so many times slower than the median of its kind is a problem."""
+FORMAT = 1  # of the JSON document; it grows when a key goes or changes its meaning
+START_SECONDS = 10.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
+SLOW = 4.0  # a link that is so many times slower than the median of its kind is a problem
 
 Problem = dict[str, str]
 
 
 def doctor(folder: Path, ranks: int, as_json: bool) -> bool:
-    """Examine this machine, or all on which this runs as ranks of a launcher, and show it; on rank 0 only.
-
-    Args:
-        folder: where the disk is measured.
-        ranks: of a single process, how many it starts on this machine to measure the links between them.
-        as_json: write one JSON document; its keys are in docs/running.md.
-
-    Returns:
-        Whether nothing is wrong.
-    """
+    """Examine this machine, or all ranks of a launcher, and show it on rank 0; return whether nothing is wrong."""
     report: dict[str, Any] = {"format": FORMAT, "environment": None, "backends": [], "nodes": [], "links": None}
     found: list[Problem] = []
     environment = _environment(found)
@@ -69,6 +55,7 @@ def doctor(folder: Path, ranks: int, as_json: bool) -> bool:
         say("looking for backends")
         report["backends"] = _backends(environment)
         say("measuring memory and disk")
+        # Once on each node: ranks that measured at the same time would share its memory and disk.
         own = inventory(folder) if environment is None or environment.local_rank == 0 else None
         if environment is not None and environment.world_size > 1:
             say("measuring links")
@@ -80,7 +67,7 @@ def doctor(folder: Path, ranks: int, as_json: bool) -> bool:
     found += _wrong_with(report)
     report["problems"] = found
     if environment is not None and environment.rank > 0:
-        return not found
+        return not found  # rank 0 shows what all have found
     if as_json:
         write(json.dumps(report, indent=2) + "\n")
     else:
@@ -97,7 +84,7 @@ def _environment(found: list[Problem]) -> Environment | None:
 
 
 def _backends(environment: Environment | None) -> list[dict[str, Any]]:
-    """Return each backend, whether it is usable here, and what is missing; ``auto`` marks the default."""
+    """Return each backend, and what it lacks to be usable here; ``auto`` marks the default."""
     chosen = None if environment is None else default_backend(environment)
     rows = []
     for name in dict.fromkeys(["gloo", "nccl", "mpi", *available_backends()]):
@@ -112,6 +99,7 @@ def _backends(environment: Environment | None) -> list[dict[str, Any]]:
 
 def _of_all_ranks(environment: Environment, own: dict[str, Any] | None, found: list[Problem]) -> dict[str, Any]:
     """Return the facts that need all ranks: the machines of all nodes, and the links."""
+    # Shorter than usual: a rank that does not come is what this command is to find out.
     waits = None if "ZEROMESH_START_TIMEOUT" in os.environ else timedelta(seconds=START_SECONDS)
     try:
         environment = init_distributed(environment=environment, start_timeout=waits)
@@ -124,7 +112,7 @@ def _of_all_ranks(environment: Environment, own: dict[str, Any] | None, found: l
             print(f"rank {environment.rank} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
         return {}
     finally:
-        shutdown()
+        shutdown()  # torch warns of a group that is still there at the end
     nodes = [facts for facts, _ in said if facts is not None]
     return {"environment": asdict(environment), "nodes": nodes, "links": links}
 
@@ -174,7 +162,7 @@ def _slow_links(links: Mapping[str, Any] | None) -> list[Problem]:
     for where in ("within nodes", "across nodes"):
         pairs = [pair for pair in (links or {}).get("pairs", ()) if pair["where"] == where]
         if len(pairs) < 3:
-            continue
+            continue  # the median of two says nothing about either
         usual, slowest = statistics.median(pair[SPEED] for pair in pairs), min(pairs, key=lambda pair: pair[SPEED])
         if slowest[SPEED] * SLOW < usual:
             first, second = slowest["ranks"]

@@ -18,30 +18,13 @@ from zeromesh.model.placement import ROWS
 from zeromesh.observe.units import bytes_text
 from zeromesh.train.screen import make_console, write
 
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in the folder of a run."""
-
-PIPED_WIDTH = 1000
-"""Characters of a line in a file or a pipe, where nothing should be cut off."""
-
-MOST_FILES = 3
-"""Files of a tensor that a line names at most."""
+CHECKPOINTS = "checkpoints"  # in the folder of a run
+PIPED_WIDTH = 1000  # characters of a line in a file or a pipe, where nothing should be cut off
+MOST_FILES = 3  # of a tensor that a line names
 
 
 def inspect(path: Path, as_json: bool, verify: bool) -> bool:
-    """Print a summary of checkpoints, and the tensors of the latest one that can be used.
-
-    Args:
-        path: a checkpoint, a folder of checkpoints, or the folder of a run.
-        as_json: print JSON, with every tensor, instead of tables.
-        verify: compare all files with their hashes.
-
-    Returns:
-        True if all checkpoints are complete. Drafts of saves that were interrupted, or are under way, do not count.
-
-    Raises:
-        ValueError: there is no checkpoint.
-    """
+    """Print checkpoints, and the tensors of the latest one that can be used; return whether all are complete."""
     folders = _checkpoints(path)
     listed = [_summary(folder, verify) for folder in folders]
     usable = [row for row in listed if row["problem"] is None and not row["left"]]
@@ -51,7 +34,8 @@ def inspect(path: Path, as_json: bool, verify: bool) -> bool:
     if as_json:
         write(json.dumps({"verified": verify, "checkpoints": listed, "shown": details}, indent=1) + "\n")
     else:
-        _show(make_console(), listed, details, verify)
+        _show(make_console(PIPED_WIDTH), listed, details, verify)
+    # A draft of a save that was interrupted, or is under way, is no damage.
     return all(row["problem"] is None or row["left"] for row in listed)
 
 
@@ -60,7 +44,7 @@ def _checkpoints(path: Path) -> list[Path]:
     for folder in (path, path / CHECKPOINTS):
         found = [folder] if _is_checkpoint(folder) else [*filter(_is_checkpoint, _folders_in(folder))]
         if found:
-            return sorted(found, key=lambda one: one.stat().st_mtime_ns)
+            return sorted(found, key=lambda one: one.stat().st_mtime_ns)  # tags may have any names
     raise ValueError(
         f"{str(path)!r} holds no checkpoint; name the folder of a run, a folder of checkpoints, or one checkpoint"
     )
@@ -88,7 +72,7 @@ def _summary(folder: Path, verify: bool) -> dict[str, Any]:
     }
     try:
         reader = Reader(folder)
-        if verify:
+        if verify:  # reads every byte, which may take minutes
             reader.verify()
         else:
             reader.require_files()
@@ -137,12 +121,7 @@ def _details(reader: Reader) -> dict[str, Any]:
     }
 
 
-# Tables.
-
-
 def _show(console: Console, listed: list[dict[str, Any]], details: dict[str, Any] | None, verify: bool) -> None:
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
     table = _table("checkpoint", "step", "ranks", "ZeRO", "written", "format", "size", "")
     for row in listed:
         state = "left over" if row["left"] else "damaged" if row["problem"] else "latest" if row["latest"] else ""

@@ -16,31 +16,20 @@ import typer
 
 from zeromesh.launcher.launch import default_ranks, python_rank, threads
 
-DEFAULT_RESTARTS = 3
-"""Restarts where nodes may come and go, since each that goes costs one."""
+DEFAULT_RESTARTS = 3  # where nodes may come and go, since each that goes costs one
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Number and place of ranks; see ``zeromesh launch --help``.
+    """Number and place of ranks, as given; see ``zeromesh launch --help``."""
 
-    Attributes:
-        ranks: on each node; None for one per accelerator.
-        nodes: ``COUNT`` or ``LEAST:MOST``.
-        node_rank: 0 on the master.
-        master: ``HOST:PORT``.
-        restarts: of all ranks; None chooses.
-        timeout: seconds until all nodes must have found each other.
-        secret_file: with a secret of all nodes.
-    """
-
-    ranks: int | None
-    nodes: str = "1"
-    node_rank: int | None = None
-    master: str | None = None
-    restarts: int | None = None
-    timeout: float = 300.0
-    secret_file: Path | None = None
+    ranks: int | None  # on each node; None for one per accelerator
+    nodes: str  # COUNT or LEAST:MOST
+    node_rank: int | None
+    master: str | None
+    restarts: int | None
+    timeout: float
+    secret_file: Path | None
 
 
 def rank_command(name: str, arguments: Sequence[str], is_module: bool, is_command: bool) -> list[str]:
@@ -55,13 +44,7 @@ def rank_command(name: str, arguments: Sequence[str], is_module: bool, is_comman
 
 
 def launch(command: Sequence[str], options: LaunchOptions) -> None:
-    """Run a command as the ranks of this node, and wait for them.
-
-    Raises:
-        ValueError: the options contradict each other.
-        ConnectionError, TimeoutError: the nodes did not find each other.
-        RankFailure: a rank failed.
-    """
+    """Run a command as the ranks of this node, and wait for them; raise ValueError if options contradict each other."""
     least, most = _node_counts(options)
     master = _master(options, most)
     restarts = (DEFAULT_RESTARTS if least < most else 0) if options.restarts is None else options.restarts
@@ -72,6 +55,7 @@ def launch(command: Sequence[str], options: LaunchOptions) -> None:
     if options.node_rank is not None and not 0 <= options.node_rank < most:
         raise ValueError(f"--node-rank is {options.node_rank}, but must be from 0 to {most - 1}")
     ranks, secret = _ranks(options), _secret(options, master)
+    # Imported late, as it imports torch: what is wrong with the options should be said at once.
     from zeromesh.launcher.agent import LaunchPlan, run
 
     for stream in (sys.stdout, sys.stderr):
@@ -85,17 +69,7 @@ def launch(command: Sequence[str], options: LaunchOptions) -> None:
 
 
 def run_mpi(command: Sequence[str], options: LaunchOptions, extra: Sequence[str]) -> None:
-    """Run a command as ranks that ``mpiexec`` starts, and wait for them.
-
-    Args:
-        command: what each rank runs.
-        options: ranks and nodes; which nodes is for ``extra``, or a batch system, to say.
-        extra: further options of mpiexec.
-
-    Raises:
-        ValueError: the options contradict each other, or there is no mpiexec.
-        RankFailure: a rank failed.
-    """
+    """Run a command as ranks that ``mpiexec`` starts with ``extra`` options, and wait for them."""
     from zeromesh.launcher.mpiexec import find_mpiexec, run
 
     least, most = _node_counts(options)
@@ -140,6 +114,7 @@ def _master(options: LaunchOptions, most: int) -> str:
             f"--nnodes {options.nodes} needs --master HOST:PORT: the first node as the others reach it, and a free "
             "port there, such as 29500; run the same command on every node"
         )
+    # An address of IPv6 has colons itself, and stands in brackets.
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):(\d{1,5})", options.master)
     if match is None or not 0 < int(match[2]) < 65536:
         raise ValueError(f"--master is {options.master!r}, but must be HOST:PORT, as in node1:29500 or 10.0.0.1:29500")

@@ -18,8 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# Exit codes: wrong input, found before the start, as typer's own; a run that failed; Ctrl-C, as shells report it.
 WRONG_INPUT, FAILED, STOPPED = 2, 1, 130
-"""Exit codes: wrong input, which is found before the start; a run that failed; Ctrl-C."""
 
 
 def main() -> None:
@@ -108,6 +108,7 @@ def inspect(
         raise typer.Exit(FAILED)
 
 
+# What follows SCRIPT belongs to it, options too.
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
     program: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; what follows are its arguments.")],
@@ -213,6 +214,7 @@ def schedule(
 @contextmanager
 def _errors() -> Iterator[None]:
     """Show the log, and errors as messages instead of tracebacks, with the exit code."""
+    # Other errors are bugs of ours, and keep their traceback.
     from zeromesh.comm.failure import RankFailure, StartError
     from zeromesh.train.screen import shown_log
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from zeromesh.pipeline.schedule import picture
 from zeromesh.pipeline.schedule.actions import LAST, Schedule, ScheduleError, parse
@@ -17,8 +17,7 @@ from zeromesh.pipeline.schedule.validate import validate
 from zeromesh.train.screen import write
 
 
-@dataclass(frozen=True)
-class ScheduleFiles:
+class ScheduleFiles(NamedTuple):
     """Files to write; None: it is not written."""
 
     svg: Path | None = None
@@ -76,6 +75,7 @@ def check(file: Path) -> None:
     training = any(kind in LAST for kind, _, _ in schedule.present)
     validate(schedule, training=training)
     write(f"valid: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches\n")
+    # A backend may let a send wait for its receive, and a schedule that passes otherwise may then stand still.
     try:
         execute(schedule, rendezvous=True)
     except ScheduleError as error:

@@ -1,10 +1,10 @@
-"""The arithmetic of sizes: the global batch, and the mesh of ranks."""
+"""Arithmetic of sizes: the global batch, and the mesh of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import isqrt, prod
+from typing import NamedTuple
 
 from zeromesh.config.errors import ConfigError
 
@@ -12,17 +12,15 @@ TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 
-LISTED = 20
-"""Most numbers of ranks that an error lists."""
+LISTED = 20  # numbers of ranks in an error, at most
 
 
-@dataclass(frozen=True)
-class BatchSizes:
-    """Samples per update (all ranks), samples per micro-batch (one rank), micro-batches per update."""
+class BatchSizes(NamedTuple):
+    """Sizes of the batches of a run."""
 
-    train: int
-    micro: int
-    accumulation: int
+    train: int  # samples per update, of all ranks
+    micro: int  # samples per micro-batch, of one rank
+    accumulation: int  # micro-batches per update
 
 
 def solve_batch(
@@ -30,15 +28,12 @@ def solve_batch(
 ) -> BatchSizes:
     """Return the three sizes from any consistent subset: ``train = micro x accumulation x data_size``.
 
-    With nothing given, a micro-batch has one sample and there is no accumulation.
-
     Args:
         train: samples per update over all ranks, if given.
         micro: samples per rank and micro-batch, if given.
         accumulation: micro-batches per update, if given.
         data_size: data-parallel ranks.
-        elastic: whether the number of ranks may be another than the one that the sizes were written for. Then
-            ``train`` is kept; ``micro`` too where that divides, else it becomes smaller; and the accumulation follows.
+        elastic: keep ``train`` on another number of ranks than the sizes were written for, and ``micro`` if it divides.
 
     Raises:
         ConfigError: the sizes contradict each other, do not divide, or only the accumulation is given.
@@ -65,7 +60,7 @@ def solve_batch(
 
 
 def _refit(train: int, micro: int, data_size: int) -> BatchSizes:
-    """Keep the global batch on another number of ranks; a micro-batch never grows, since memory may not hold more."""
+    """Return the sizes for the same global batch on another number of ranks."""
     if train % data_size:
         divisors = divisors_of(train)
         work = ", ".join(map(str, divisors[:LISTED])) + (", ..." if len(divisors) > LISTED else "")
@@ -76,12 +71,14 @@ def _refit(train: int, micro: int, data_size: int) -> BatchSizes:
             ]
         )
     share = train // data_size
+    # A micro-batch never grows, since memory may not hold more.
     fitting = max(size for size in divisors_of(share) if size <= micro)
     return BatchSizes(train, fitting, share // fitting)
 
 
 def divisors_of(number: int) -> list[int]:
     """Return all divisors, in order."""
+    # Up to the root, since batches may have a million million samples.
     low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return low + [number // size for size in reversed(low) if size * size != number]
 
@@ -125,8 +122,7 @@ def solve_mesh(sizes: Mapping[str, int], shard_group: tuple[str, int] | None, wo
 
     Args:
         sizes: size by axis; ``data`` may be -1, for what is left.
-        shard_group: name and value of the DeepSpeed key that sets the size of a shard group, if one does; the groups
-            then replicate each other as often as is left.
+        shard_group: name and value of the DeepSpeed key that sets the size of a shard group, if one does.
         world_size: number of ranks.
 
     Raises:
@@ -135,6 +131,7 @@ def solve_mesh(sizes: Mapping[str, int], shard_group: tuple[str, int] | None, wo
     filled, fixed = "data", dict(sizes)
     if shard_group is not None:
         key, size = shard_group
+        # The groups then replicate each other as often as is left, unless the mesh says how often.
         if sizes["data"] not in (-1, size):
             raise ConfigError([f"{key} = {size}, but mesh.data = {sizes['data']}; they are the same, keep one of them"])
         filled, fixed["data"] = "" if sizes["replicate"] > 1 else "replicate", size

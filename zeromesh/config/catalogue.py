@@ -1,14 +1,10 @@
-"""Every key of the settings by its dotted path, with its rule, and what errors say of it.
-
-``explain`` makes of what pydantic objects to sentences with the key, the value, the rule and the remedy.
-"""
+"""Keys of the settings by their dotted paths, and errors about them in sentences."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -27,7 +23,7 @@ MARKS = {
     "object": "an object",
     "array": "a list",
 }
-KEYS_SHOWN = 12
+KEYS_SHOWN = 12  # in a message; a longer list is read by nobody
 BOUNDS = (
     ("minimum", ">="),
     ("exclusiveMinimum", ">"),
@@ -37,17 +33,8 @@ BOUNDS = (
 )
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One key.
-
-    Attributes:
-        path: dotted path.
-        rule: what may stand there, in words.
-        default: the default; ``required`` keys have none.
-        meaning: one or two sentences.
-        section: whether it is an object with keys of its own.
-    """
+class Entry(NamedTuple):
+    """One key; ``rule`` and ``meaning`` are words, and a ``section`` has keys of its own."""
 
     path: str
     rule: str
@@ -58,13 +45,14 @@ class Entry:
 
 
 def catalogue(model: type[BaseModel]) -> dict[str, Entry]:
-    """The keys of ``model`` at every depth, in their order."""
+    """Return the keys of ``model`` at every depth, in their order."""
+    # Read from the schema, which has the rules in one form whatever the annotations are made of.
     schema = model.model_json_schema()
     return {entry.path: entry for entry in _walk(schema, schema.get("$defs", {}), "")}
 
 
 def children(entries: dict[str, Entry], section: str) -> list[str]:
-    """Names of the keys directly in ``section``; "" is the top level."""
+    """Return the names of the keys directly in ``section``; "" is the top level."""
     prefix = f"{section}." if section else ""
     paths = [path.removeprefix(prefix) for path in entries if path.startswith(prefix)]
     return [name for name in paths if "." not in name]
@@ -75,6 +63,7 @@ def _suggest(entries: dict[str, Entry], path: str) -> str | None:
     section, _, name = path.rpartition(".")
     prefix = f"{section}." if section else ""
     others = [other.removeprefix(prefix) for other in RENAMED if other.rpartition(".")[0] == section]
+    # In its own section first, where most slips are; else anywhere by the last name, as in {"stage": 3}.
     match = nearest(name, children(entries, section) + others)
     if match:
         return prefix + match
@@ -97,7 +86,7 @@ def _walk(schema: Schema, definitions: dict[str, Schema], prefix: str) -> Iterat
 
 
 def section_of(part: Schema, definitions: dict[str, Schema]) -> Schema | None:
-    """The schema of the section that ``part`` refers to, if it does."""
+    """Return the schema of the section that ``part`` refers to, if it does."""
     for option in [part, *part.get("anyOf", ())]:
         if "$ref" in option:
             return definitions[option["$ref"].rpartition("/")[2]]
@@ -127,13 +116,14 @@ def _rule(part: Schema, definitions: dict[str, Schema]) -> str:
 
 
 def explain(error: ValidationError, entries: dict[str, Entry]) -> list[str]:
-    """One sentence per problem that pydantic found."""
+    """Return a sentence with key, value, rule and remedy for each problem that pydantic found."""
     return [sentence for detail in error.errors(include_url=False) for sentence in _sentences(detail, entries)]
 
 
 def _path(detail: ErrorDetails, entries: dict[str, Entry]) -> tuple[str, str]:
-    """The dotted path of the key that a problem is with, and the position inside its value, if any."""
+    """Return the dotted path of the key that a problem is with, and the position inside its value, if any."""
     path, position = "", ""
+    # Locations have the names of unions' members between the keys; only those that are keys count.
     for part in detail["loc"]:
         deeper = f"{path}.{part}".lstrip(".")
         if deeper in entries or detail["type"] == "extra_forbidden":
@@ -153,7 +143,7 @@ def _sentences(detail: ErrorDetails, entries: dict[str, Entry]) -> list[str]:
     value = detail["input"]
     if detail["type"] == "value_error":
         error = detail["ctx"]["error"]
-        if isinstance(error, ConfigError):  # of the settings' own rules between keys
+        if isinstance(error, ConfigError):  # from the rules between keys, in sentences already
             return list(error.problems)
         return [f"{path}: {error}" if entries[path].section else f"{path} = {show(value)}: {error}"]
     entry = entries[path]
@@ -184,6 +174,7 @@ def _remedies(value: Any, kind: str, entry: Entry) -> Iterator[str]:
         if suggestion:
             yield f'did you mean "{suggestion}"?'
     if isinstance(value, str) and kind != "literal_error":
+        # In lower case, for Python's True.
         try:
             plain = json.loads(value.lower())
         except json.JSONDecodeError:
@@ -198,5 +189,5 @@ def _remedies(value: Any, kind: str, entry: Entry) -> Iterator[str]:
 
 
 def _lower(sentence: str) -> str:
-    """The sentence with a small first letter, unless its first word is a name."""
+    """Return the sentence with a small first letter, unless its first word is a name."""
     return sentence[:1].lower() + sentence[1:] if sentence.split(" ")[0].istitle() else sentence

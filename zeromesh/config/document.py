@@ -11,8 +11,7 @@ from typing import Any
 from zeromesh.config.errors import ConfigError, show
 from zeromesh.config.tables import RENAMED, UNSET
 
-DEEPEST = 50
-"""Levels of objects and lists that a configuration may have."""
+DEEPEST = 50  # levels of objects and lists; far below Python's limit of recursion, which later steps rely on
 
 _TOO_DEEP = f"is nested more than {DEEPEST} levels deep, or holds itself; keys are at most 6 levels deep"
 
@@ -20,22 +19,20 @@ _TOO_DEEP = f"is nested more than {DEEPEST} levels deep, or holds itself; keys a
 class _Repeated(dict[str, Any]):
     """A JSON object in which some keys stand more than once."""
 
+    # json keeps the last of two equal keys, and nobody knows which one was meant.
+
     repeated: tuple[str, ...] = ()
 
 
 def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The configuration as a fresh dict, with the overrides in place, other names replaced and "auto" left out.
-
-    Args:
-        source: path of a JSON file, or a mapping such as ``json.load`` gives.
-        overrides: ``dotted.path=value``, the value as JSON; what is not JSON is a string.
+    """Return the configuration as a fresh dict, with the overrides in place, other names replaced, "auto" left out.
 
     Raises:
         ConfigError: no such file, not JSON, not an object, a key twice, or an override that cannot be read.
     """
     document = whole_document(source, overrides)
-    cleaned = {key: _without_unset(item) for key, item in document.items() if not _is_unset(item)}
-    cleaned.pop("$schema", None)
+    document.pop("$schema", None)  # a file names it for the user's editor
+    cleaned: dict[str, Any] = _without_unset(document)
     return cleaned
 
 
@@ -47,6 +44,7 @@ def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[s
         _check_depth(source, "the configuration")
         document = _copy(source)
     document = _rename(document)
+    # Renamed before the merge, or a file and an override could have a key under two names.
     for override in overrides:
         document = _merge(document, _rename(_parse_override(override)))
     return document
@@ -54,6 +52,7 @@ def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[s
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
+        # Such a file may have no end.
         if path.is_char_device() or path.is_block_device():
             raise ConfigError(["is a device; give the path of a JSON file, or a dict"], str(path))
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
@@ -74,12 +73,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str, source: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ConfigError: it is nested too deeply, or has a number of too many digits.
-        JSONDecodeError: it is not JSON.
-    """
+    """Return the value of a JSON text; raise JSONDecodeError, or ConfigError if its size is a problem."""
     try:
         value = json.loads(text, object_pairs_hook=_from_pairs)
     except json.JSONDecodeError:
@@ -97,6 +91,7 @@ def _parse(text: str, source: str) -> Any:
 
 def _check_depth(value: Any, source: str) -> None:
     """Raise ConfigError if containers are nested more than ``DEEPEST`` levels deep, or hold themselves."""
+    # With a list of its own: a recursion would end in Python's limit before it found the depth.
     waiting = [(value, 1)]
     while waiting:
         inner, depth = waiting.pop()
@@ -134,7 +129,7 @@ def _check_repeated(document: Any, source: str) -> None:
 
 
 def _repeated_paths(value: Any, prefix: str) -> list[str]:
-    """Dotted paths of the keys that stand more than once."""
+    """Return the dotted paths of the keys that stand more than once."""
     if isinstance(value, list):
         return [path for item in value for path in _repeated_paths(item, prefix)]
     if not isinstance(value, dict):
@@ -144,7 +139,7 @@ def _repeated_paths(value: Any, prefix: str) -> list[str]:
 
 
 def _copy(value: Any) -> Any:
-    """Copy containers, so that the settings do not change when the caller's dict does."""
+    # Settings must not change when the caller's dict does.
     if isinstance(value, Mapping):
         return {str(key): _copy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -163,7 +158,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     try:
         value: Any = _parse(text, "--set")
     except json.JSONDecodeError:
-        value = text
+        value = text  # a word without quotes, as a shell leaves it
     for part in reversed(parts):
         value = {part: value}
     assert isinstance(value, dict)
@@ -180,7 +175,8 @@ def _merge(document: Any, change: Any) -> Any:
 
 
 def _rename(document: dict[str, Any]) -> dict[str, Any]:
-    """Every key under the one name that it has here."""
+    """Return a copy with every key under the one name that it has here."""
+    # The oldest form of the section is its stage alone.
     if isinstance(document.get("zero_optimization"), bool):
         document = {**document, "zero_optimization": {"stage": int(document["zero_optimization"])}}
     for old, new in RENAMED.items():
@@ -198,9 +194,10 @@ def _rename(document: dict[str, Any]) -> dict[str, Any]:
 
 def _without_unset(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_unset(item) for key, item in value.items() if not _is_unset(item)}
+        return {key: _without_unset(item) for key, item in value.items() if not is_unset(item)}
     return [_without_unset(item) for item in value] if isinstance(value, list) else value
 
 
-def _is_unset(value: Any) -> bool:
+def is_unset(value: Any) -> bool:
+    """Return whether a value means: as if the key were not there."""
     return isinstance(value, str) and value == UNSET

@@ -11,7 +11,7 @@ LONGEST_VALUE = 80
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used.
+    """Error of a configuration that cannot be used, with all its problems.
 
     Attributes:
         problems: one line per problem, each with the dotted key, the value, the rule and the remedy.
@@ -28,6 +28,7 @@ class ConfigError(ValueError):
             message = f"{source} has {len(self.problems)} problems:{lines}"
         super().__init__(message)
 
+    # Exceptions are pickled by their message alone, and ranks send this one to each other.
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
         return ConfigError, (self.problems, self.source)
 
@@ -36,14 +37,15 @@ def show(value: object) -> str:
     """Return ``value`` as JSON where it has such a form, shortened to one line."""
     text = f"a value of type {type(value).__name__}, too large to show"
     for form in (json.dumps, repr):
-        with contextlib.suppress(TypeError, ValueError, RecursionError):  # a whole number may have too many digits
+        # ValueError: Python writes no whole number of more digits than a limit.
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
             text = form(value)
             break
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that ``word`` was most likely meant to be, or None; letter case does not matter."""
+    """Return the known word that ``word`` was most likely meant to be, or None; letter case does not matter."""
     by_lower: dict[str, str] = {}
     for candidate in known:
         by_lower.setdefault(candidate.lower(), candidate)

@@ -1,4 +1,4 @@
-"""Names of keys for the messages of other packages: only this package spells them."""
+"""Names of keys for the messages of other packages, so that a renamed key is renamed in all of them."""
 
 from __future__ import annotations
 
@@ -36,3 +36,29 @@ TENSOR_RANKS = "mesh.tensor"
 TENSOR_PLAN = "tensor_parallel.plan"
 SEQUENCE = "tensor_parallel.sequence"
 WHOLE_SEQUENCE = f"set {SEQUENCE} to false"
+# Of zeromesh train.
+LONGEST_SEQUENCE = "huggingface.sequence_length"
+SEQUENCE_LENGTH = f"model.sequence_length or {LONGEST_SEQUENCE}"
+HEAD_WIDTH = "model.hidden_size / model.heads"
+MODEL_VOCABULARY = "model.vocab_size"
+MODEL_FOLDER = "huggingface.path"
+MODEL_WEIGHTS = "huggingface.weights"
+MODEL_ATTENTION = "huggingface.attention"
+ADAPTED = "lora.target_modules"
+SOURCES = "data.train"
+HELD_OUT = "data.validation"
+SUFFIXES = "data.suffixes"
+RECORDS = "data.format"
+RECORD_KEYS = "data.text_key, data.prompt_key, data.response_key or data.messages_key"
+TOO_LONG = "data.too_long"
+PADDED = 'data.packing to "pad"'
+DOCUMENT_ATTENTION = "data.document_attention"
+VOCABULARY = "data.vocabulary_size"
+TOKENIZER = "data.tokenizer"
+OUTPUT = "run.output"
+OTHER_OUTPUT = f"choose another folder with --set {OUTPUT}=FOLDER"
+RESUME = "run.resume"
+SAVE_EVERY = "run.save_every"
+PROMPTS = "run.sample.prompts"
+OPTIMIZER_ENTRY = '"optimizer": {"type": "AdamW", "params": {"lr": ...}}'
+BLEND_ENTRY = f'{SOURCES} as {{"source": ..., "weight": ...}}'

@@ -1,37 +1,25 @@
-"""The optimizers and schedules that a configuration may name."""
+"""Optimizers and schedules that a configuration may name."""
 
 from __future__ import annotations
 
 from zeromesh.config.errors import nearest, show
 
-OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "adagrad", "sgd", "muon")
-"""Optimizers of ours, in any letter case."""
+OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "adagrad", "sgd", "muon")  # ours, in any letter case
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "WSD")  # ours, in any case
 
-SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "WSD")
-"""Schedules of ours, in any letter case."""
-
-_FUSED = {
-    "fusedadam": "adam or adamw",
-    "cpuadam": "adam or adamw",
-    "deepspeedcpuadam": "adam or adamw",
-    "fusedlamb": "lamb",
-    "fusedlion": "lion",
-    "cpulion": "lion",
-    "deepspeedcpulion": "lion",
-    "cpuadagrad": "adagrad",
-    "deepspeedcpuadagrad": "adagrad",
-}
-
-GONE_OPTIMIZERS: dict[str, str] = {
-    **{name: f"use {plain}; torch's fused update is taken where there is one" for name, plain in _FUSED.items()},
-    "onebitadam": "use adam; gradients travel in 16 bits under fp16 or bf16",
-    "zerooneadam": "use adam; gradients travel in 16 bits under fp16 or bf16",
-    "onebitlamb": "use lamb; gradients travel in 16 bits under fp16 or bf16",
-    "muadam": "use adam, and pass parameter groups with muP's learning rates to initialize",
-    "muadamw": "use adamw, and pass parameter groups with muP's learning rates to initialize",
-    "musgd": "use sgd, and pass parameter groups with muP's learning rates to initialize",
-}
-"""Optimizers of DeepSpeed that are not here, in lower case, and what to use instead."""
+# Optimizers of DeepSpeed that are not here, by what to use instead, with the reason why that does as well.
+_INSTEAD = (
+    ("fusedadam cpuadam deepspeedcpuadam", "adam or adamw", "; torch's fused update is taken where there is one"),
+    ("fusedlamb", "lamb", "; torch's fused update is taken where there is one"),
+    ("fusedlion cpulion deepspeedcpulion", "lion", "; torch's fused update is taken where there is one"),
+    ("cpuadagrad deepspeedcpuadagrad", "adagrad", "; torch's fused update is taken where there is one"),
+    ("onebitadam zerooneadam", "adam", "; gradients travel in 16 bits under fp16 or bf16"),
+    ("onebitlamb", "lamb", "; gradients travel in 16 bits under fp16 or bf16"),
+    ("muadam", "adam", ", and pass parameter groups with muP's learning rates to initialize"),
+    ("muadamw", "adamw", ", and pass parameter groups with muP's learning rates to initialize"),
+    ("musgd", "sgd", ", and pass parameter groups with muP's learning rates to initialize"),
+)
+GONE_OPTIMIZERS = {name: f"use {plain}{why}" for names, plain, why in _INSTEAD for name in names.split()}
 
 
 GONE_PARTITIONS = {"time": "use best, which balances counted operations, or list the first block of each stage"}
@@ -47,6 +35,7 @@ def check_partition(value: str | list[int]) -> str | list[int]:
 
 def check_optimizer(name: str) -> str:
     """Return ``name``. Raise ValueError, with a suggestion, if there is no such optimizer."""
+    # Imported late, because the command line reads settings before anything needs torch.
     import torch
 
     if name.lower() in GONE_OPTIMIZERS:
@@ -68,6 +57,7 @@ def check_scheduler(name: str) -> str:
 
 def public_classes(module: object, base: type) -> dict[str, type]:
     """Return the public subclasses of ``base`` in ``module``, by name in lower case."""
+    # Read from torch, so that a class of a newer version is known.
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     found = {name: value for name, value in public.items() if isinstance(value, type) and value is not base}
     return {name.lower(): value for name, value in found.items() if issubclass(value, base)}

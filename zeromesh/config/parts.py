@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import field_validator
 
@@ -18,26 +18,26 @@ from zeromesh.config.section import (
     PositiveInt,
     Section,
     Table,
-    TagValidation,
     key,
 )
 
+# Names of rows of zeromesh.comm.formats.FORMATS, which is in a layer above.
 LinkFormat = Literal["16bit", "8bit"]
-"""Names of ``zeromesh.comm.formats.FORMATS``."""
 
 
 class Fp16(Section):
     """fp16 parameters with an fp32 master and a loss scale."""
 
     enabled: bool = key(False, "Compute in fp16.")
+    # Unlike DeepSpeed: without it, inputs in another dtype are an error of the first layer.
     auto_cast: bool = key(True, "Cast floating-point inputs of the model to fp16 (DeepSpeed's default is false).")
     loss_scale: CountFloat = key(0.0, "A fixed loss scale; 0 means a dynamic one.")
+    # 2**128 is more than fp32 holds.
     initial_scale_power: CountInt = key(16, "The dynamic scale starts at 2 to this power.", le=127)
     loss_scale_window: PositiveInt = key(1000, "Steps without overflow until the scale is doubled.")
     hysteresis: PositiveInt = key(2, "Overflows until the scale is halved.")
     consecutive_hysteresis: bool = key(False, "Refill the hysteresis after a step without overflow.")
     min_loss_scale: PositiveFloat = key(1.0, "Least value of the dynamic scale.")
-    fp16_master_weights_and_grads: bool = key(False, "Keep the master and gradients in fp16.")
 
 
 class Bf16(Section):
@@ -45,10 +45,6 @@ class Bf16(Section):
 
     enabled: bool = key(False, "Compute in bf16.")
     auto_cast: bool = key(True, "Cast floating-point inputs of the model to bf16 (DeepSpeed does not).")
-    immediate_grad_update: bool = key(False, "Add gradients to the fp32 ones as they are produced.")
-    check_grad_overflow: bool = key(True, "Skip updates with gradients that are not finite.")
-    bf16_master_weights_and_grads: bool = key(False, "Keep the master and gradients in bf16.")
-    bf16_optimizer_states: bool = key(False, "Keep the optimizer's state in bf16.")
 
 
 class TorchAutocast(Section):
@@ -56,32 +52,29 @@ class TorchAutocast(Section):
 
     enabled: bool = key(False, "Run the forward under torch.autocast.")
     dtype: Dtype = key("bf16", "Dtype of autocast; fp16 scales the loss as the fp16 section says.")
-    lower_precision_safe_modules: Names | None = key(None, "Classes reduced in the autocast dtype.")
 
 
 class DataTypes(Section):
     """Dtypes that differ from those of the model."""
 
     grad_accum_dtype: Dtype | None = key(None, "Dtype of summed gradients. Null: fp32 for 16-bit parameters.")
-    param_dtype: Dtype | None = key(None, "Dtype of the model's parameters.")
     buffer_dtype: Dtype | None = key(
         None,
         "Dtype of the model's floating-point buffers, except running statistics of batch norms. Null: each keeps its "
         "own.",
     )
-    keep_in_fp32_modules: Names | None = key(None, "Modules that stay in fp32.")
 
 
 class Optimizer(Section):
     """The optimizer that ZeroMesh builds."""
 
     type: str = key(..., "adam, adamw, lamb, lion, adagrad, sgd, muon, in any letter case, or a class of torch.optim.")
+    # Checked when the optimizer is built, whose signature says what there is.
     params: Table = key(
         {},
         "Arguments of the optimizer, for example lr, betas, eps, weight_decay. Defaults are those of torch's "
         "optimizer of that name: AdamW has a weight_decay of 0.01, where DeepSpeed has 0.",
     )
-    legacy_fusion: bool = key(False, "Use the older fused fp16 optimizer.")
 
     _known_type = field_validator("type")(check_optimizer)
 
@@ -106,19 +99,12 @@ class ActivationCheckpointing(Section):
         "effect with tensor_parallel.sequence.",
     )
     cpu_checkpointing: bool = key(False, "Keep the inputs of the targets in host memory, if enabled is true.")
-    number_checkpoints: CountInt | None = key(None, "Number of checkpoints in the model.")
-    contiguous_memory_optimization: bool = key(False, "Keep activations in one buffer.")
-    synchronize_checkpoint_boundary: bool = key(False, "Synchronise the device at each checkpoint.")
-    profile: bool = key(False, "Time each checkpoint.")
 
 
 class TensorParallelGroup(Section):
     """Size of a tensor-parallel group."""
 
     tp_size: PositiveInt = key(1, "Ranks that share one layer, as mesh.tensor; 1 means that.")
-    tp_grain_size: PositiveInt = key(1, "Sizes are split in multiples of this.")
-    mpu: Any = key(None, "An object that knows the groups of ranks.")
-    tp_group: Any = key(None, "A process group.")
 
 
 class TensorParallel(Section):
@@ -131,16 +117,7 @@ class TensorParallel(Section):
     )
     sequence: bool = key(False, "Norms and dropout between split layers work on parts of the sequence.")
     autotp_size: CountInt = key(0, "Ranks that share one layer, as mesh.tensor; 0 means that.")
-    dtype: Dtype | None = key(None, "Dtype to convert the model to.")
-    tp_overlap_comm: bool = key(False, "Overlap communication with compute.")
-    vocab_parallel_lm_head: bool | None = key(None, "Split the output layer by vocabulary.")
-    vocab_parallel_ce_backend: Literal["torch", "liger"] = key("torch", "Code of the cross entropy.")
     tensor_parallel: TensorParallelGroup = key(TensorParallelGroup(), "Size of the group.")
-    injection_policy_tuple: Any = key(None, "Layers to replace.")
-    partition_config: Table | None = key(None, "Which layers are split, and how.")
-    preset_model: str | None = key(None, "Name of a ready-made set of layers to split.")
-    keep_module_on_host: bool = key(False, "Keep the model in host memory while it is split.")
-    replace_with_kernel_inject: bool = key(False, "Replace layers by inference kernels.")
 
 
 class ContextParallel(Section):
@@ -172,33 +149,11 @@ class Pipeline(Section):
     blocks: list[str] = key([], "Patterns of names of the blocks, in the order in which they are called.")
     recompute: bool = key(False, "Keep only the inputs of stages, and recompute activations in idle time.")
     record: PipelineRecord | None = key(None, "Draw an update as measured, and as predicted. Null: no.")
-    seed_layers: bool = key(False, "Seed each layer on its own.")
     activation_checkpoint_interval: CountInt = key(
         0, "Layers of a PipelineModule recomputed together; 0: the model's number."
     )
-    pipe_partitioned: bool = key(True, "Split activations over tensor-parallel ranks.")
-    grad_partitioned: bool = key(True, "Split their gradients over tensor-parallel ranks.")
-    use_reentrant: bool = key(True, "Kind of activation checkpointing.")
 
     _known_partition = field_validator("partition")(check_partition)
-
-
-class CheckpointWriter(Section):
-    """Writing of a checkpoint's files."""
-
-    type: str | None = key(None, "Kind of writer: mock, python or fast.")
-    decoupled: bool = key(False, "Write while training goes on.")
-    io_buffer_size: PositiveInt = key(64 * 1024**2, "Size of a buffer, in bytes.")
-    io_buffer_double: bool = key(True, "Use two buffers.")
-    show_statistics: bool = key(False, "Report the speed of writing.")
-    data_parallel: str | None = key(None, "Who writes: replica, socket or machine.")
-    io_multiplier: PositiveInt = key(1, "Writers per unit of data parallelism.")
-
-
-class CheckpointParallelWrite(Section):
-    """The ranks that write a checkpoint."""
-
-    pipeline_stage: bool = key(False, "All stages of a pipeline write at once.")
 
 
 class Checkpoint(Section):
@@ -214,24 +169,14 @@ class Checkpoint(Section):
         "Reaction of zeromesh train to a checkpoint that cannot be written, as on a full disk: continue until the "
         "next save, or stop.",
     )
-    tag_validation: TagValidation = key("Warn", "Reaction to ranks with different tags: Ignore, Warn or Fail.")
-    load_universal: bool = key(False, "Load a checkpoint that was written under another layout.")
-    use_node_local_storage: bool = key(False, "Every node writes to its own disk.")
-    parallel_write: CheckpointParallelWrite = CheckpointParallelWrite()
-    checkpoint_serialization: bool = key(True, "Use torch's serialisation.")
-    writer: CheckpointWriter | None = key(None, "How files are written.")
 
 
 class Aio(Section):
     """Asynchronous file access for NVMe."""
 
+    # Direct I/O takes multiples of a sector only.
     block_size: PositiveInt = key(1048576, "Bytes per request.", multiple_of=4096)
     queue_depth: PositiveInt = key(8, "Requests in flight.")
-    intra_op_parallelism: PositiveInt = key(1, "Threads per request.")
-    single_submit: bool = key(False, "Submit requests one by one.")
-    overlap_events: bool = key(True, "Submit while waiting.")
-    use_gds: bool = key(False, "Use GPU direct storage.")
-    thread_count: PositiveInt | None = key(None, "Older name of intra_op_parallelism.")
 
 
 class MeshSizes(Section):
@@ -247,6 +192,7 @@ class MeshSizes(Section):
     @field_validator("data")
     @classmethod
     def _data_is_a_size(cls, value: int) -> int:
+        # Apart from the bound, since a range from -1 on has a 0 in it.
         if value == 0:
             raise ValueError("must be a whole number >= 1, or -1 for what is left; leave the key out for -1")
         return value
@@ -277,6 +223,7 @@ class TensorBoard(Section):
 
     enabled: bool = key(False, "Write metrics for TensorBoard, after every update.")
     output_path: str = key("", "Folder of the jobs; relative to where the run is started.")
+    # DeepSpeed's own, as in the other monitors, so that curves go on where they were.
     job_name: str = key("DeepSpeedJobName", "Folder of this job inside output_path.")
 
 
@@ -301,7 +248,6 @@ class FlopsProfiler(Section):
     """Operations of the model, counted in one update."""
 
     enabled: bool = key(False, "Count the operations of one update, and report them.")
-    recompute_fwd_factor: CountFloat = key(0.0, "Forwards recomputed per forward.")
     profile_step: PositiveInt = key(1, "Updates before the one that is counted; the next one is timed.")
     module_depth: Int = key(-1, "Depth of modules to report; -1 means all.", ge=-1)
     top_modules: PositiveInt = key(1, "Modules to report per depth, those with the most operations.")

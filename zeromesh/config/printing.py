@@ -1,22 +1,22 @@
-"""Settings as JSON, printed, saved with a run and compared between ranks; and the values of keys that are "auto"."""
+"""Settings as JSON and as lines, and the values of keys that are "auto"."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from zeromesh.config.document import whole_document
+from zeromesh.config.document import is_unset, whole_document
 from zeromesh.config.errors import show
 from zeromesh.config.section import Section
-from zeromesh.config.tables import UNSET, WITHOUT_EFFECT, look_up, sections_of
+from zeromesh.config.tables import UNREAD, look_up, sections_of
 
 _log = logging.getLogger("zeromesh")
 
+# For these "auto" has a meaning of its own, so that there is nothing to warn of.
 DOCUMENTED = ("model.vocab_size", "data.vocabulary_size", "run.resume")
-"""Keys of ours for which "auto" has a meaning of its own."""
 
 
 def jsonable(value: Any) -> Any:
@@ -27,32 +27,37 @@ def jsonable(value: Any) -> Any:
         return [jsonable(item) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
+    # A function or a class of the user, among the arguments of a schedule.
     named = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{named}" if named else str(value)
 
 
-def without_idle(section: dict[str, Any], given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``section`` without the keys that have no effect and were not set."""
-    kept = {}
-    for key, value in section.items():
-        if prefix + key in WITHOUT_EFFECT:
-            if key in given:
-                kept[key] = given[key]
-        elif isinstance(value, dict):
-            inner = given.get(key)
-            kept[key] = without_idle(value, inner if isinstance(inner, dict) else {}, f"{prefix}{key}.")
-        else:
-            kept[key] = value
-    return kept
-
-
-def lines_of(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def lines_of(section: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each key, with its whole path: ``optimizer.params.lr = 0.01``."""
+    return (f"{path} = {json.dumps(value)}" for path, value in leaves_of(section))
+
+
+def leaves_of(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of each key that is no section, at any depth."""
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
-            yield from lines_of(value, f"{prefix}{key}.")
+            yield from leaves_of(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key} = {json.dumps(value)}"
+            yield f"{prefix}{key}", value
+
+
+def changes(before: Section, now: Section, free: Set[str]) -> list[str]:
+    """Return a line for each key that two settings have at other values, except for keys and sections in ``free``."""
+    old, new = (dict(leaves_of(jsonable(settings.model_dump()))) for settings in (before, now))
+
+    def text(values: Mapping[str, Any], key: str) -> str:
+        return json.dumps(values[key]) if key in values else "not set"
+
+    return [
+        f"{key}: {text(old, key)} in the run, {text(new, key)} now"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key, "") != new.get(key, "") and sections_of(key).isdisjoint(free)
+    ]
 
 
 def tell_unset(
@@ -62,18 +67,18 @@ def tell_unset(
     """Warn of each key that is "auto" and has an effect, with the value that it has now.
 
     Args:
-        source: the configuration, as it was given; settings have no such keys any more.
+        source: the configuration, as it was given.
         settings: made from it.
         used: values by dotted path that are not in the settings, such as ``optimizer.params.lr``.
         overrides: as given with the configuration.
     """
     if isinstance(source, Section):
-        return
+        return  # settings have no such keys any more
     values = jsonable(settings.model_dump())
     lines = [
         f"\n  {path} = {_value(path, values, used)}"
-        for path in unset_paths(whole_document(source, overrides))
-        if path not in DOCUMENTED and sections_of(path).isdisjoint(WITHOUT_EFFECT)
+        for path, value in leaves_of(whole_document(source, overrides))
+        if is_unset(value) and path not in DOCUMENTED and sections_of(path).isdisjoint(UNREAD)
     ]
     if lines:
         _log.warning(
@@ -81,17 +86,6 @@ def tell_unset(
             "follow from other keys:%s\nwrite the values that you want",
             "".join(lines),
         )
-
-
-def unset_paths(document: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted paths of the keys whose value is "auto", at any depth."""
-    found = []
-    for key, value in document.items():
-        if isinstance(value, Mapping):
-            found += unset_paths(value, f"{prefix}{key}.")
-        elif isinstance(value, str) and value == UNSET:
-            found.append(f"{prefix}{key}")
-    return found
 
 
 def _value(path: str, values: Mapping[str, Any], used: Mapping[str, Any]) -> str:

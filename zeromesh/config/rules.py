@@ -1,4 +1,4 @@
-"""Rules between keys of different sections. Each yields a sentence per problem: the keys, the rule and the remedy."""
+"""Rules between keys of different sections; each yields a sentence per problem: the keys, the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from zeromesh.config.zero import ZeroOptimization
 def problems(
     zero: ZeroOptimization, links: Communication, formats: tuple[str | None, str | None], switches: Mapping[str, bool]
 ) -> list[str]:
-    """Return a sentence for each rule that is broken.
-
-    Args:
-        zero: the section of that name.
-        links: the section on communication.
-        formats: of parameters and gradients on links between nodes, from both sections.
-        switches: which of fp16, bf16 and torch_autocast are enabled.
-    """
+    """Return a sentence for each broken rule; ``formats`` are those of parameters and gradients between nodes."""
     kept = switches["fp16"] or switches["bf16"]
     return [
         *_precision(switches),
@@ -41,6 +34,7 @@ def _shard_group(zero: ZeroOptimization) -> Iterator[str]:
 
 
 def _offload(zero: ZeroOptimization) -> Iterator[str]:
+    # The older keys know "cpu" only, and stand for it where there is no section.
     for name, old, device, least, stages in (
         ("offload_optimizer", "cpu_offload", zero.optimizer_device, 1, "1, 2 or 3"),
         ("offload_param", "cpu_offload_param", zero.parameter_device, 3, "3"),
@@ -62,6 +56,7 @@ def _offload(zero: ZeroOptimization) -> Iterator[str]:
 
 def _split_master(zero: ZeroOptimization, bf16: bool) -> Iterator[str]:
     key = "zero_optimization.offload_optimizer.split_master"
+    # A row without offloaded states has the defaults, so the key does nothing there.
     if not zero.row_options.split_master:
         return
     if zero.early_share:
@@ -87,11 +82,13 @@ def _links(
         if on and value not in (None, "8bit"):
             yield f'zero_optimization.{old} says 8 bits and communication.{new} is "{value}"; keep one of them'
     gather, reduce = formats
+    # A flat collective crosses nodes in the middle of its rounds, where the values are not ours to convert.
     if (gather or reduce) and links.hierarchical is False:
         yield (
             "communication.hierarchical is false, but only what goes from node to node by itself is written in fewer "
             "bits; leave it out, or leave parameters and gradients as they are"
         )
+    # Parameters that come back in fewer bits must not become the values that are updated.
     if gather and zero.stage < 3 and not (zero.stage > 0 and kept):
         yield (
             f"parameters are to be gathered in {gather.replace('bit', ' bits')}, but at stage {zero.stage} "

@@ -1,4 +1,4 @@
-"""The types that sections of the settings are made of: strict, frozen, every key described."""
+"""Types of the sections of the settings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 class Section(BaseModel):
     """A frozen set of keys. Unknown keys are errors, and nothing is converted from one type to another."""
 
+    # Strict, since "32" for 32 or 1 for true is mostly a mistake in a file that a program wrote.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), validate_default=False
     )
@@ -25,61 +26,53 @@ def key(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 def _integral(value: Any) -> Any:
-    """Return a float without a fraction as a whole number: JSON writers use ``5e8`` for those."""
+    # JSON writers use 5e8 for whole numbers.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _listed(value: Any) -> Any:
-    """One string stands for a list of one; a list becomes a tuple, which stays as it is."""
+    # A list becomes a tuple: frozen settings must not change through a list.
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
-DTYPE_NAMES: dict[str, str] = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-}
-"""The names in use for a dtype, to the short one that the settings keep."""
+SHORT_DTYPES = {"fp32": "float32 float", "fp16": "float16 half", "bf16": "bfloat16"}
+"""Short name of a dtype, which the settings keep, to its other names."""
+
+DTYPE_NAMES = {name: short for short, others in SHORT_DTYPES.items() for name in (short, *others.split())}
 
 
 def _short_dtype(value: Any) -> Any:
-    """``"torch.bfloat16"``, ``"BFloat16"`` and ``torch.bfloat16`` itself are all ``"bf16"``."""
+    # So torch.bfloat16 itself and "BFloat16" are "bf16", too.
     name = str(value).lower().removeprefix("torch.")
     return DTYPE_NAMES.get(name, value)
 
 
 def as_dtype(name: str | None) -> torch.dtype | None:
-    """Torch's dtype for one of the short names."""
+    """Return torch's dtype for one of the short names."""
+    # Imported late, because the command line reads settings before anything needs torch.
     import torch
 
     return {None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
 
 
 def _never(value: Any) -> Any:
-    """An infinite number of steps, which some write for "never", is no interval at all."""
+    # Some write an infinite number of steps for "never".
     return None if isinstance(value, float) and math.isinf(value) else value
-
-
-def _capitalised(value: Any) -> Any:
-    return value.capitalize() if isinstance(value, str) else value
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
 PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_integral)]
 CountInt = Annotated[int, Field(ge=0), BeforeValidator(_integral)]
+# Beyond all machines: larger numbers, as of a slip of the finger, would end in errors of torch that name no key.
 SizeInt = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_integral)]
 BatchInt = Annotated[int, Field(ge=1, le=2**40), BeforeValidator(_integral)]
 BudgetInt = Annotated[int, Field(ge=2), BeforeValidator(_integral)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 CountFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+# The schema for editors has the forms that users write, and not those that the validators return.
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
@@ -87,10 +80,3 @@ Dtype = Annotated[
 ]
 Interval = Annotated[CountInt | None, BeforeValidator(_never)]
 Table = dict[str, Any]
-TagValidation = Annotated[
-    Literal["Ignore", "Warn", "Fail"],
-    BeforeValidator(
-        _capitalised,
-        json_schema_input_type=Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL"],
-    ),
-]

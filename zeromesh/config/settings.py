@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from zeromesh.config import parts, train, unused
+from zeromesh.config import parts, train
 from zeromesh.config.batch import solve_batch, solve_mesh
 from zeromesh.config.catalogue import Entry, catalogue, explain
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.printing import jsonable, without_idle
+from zeromesh.config.printing import jsonable
 from zeromesh.config.rules import problems
 from zeromesh.config.section import (
     BatchInt,
@@ -32,7 +32,14 @@ from zeromesh.config.section import (
     as_dtype,
     key,
 )
-from zeromesh.config.tables import gone_problems, not_yet_problems, without_effect, without_gone
+from zeromesh.config.tables import (
+    NOT_YET,
+    WITHOUT_EFFECT,
+    gone_problems,
+    not_yet_problems,
+    without_effect,
+    without_unread,
+)
 from zeromesh.config.zero import ZeroOptimization
 from zeromesh.model.placement import ROWS, PlacementRow, Tier
 
@@ -41,12 +48,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zeromesh")
 
-TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-"""DeepSpeed's names of tiers."""
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}  # by DeepSpeed's names
 
 
 class Settings(Section):
-    """Every key at its value. What depends on the number of ranks is still open; ``resolve`` closes it."""
+    """Settings with every key at its value; ``resolve`` works out what depends on the number of ranks."""
 
     train_batch_size: BatchInt | None = key(
         None,
@@ -68,7 +74,6 @@ class Settings(Section):
         "Divide gradients by this before they are reduced, and by the rest of the mean after. Null: by the number of "
         "data-parallel ranks where that is exact, else 1 (DeepSpeed's default is 1).",
     )
-    gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "What gradients are reduced to.")
     chunked_loss: bool = key(
         False,
         "Compute the loss of a head over the vocabulary in chunks of tokens, without all logits at once. It is always "
@@ -104,7 +109,6 @@ class Settings(Section):
     flops_profiler: parts.FlopsProfiler = parts.FlopsProfiler()
     dataloader_drop_last: bool = key(False, "Drop the samples at the end of a pass that fill no update.")
     zero_allow_untested_optimizer: bool = key(False, "Allow optimizers that may be wrong on parts of parameters.")
-    managed_gradient_accumulation: bool = key(True, "The engine counts micro-batches.")
     checkpoint: parts.Checkpoint = parts.Checkpoint()
     model: train.ModelShape | None = key(None, "The language model of zeromesh train.")
     huggingface: train.HuggingFace | None = key(None, "A model of transformers for zeromesh train.")
@@ -115,33 +119,11 @@ class Settings(Section):
     tensor_parallel: parts.TensorParallel = parts.TensorParallel()
     context_parallel: parts.ContextParallel = parts.ContextParallel()
     sequence_parallel_size: PositiveInt = key(1, "Ranks that share one sequence, as mesh.context; 1 means that.")
-    expert_parallel: unused.ExpertParallel | None = key(None, "Experts spread over ranks.")
-    use_data_before_expert_parallelism: bool = key(False, "Order of the data and expert axes.")
-    seq_parallel_communication_data_type: Dtype = key("fp32", "Dtype of gradients between ranks that share a sequence.")
-    sparse_gradients: bool = key(False, "Reduce gradients of embeddings as rows.")
-    zero_force_ds_cpu_optimizer: bool = key(True, "Insist on DeepSpeed's own optimizer on the host.")
-    disable_allgather: bool = key(False, "Broadcast updated parameters instead of gathering them.")
-    allgather_size: CountInt = key(500_000_000, "Old form of allgather_bucket_size.")
-    dump_state: bool = key(False, "Print the engine's state.")
-    disable_python_gc: bool = key(False, "Switch Python's garbage collector off.")
-    memory_breakdown: bool = key(False, "Print the memory in use.")
-    log_level: str | None = key(None, "Level of the log.")
-    timers: unused.Timers = unused.Timers()
-    comet: unused.Comet = unused.Comet()
-    comms_logger: unused.CommsLogger = unused.CommsLogger()
     aio: parts.Aio | None = None
-    compile: unused.Compile = unused.Compile()
-    data_efficiency: unused.DataEfficiency = key(unused.DataEfficiency(), "Samples and tokens by difficulty.")
-    autotuning: unused.Autotuning = unused.Autotuning()
-    hybrid_engine: unused.HybridEngine = unused.HybridEngine()
-    weight_quantization: unused.WeightQuantization | None = None
-    datastates_ckpt: Any = key(None, "A second writer of checkpoints.")
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = ()) -> Settings:
-        """Return the settings from a JSON file, a dict, or other settings.
-
-        Keys that have no effect are reported once, at INFO, to the logger "zeromesh".
+        """Return the settings from a JSON file, a dict, or other settings; report keys without effect to the log.
 
         Args:
             source: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
@@ -153,6 +135,7 @@ class Settings(Section):
         if isinstance(source, Settings):
             if not overrides:
                 return source
+            # Only what was set, or defaults would count as given by the user.
             source = source.model_dump(exclude_unset=True)
         if not isinstance(source, str | Path | Mapping):
             raise ConfigError([f"must be the path of a JSON file, or a dict, not {type(source).__name__}"])
@@ -166,24 +149,12 @@ class Settings(Section):
         return settings
 
     def resolve_mesh(self, world_size: int) -> dict[str, int]:
-        """The size of every axis of the mesh; their product is ``world_size``.
-
-        ``mesh.data = -1`` becomes what is left. DeepSpeed's ``mics_shard_size`` (Zhang et al., "MiCS", 2022) and
-        ``zero_hpz_partition_size`` (Wang et al., "ZeRO++", 2023) set the size of a shard group, and the groups
-        replicate each other.
-
-        Raises:
-            ConfigError: the sizes do not fit the number of ranks.
-        """
+        """Return the size of every axis of the mesh, or raise ConfigError if they do not fit the number of ranks."""
         return solve_mesh(self.mesh.model_dump() | self.model_sizes, self._shard_group, world_size)
 
     @property
     def model_sizes(self) -> dict[str, int]:
-        """Return the size of each axis that shares a model, from our keys and DeepSpeed's together.
-
-        Raises:
-            ConfigError: they say different sizes.
-        """
+        """Return the size of each axis that shares a model; raise ConfigError if our key and DeepSpeed's differ."""
         theirs = self.tensor_parallel
         tensor = {
             "mesh.tensor": self.mesh.tensor,
@@ -202,12 +173,9 @@ class Settings(Section):
 
     @property
     def across_nodes(self) -> tuple[str | None, str | None]:
-        """Formats of parameters and gradients on links between nodes; see ``communication``.
-
-        DeepSpeed's ``zero_quantized_weights`` and ``zero_quantized_gradients`` (Wang et al., "ZeRO++", 2023) stand for
-        8 bits.
-        """
+        """Formats of parameters and gradients on links between nodes; see ``communication``."""
         zero, ours = self.zero_optimization, self.communication
+        # DeepSpeed's two switches stand for 8 bits (Wang et al., "ZeRO++", 2023).
         gather = "8bit" if zero.zero_quantized_weights else ours.across_nodes_gather
         return gather, "8bit" if zero.zero_quantized_gradients else ours.across_nodes_reduce
 
@@ -231,12 +199,12 @@ class Settings(Section):
             "gradient_accumulation_steps": batch.accumulation,
         }
         if sizes is not None:
-            values["mesh"] = dict(sizes)
+            values["mesh"] = dict(sizes)  # so that a file of the run has the mesh as it was
         return Resolved.model_validate(values)
 
     @property
     def row(self) -> PlacementRow:
-        """Placement of each state. Hybrid sharding is a matter of the mesh."""
+        """Placement of each state. The mesh, not the row, says in how large groups they are sharded."""
         zero = self.zero_optimization
         return replace(
             ROWS[zero.stage],
@@ -251,8 +219,10 @@ class Settings(Section):
     @property
     def precision(self) -> Precision:
         """The dtypes of the run."""
+        # Imported late, as in as_dtype.
         from zeromesh.model.precision import Precision
 
+        # The rules between sections refuse more than one of the three.
         compute = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
         autocast = self.torch_autocast.dtype if self.torch_autocast.enabled else None
         return Precision(
@@ -282,6 +252,7 @@ class Settings(Section):
     def _shard_group(self) -> tuple[str, int] | None:
         """DeepSpeed's key for the size of a shard group, and its value, where one is set."""
         zero = self.zero_optimization
+        # Both set it, and the groups replicate each other: Zhang et al., "MiCS", 2022; Wang et al., "ZeRO++", 2023.
         if zero.mics_shard_size > 0:
             return "zero_optimization.mics_shard_size", zero.mics_shard_size
         if zero.zero_hpz_partition_size > 1:
@@ -289,12 +260,14 @@ class Settings(Section):
         return None
 
     def to_json(self) -> str:
-        """Every value in JSON, in a fixed order, as ``load`` reads it.
+        """Return every value in JSON, in a fixed order, as ``load`` reads it."""
+        return json.dumps(jsonable(self.model_dump()), indent=2)
 
-        Keys without effect are in it only where they were set.
-        """
-        given = jsonable(self.model_dump(exclude_unset=True))
-        return json.dumps(without_idle(jsonable(self.model_dump()), given), indent=2)
+    # Also of files that an earlier version wrote for a run: a key that is gone must not keep the run from going on.
+    @model_validator(mode="before")
+    @classmethod
+    def _read_keys_only(cls, document: Any) -> Any:
+        return without_unread(document) if isinstance(document, Mapping) else document
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
@@ -312,6 +285,7 @@ class Settings(Section):
 class Resolved(Settings):
     """Settings in which nothing depends on the number of ranks any more."""
 
+    # Required here, and so never None.
     train_batch_size: BatchInt
     train_micro_batch_size_per_gpu: BatchInt
     gradient_accumulation_steps: BatchInt
@@ -329,17 +303,22 @@ class Resolved(Settings):
 
 @cache
 def entries() -> dict[str, Entry]:
-    """Every key of the settings by its dotted path."""
-    return catalogue(Settings)
+    """Return every key by its dotted path, with those that are not in the settings at the end."""
+    found = catalogue(Settings)
+    for path in [*WITHOUT_EFFECT, *NOT_YET]:
+        inside = any(other.startswith(f"{path}.") for other in NOT_YET)
+        found.setdefault(path, Entry(path, "anything", None, False, "", inside))
+    return found
 
 
 def _validate(document: dict[str, Any], source: str) -> Settings:
     found: list[str] = []
     settings = None
     try:
-        settings = Settings.model_validate(without_gone(document))
+        settings = Settings.model_validate(document)
     except ValidationError as error:
         found = explain(error, entries())
+    # All problems come in one error, so that a file is mended once.
     found = [*found, *gone_problems(document), *not_yet_problems(document, found)]
     if found or settings is None:
         raise ConfigError(found, source)
@@ -347,8 +326,8 @@ def _validate(document: dict[str, Any], source: str) -> Settings:
 
 
 def _only(given: Mapping[str, int]) -> int:
-    """The one size above 1 that several keys give, or 1."""
-    sizes = {key: size for key, size in given.items() if size > 1}
+    """Return the one size above 1 that several keys give, or 1."""
+    sizes = {key: size for key, size in given.items() if size > 1}  # 1 is every key's default
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{key} = {size}" for key, size in sizes.items())
         raise ConfigError([f"{listed}; they mean the same, keep one of them"])

@@ -1,19 +1,16 @@
-"""Tables of special keys, and the functions that apply them to a document.
-
-Each is keyed by dotted path; a path of a section speaks for all keys in it.
-"""
+"""Special keys by dotted path; the path of a section speaks for all keys in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeromesh.config.errors import show
 
 UNSET = "auto"
 """The value that means: as if the key were not there."""
 
+# The reference marks them, so that a file for both programs can be written.
 OURS: tuple[str, ...] = (
     "mesh",
     "communication",
@@ -54,6 +51,7 @@ RENAMED: dict[str, str] = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),
+    # DeepSpeed reads the keys of stage 3 under both names.
     **{
         f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
         for name in (
@@ -95,6 +93,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         f"aio.{name}": "a thread for each of queue_depth requests waits for it"
         for name in ("intra_op_parallelism", "single_submit", "overlap_events", "thread_count")
     },
+    # Whole sections, in which anything may stand.
     "autotuning": "settings are not searched for",
     "hybrid_engine": "there is no engine for generation",
     "compile": "the compiler passes of DeepSpeed are not here; compile the model's blocks with torch.compile",
@@ -130,6 +129,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "checkpoint.parallel_write": "all ranks always write at once",
     "checkpoint.checkpoint_serialization": "checkpoints have one format",
     "checkpoint.writer": "checkpoints have one writer",
+    # From here on DeepSpeed's choices of how to move states, which follow from units, slots and placement here.
     "zero_optimization.mics_hierarchical_params_gather": "communication.hierarchical says so",
     **{
         f"zero_optimization.offload_optimizer.{name}": "what rests on NVMe is always read ahead and written behind"
@@ -170,11 +170,10 @@ WITHOUT_EFFECT: dict[str, str] = {
     "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon is not updated from NVMe",
     "zero_optimization.leaf_module": "name the modules that are fetched as a whole in units",
 }
-"""Keys that are accepted and change nothing, and why."""
+"""Keys that are accepted and change nothing, and why. Nothing reads their values, so these are not checked."""
 
 
-@dataclass(frozen=True)
-class NotYet:
+class NotYet(NamedTuple):
     """A key of which only some values work in this version."""
 
     allowed: tuple[Any, ...]
@@ -221,13 +220,18 @@ GONE: dict[str, str] = {
     "zero_optimization.zeropp_loco_param": "use communication_data_type for fewer bits on the wire",
     "zero_optimization.offload_optimizer.inexact_delay_after": "updates are exact; update_during_backward hides them",
     "zero_optimization.offload_optimizer.states_in_8_bits": "use split_master, or device = nvme, for less host memory",
+    "data.workers": "text is tokenized by the threads of the tokenizers library; RAYON_NUM_THREADS sets their number",
     "vocabulary_size": "set data.vocabulary_size or model.vocab_size for zeromesh train; initialize takes the model as "
     "it is, so leave it out",
 }
-"""Keys of DeepSpeed that are refused unless they are switched off, and what to do instead."""
+"""Keys of DeepSpeed, or of earlier versions, that are refused unless they are switched off, and what to do instead."""
 
 ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param")
 """Keys of ``GONE`` that are switched on by being there."""
+
+# mesh.expert stays: it is an axis of the mesh, whose sizes are multiplied.
+UNREAD = frozenset({*GONE, *WITHOUT_EFFECT, *NOT_YET}) - {"mesh.expert"}
+"""Keys that are not in the settings."""
 
 
 def sections_of(path: str) -> set[str]:
@@ -237,16 +241,12 @@ def sections_of(path: str) -> set[str]:
 
 
 def not_yet_problems(document: Mapping[str, Any], known: Sequence[str]) -> list[str]:
-    """One sentence per key whose value needs something that this version does not have.
-
-    ``known`` are problems found before: a key of which the value is wrong anyway is not named again.
-    """
+    """Return a sentence for each key whose value needs something that this version does not have."""
     problems = []
     for path, row in NOT_YET.items():
         found, value = look_up(document, path)
-        if any(problem.startswith(f"{path} = ") for problem in known):
-            continue
-        if found and value not in row.allowed:
+        # A key whose value is wrong anyway is in the list already, and is not named twice.
+        if found and value not in row.allowed and not any(problem.startswith(f"{path} = ") for problem in known):
             allowed = " or ".join(show(option) for option in row.allowed)
             problem = f"{path} = {show(value)}: {row.what} is not in this version yet"
             problems.append(f"{problem}; leave the key out or set it to {allowed}")
@@ -254,7 +254,7 @@ def not_yet_problems(document: Mapping[str, Any], known: Sequence[str]) -> list[
 
 
 def gone_problems(document: Mapping[str, Any]) -> list[str]:
-    """One sentence per section that is refused."""
+    """Return a sentence for each key that is refused."""
     found = {path: look_up(document, path) for path in GONE}
     return [
         f"{path} is not available; {GONE[path]}"
@@ -263,13 +263,18 @@ def gone_problems(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def without_gone(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``document`` without the sections that are refused."""
-    return _without(document, "")
+def without_unread(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a copy of a document without the keys that are not in the settings."""
+    return {
+        key: without_unread(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in section.items()
+        if f"{prefix}{key}" not in UNREAD
+    }
 
 
 def without_effect(document: Mapping[str, Any]) -> dict[str, str]:
-    """The keys that the document sets and that change nothing, with the reason."""
+    """Return the keys that the document sets and that change nothing, with the reason."""
+    # A section that is refused when it is on does nothing when it is off, which is worth a line, too.
     rows = {**WITHOUT_EFFECT, **{path: "it is switched off" for path in GONE}}
     return {path: reason for path, reason in rows.items() if look_up(document, path)[0]}
 
@@ -285,12 +290,10 @@ def look_up(document: Mapping[str, Any], path: str) -> tuple[bool, Any]:
 
 
 def _switched_off(path: str, value: Any) -> bool:
-    """Return whether a section is false or empty, or an object in which nothing is enabled at any depth.
-
-    Those in ``ON_IF_THERE`` must say ``enabled: false`` themselves.
-    """
+    """Return whether a section is false or empty, or an object in which nothing is enabled at any depth."""
     if not isinstance(value, Mapping) or not value:
         return not value
+    # DeepSpeed enables these two by their presence, so they must say enabled: false themselves.
     if path in ON_IF_THERE:
         return value.get("enabled", True) is False
     return not _enables(value)
@@ -303,11 +306,3 @@ def _enables(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return False
     return value.get("enabled") not in (None, False, UNSET) or any(map(_enables, value.values()))
-
-
-def _without(section: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {
-        key: _without(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
-        for key, value in section.items()
-        if f"{prefix}{key}" not in GONE
-    }

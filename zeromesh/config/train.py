@@ -30,6 +30,7 @@ class ModelShape(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
+        # Here and not in the model, so that a file is refused with both keys before anything is built.
         if self.hidden_size % self.heads:
             raise ValueError(
                 f"hidden_size = {self.hidden_size} must be a multiple of heads = {self.heads}; the nearest are "
@@ -48,6 +49,7 @@ class HuggingFace(Section):
     """A causal language model of transformers to train, in place of one of model's."""
 
     path: str = key(..., "Local folder with config.json, and with safetensors to continue from.")
+    # Null follows the folder, so that a config.json alone starts from the beginning.
     weights: bool | None = key(None, "Start from the folder's weights. Null: if it has any.")
     sequence_length: PositiveInt = key(..., "Tokens per sample; at most what the model has positions for.")
     attention: str | None = key(None, "Implementation of attention in transformers, such as sdpa. Null: its choice.")
@@ -76,12 +78,12 @@ class WeightedSource(Section):
 
 
 def _listed_sources(value: Any) -> Any:
-    """One source stands for a list of one."""
+    # One source stands for a list of one.
     return tuple(_source(entry) for entry in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _source(entry: Any) -> Any:
-    """An entry of either form; said here what is wrong with it, or it would be said of both forms."""
+    # What is wrong with an entry is said here, or pydantic would say it of both forms.
     if isinstance(entry, str | WeightedSource):
         return entry
     if not isinstance(entry, dict):
@@ -123,20 +125,20 @@ class TextData(Section):
     tokenizer: str | None = key(
         None, "JSON file of tokenizers, or folder of transformers. Null: a tokenizer is trained."
     )
-    workers: PositiveInt | None = key(None, "Processes that turn text into tokens. Null: as many as there are cores.")
 
     @field_validator("train")
     @classmethod
     def _some_text(cls, sources: tuple[str | WeightedSource, ...]) -> tuple[str | WeightedSource, ...]:
         if not sources:
             raise ValueError("must name at least one file, folder or pattern; python-stdlib is on every machine")
+        # A source without a weight would have a share that depends on the unit of the others.
         if len({isinstance(source, str) for source in sources}) > 1:
             raise ValueError("has sources with a weight and sources without; give all of them one, or none")
         return sources
 
     @property
     def blend(self) -> list[tuple[tuple[str, ...], float]]:
-        """The data sets that samples are taken from: the sources of each, and its share; the shares add up to 1."""
+        """Data sets that samples are taken from: the sources of each, and its share; the shares add up to 1."""
         weighted = [source for source in self.train if not isinstance(source, str)]
         if not weighted:
             return [(tuple(source for source in self.train if isinstance(source, str)), 1.0)]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from torch import nn
 
 from zeromesh import Environment, Settings
 from zeromesh.comm.detect import is_launched, may_restart
+from zeromesh.config.keys import (
+    CONTEXT_RANKS,
+    DOCUMENT_ATTENTION,
+    MODEL_FOLDER,
+    MODEL_VOCABULARY,
+    OPTIMIZER_ENTRY,
+    OTHER_OUTPUT,
+    PADDED,
+    PROMPTS,
+    SOURCES,
+    TOKENIZER,
+    VOCABULARY,
+)  # fmt: skip
+from zeromesh.config.printing import changes
 from zeromesh.config.settings import Resolved
-from zeromesh.config.tables import WITHOUT_EFFECT
 from zeromesh.config.train import RunSettings, TextData
 from zeromesh.context.order import require_length
 from zeromesh.initialization.trial import try_out
@@ -29,7 +39,6 @@ from zeromesh.train.model import LanguageModel, Transformer, language_model
 FREE = frozenset(
     {
         "run",
-        "data.workers",
         "mesh",
         "slots",
         "units",
@@ -45,15 +54,12 @@ FREE = frozenset(
         "csv_monitor",
         "dataloader_drop_last",
         "zero_allow_untested_optimizer",
-        *WITHOUT_EFFECT,
     }
 )
 """Keys and sections that may change when a run is resumed: its result does not depend on them."""
 
+# The elastic solution changes these with the number of ranks, and keeps the samples of a step.
 MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Keys that change with the number of ranks, while the samples of a step stay the same."""
-
-NOT_SET = "not set"
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,7 @@ class Job:
 
     @classmethod
     def of(cls, settings: Settings) -> Job:
-        """Return the run in the settings.
-
-        Raises:
-            ValueError: a section is missing.
-        """
+        """Return the run in the settings; raise ValueError if a section is missing."""
         language, data, run = language_model(settings), settings.data, settings.run
         if data is None or run is None:
             raise ValueError(
@@ -82,12 +84,8 @@ class Job:
         return cls(settings.model_copy(update={"data": data}), language, data, run)
 
     def with_vocabulary(self, size: int, trained: bool = True) -> Job:
-        """Return the same run with this size in the model's vocabulary, unless the settings have one.
-
-        Args:
-            size: number of entries.
-            trained: whether a tokenizer that the run trains has them; the settings of the data then name the size.
-        """
+        """Return the same run with this number of entries in the model's vocabulary, unless the settings have one."""
+        # Of a tokenizer that the run trains, the settings of the data name the size, too, for a run that is resumed.
         model = self.settings.model
         if model is not None:
             model = model.model_copy(update={"vocab_size": model.vocab_size or size})
@@ -102,15 +100,12 @@ class Job:
 
 
 def check(settings: Settings) -> Job:
-    """Check everything that can be checked before the text is read. Only the output folder is tried out by writing.
-
-    Raises:
-        ValueError: the run cannot start.
-    """
+    """Check everything that can be checked before the text is read; raise ValueError if the run cannot start."""
     job = Job.of(settings)
     if settings.optimizer is None:
-        raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
+        raise ValueError(f"zeromesh train needs an optimizer; add {OPTIMIZER_ENTRY}")
     sizes = _mesh(job)
+    # The engine would find this, too, but in a batch, after the text was read.
     if sizes["context"] > 1:
         try:
             require_length(job.language.sequence_length, sizes["context"])
@@ -119,6 +114,7 @@ def check(settings: Settings) -> Job:
     resolved = _resolved(job)
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()  # before the model is built from that folder
+    # The model has no memory here, and a rank is started only if everything fits together.
     try_out(_build_model(job), resolved, sizes)
     job.folder.check(bool(job.run.resume))
     if job.run.resume:
@@ -138,16 +134,12 @@ def _resolved(job: Job) -> Resolved:
 
 
 def _build_model(job: Job) -> nn.Module:
-    """Return the model without memory.
-
-    Raises:
-        ValueError: its sizes do not fit together.
-    """
+    """Return the model without memory; raise ValueError if its sizes do not fit together."""
     shape, wanted = job.settings.model, job.data.vocabulary_size
     entries = None if shape is None else shape.vocab_size
     if entries is not None and job.data.tokenizer is None and size_is_set(job.data) and entries < wanted:
         raise ValueError(
-            f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
+            f"{MODEL_VOCABULARY} = {entries} is smaller than {VOCABULARY} = {wanted}; leave out the former"
         )
     language = job.with_vocabulary(wanted).language
     try:
@@ -160,31 +152,29 @@ def _build_model(job: Job) -> nn.Module:
 
 
 def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> PreparedData:
-    """Return the text as tokens, and check that it is long enough and suits the model.
-
-    Raises:
-        ValueError: there is no text, or too little, a record is wrong, or the model does not have a token id.
-    """
+    """Return the text as tokens; raise ValueError if it is wrong, too short, or does not suit the model."""
     length = job.language.sequence_length
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
     if prepared.document_attention and _mesh(job)["context"] > 1:
         raise ValueError(
-            "mesh.context > 1: attention over several ranks cannot hide the documents of a sample from each other; set "
-            'data.document_attention to false, data.packing to "pad", or mesh.context to 1'
+            f"{CONTEXT_RANKS} > 1: attention over several ranks cannot hide the documents of a sample from each other; "
+            f"set {DOCUMENT_ATTENTION} to false, {PADDED}, or {CONTEXT_RANKS} to 1"
         )
     vocabulary = job.language.vocabulary or prepared.vocabulary
+    # A larger vocabulary than the tokenizer's is usual: models round theirs up.
     if prepared.tokenizer is None and job.run.sample.prompts:
         raise ValueError(
-            "run.sample.prompts need a tokenizer, and data.train is tokens already; name it in data.tokenizer, or "
-            "leave the prompts out"
+            f"{PROMPTS} need a tokenizer, and {SOURCES} is tokens already; name it in {TOKENIZER}, or leave the "
+            "prompts out"
         )
     if prepared.tokenizer is not None and vocabulary < prepared.vocabulary:
         raise ValueError(
             f"the model's vocabulary has {vocabulary} entries, and the tokenizer {prepared.vocabulary}; use the "
-            f"model's own tokenizer in data.tokenizer, or {_larger(job)}"
+            f"model's own tokenizer in {TOKENIZER}, or {_larger(job)}"
         )
     if prepared.tokenizer is not None and isinstance(job.language, Transformer):
         job.language.require_tokenizer(job.data.tokenizer, prepared.vocabulary)
+    # Now, and not after hours of training: it raises if there is no chat template.
     if prepared.tokenizer is not None and job.run.sample.chat and job.run.sample.prompts:
         load_tokenizer(prepared.tokenizer).prompt([{"role": "user", "content": job.run.sample.prompts[0]}])
     for part in (*prepared.train, *prepared.validation):
@@ -198,7 +188,7 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     wanted = _resolved(job).train_batch_size
     if samples < wanted:
         raise ValueError(
-            f"data.train gives {samples} samples of {job.language.section}.sequence_length = {length} tokens, fewer "
+            f"{SOURCES} gives {samples} samples of {job.language.section}.sequence_length = {length} tokens, fewer "
             f"than the {wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
         )
     return prepared
@@ -207,37 +197,24 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
 def _larger(job: Job) -> str:
     """Return the change that gives the model a larger vocabulary, for messages."""
     built_in = job.language.section == "model"
-    return "raise model.vocab_size" if built_in else "name a model with a larger vocabulary in huggingface.path"
+    return f"raise {MODEL_VOCABULARY}" if built_in else f"name a model with a larger vocabulary in {MODEL_FOLDER}"
 
 
 # Settings of a resumed run.
 
 
 def require_unchanged(folder: RunFolder, settings: Resolved) -> None:
-    """Compare the settings of a run with those that it is resumed with.
-
-    Args:
-        folder: folder of the run. Without settings in it, nothing is compared.
-        settings: settings with which the run is resumed.
-
-    Raises:
-        ValueError: they differ in a key on which the result depends.
-    """
+    """Raise ValueError if a run is resumed with other settings, in a key on which the result depends."""
     if not folder.config.is_file():
         return
     before = folder.settings()
-    old, new = dict(_leaves(json.loads(before.to_json()))), dict(_leaves(json.loads(settings.to_json())))
     free = FREE | (set(MICRO) if before.data_size != settings.data_size else set()) | _automatic(settings)
-    changes = [
-        f"{key}: {_text(old, key)} in the run, {_text(new, key)} now"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key, NOT_SET) != new.get(key, NOT_SET) and not _is_free(key, free)
-    ]
-    if changes:
-        lines = "".join(f"\n  {change}" for change in changes)
+    different = changes(before, settings, free)
+    if different:
+        lines = "".join(f"\n  {line}" for line in different)
         raise ValueError(
             f"the run in {str(folder.path)!r} was started with other settings:{lines}\n"
-            "bring back those of the run, or start a new one without --resume and with --set run.output=FOLDER"
+            f"bring back those of the run, or start a new one without --resume: {OTHER_OUTPUT}"
         )
 
 
@@ -245,24 +222,7 @@ def _automatic(settings: Resolved) -> set[str]:
     """Return the keys of sizes that the settings leave to the text."""
     free = set()
     if settings.model is not None and settings.model.vocab_size is None:
-        free.add("model.vocab_size")
-    if settings.data is not None and "vocabulary_size" not in settings.data.model_fields_set:
-        free.add("data.vocabulary_size")
+        free.add(MODEL_VOCABULARY)
+    if settings.data is not None and not size_is_set(settings.data):
+        free.add(VOCABULARY)
     return free
-
-
-def _is_free(key: str, free: Set[str]) -> bool:
-    parts = key.split(".")
-    return any(".".join(parts[:count]) in free for count in range(1, len(parts) + 1))
-
-
-def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _text(leaves: dict[str, Any], key: str) -> str:
-    return json.dumps(leaves[key]) if key in leaves else NOT_SET

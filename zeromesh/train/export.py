@@ -15,6 +15,7 @@ from torch import nn
 
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.folder import locate
+from zeromesh.config.keys import OUTPUT
 from zeromesh.export import State, adapter_names, is_adapted, plain_state, write_model, written_names
 from zeromesh.pretrained import first_names, require_transformers
 from zeromesh.train.architectures import published
@@ -28,17 +29,7 @@ DRAFT = ".zeromesh-export"
 
 
 def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
-    """Write the model of a run with its tokenizer, in the dtype of its computations.
-
-    Args:
-        run: folder of the run.
-        output: folder to write; it is empty or does not exist.
-        tag: name of the checkpoint; None for the latest.
-        merge: write the model with its adapters added to the weights, instead of the adapters alone.
-
-    Raises:
-        ValueError: there is no such checkpoint, the output is not empty, or there are no adapters to merge.
-    """
+    """Write the model of a run with its tokenizer, in the dtype of its computations."""
     folder = RunFolder(run)
     reader = _reader(folder, tag)
     settings = folder.settings()
@@ -59,14 +50,10 @@ def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
 
 @contextmanager
 def _draft(output: Path) -> Iterator[Path]:
-    """Return a folder inside the output. Its files move to the output when all are written; otherwise nothing is left.
-
-    Raises:
-        ValueError: the output has other files than the draft of an export that was killed.
-    """
+    """Return a folder inside the output whose files move to the output at the end; after an error, nothing is left."""
     draft, made = output / DRAFT, not output.exists()
     held = [] if made else [path.name for path in output.iterdir() if path != draft] if output.is_dir() else ["a file"]
-    if held:
+    if held:  # never overwritten, since it may be another export that someone uses
         some = ", ".join(sorted(held)[:3])
         beside = f", beside {DRAFT} of an export that was interrupted" if draft.exists() else ""
         raise ValueError(
@@ -81,7 +68,7 @@ def _draft(output: Path) -> Iterator[Path]:
         for path in sorted(draft.iterdir(), key=lambda path: path.name.endswith("config.json")):
             path.rename(output / path.name)
         draft.rmdir()
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         shutil.rmtree(draft, ignore_errors=True)
         if made:
             with suppress(OSError):
@@ -92,7 +79,8 @@ def _draft(output: Path) -> Iterator[Path]:
 def _reader(folder: RunFolder, tag: str | None) -> Reader:
     chosen = tag or folder.last_checkpoint
     if chosen is None:
-        raise ValueError(f"{str(folder.path)!r} holds no checkpoint; name the folder that run.output named in training")
+        raise ValueError(f"{str(folder.path)!r} holds no checkpoint; name the folder that {OUTPUT} named in training")
+    # Only what is written is checked: an optimizer state may be many times as large.
     reader = Reader(locate(folder.checkpoints, chosen))
     reader.verify(names={name for name in reader.names if name.startswith(("parameter/", "buffer/"))})
     return reader
@@ -103,6 +91,7 @@ def _export_built_in(language: BuiltIn, reader: Reader, folder: RunFolder, outpu
     end = load_tokenizer(folder.tokenizer).end if folder.tokenizer.is_dir() else 0
     name, arguments = published.configuration(language.shape, end)
     make = getattr(transformers, name)
+    # Without memory: only its configuration and the names of its tensors are needed.
     with torch.device("meta"):
         model = make(make.config_class(**arguments)).to(dtype)
 
@@ -127,11 +116,13 @@ def _export_transformer(language: Transformer, reader: Reader, output: Path, dty
 
 
 def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
-    """Yield the state of the model without adapters, block by block; transformers converts within blocks."""
+    """Yield the state of the model without adapters, block by block."""
+    # In memory one block at a time; transformers fuses and splits tensors, as of experts, within blocks only.
     written, first = written_names(model), first_names(model)
 
     def real(path: str) -> nn.Module:
         """Return a copy of an adapted layer, with its values."""
+        # The model is on the meta device, and merging adapters needs values: of one layer at a time.
         layer = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
         names = {name: f"{path}.{name}" for name, _ in layer.named_parameters()}
         values = {name: reader.tensor(f"parameter/{first.get(own, own)}") for name, own in names.items()}
@@ -150,7 +141,7 @@ def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
 
 
 def _block(name: str) -> str:
-    """Return the path of a parameter's block, which ends at the first number."""
+    # The path ends at the first number, as in model.layers.3.
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else ""

@@ -11,36 +11,25 @@ from pathlib import Path
 
 from zeromesh.checkpoint.folder import latest
 from zeromesh.checkpoint.manifest import MANIFEST
+from zeromesh.config.keys import MODEL_FOLDER, OTHER_OUTPUT, OUTPUT
 from zeromesh.config.settings import Resolved
 from zeromesh.tiers.lock import FolderInUse, locked
 from zeromesh.train.data.prepare import TOKENIZER_FOLDER
 
 
 class RunFolder:
-    """Folder of a run.
-
-    Attributes:
-        path: the folder.
-        config: file with the resolved settings.
-        text: folder of the token files.
-        tokenizer: folder of the tokenizer.
-        metrics: file with one JSON record per line.
-        picture: picture of the loss over the steps.
-        checkpoints: folder of the checkpoints.
-        model: folder of the weights, or the adapters, at the end of the run.
-        report: report for programs; the same name with ``.md`` is for people.
-    """
+    """Folder of a run, with the paths of its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.json"
-        self.text = path / "text"
+        self.config = path / "config.json"  # resolved settings
+        self.text = path / "text"  # token files
         self.tokenizer = self.text / TOKENIZER_FOLDER
         self.metrics = path / "metrics.jsonl"
         self.picture = path / "loss.png"
         self.checkpoints = path / "checkpoints"
-        self.model = path / "model"
-        self.report = path / "report.json"
+        self.model = path / "model"  # weights, or adapters, at the end of the run
+        self.report = path / "report.json"  # for programs; the same name with .md is for people
 
     @property
     def has_finished(self) -> bool:
@@ -55,6 +44,7 @@ class RunFolder:
     @property
     def last_checkpoint(self) -> str | None:
         """Tag of the checkpoint from which the run is resumed; None if there is none."""
+        # The file "latest" may name a checkpoint that was deleted, and only then is there a name without a checkpoint.
         if not self.checkpoints.is_dir() or not any(self.checkpoints.glob(f"*/{MANIFEST}")):
             return None
         return latest(self.checkpoints)
@@ -65,76 +55,58 @@ class RunFolder:
         return self.metrics.exists() and self.last_checkpoint is None and not self.has_finished
 
     def settings(self) -> Resolved:
-        """Return the settings of the run, without a warning about keys that have no effect.
-
-        Raises:
-            ValueError: a run did not write the file.
-        """
+        """Return the settings of the run; raise ValueError if no run wrote the file."""
         try:
+            # Not by load, which would report keys without effect again.
             return Resolved.model_validate(json.loads(self.config.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{str(self.config)!r} is not what zeromesh train wrote: {error}") from None
 
     def require_base(self) -> None:
-        """Check that the model of transformers with which the run began is still there.
-
-        Raises:
-            ValueError: its folder is gone.
-        """
+        """Raise ValueError if the model of transformers with which the run began is not there any more."""
         base = self.settings().huggingface
         if base is None or Path(base.path).expanduser().is_dir():
             return
         raise ValueError(
-            f"huggingface.path = {base.path!r} in {str(self.config)!r} is no folder any more: the run began with the "
+            f"{MODEL_FOLDER} = {base.path!r} in {str(self.config)!r} is no folder any more: the run began with the "
             f"model in {str(Path(base.path).expanduser().absolute())!r}; put it back there, or a link to where it is "
             "now (zeromesh sample and export also take its new place from that file)"
         )
 
     @contextmanager
     def held(self, resume: bool) -> Iterator[None]:
-        """Lock the folder, and check it again.
-
-        Raises:
-            ValueError: another run uses it, or has used it since ``check``.
-        """
+        """Lock the folder; raise ValueError if another run uses it, or has used it since ``check``."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(self.path))
             except FolderInUse as error:
                 raise ValueError(
-                    f"run.output = {str(self.path)!r} is in use: {error.strerror}; wait for that run to end, or choose "
-                    "another folder with --set run.output=FOLDER"
+                    f"{OUTPUT} = {str(self.path)!r} is in use: {error.strerror}; wait for that run to end, or "
+                    f"{OTHER_OUTPUT}"
                 ) from None
             self.check(resume)
             yield
 
     def check(self, resume: bool) -> None:
-        """Check that the run can start in the folder.
-
-        Raises:
-            ValueError: there is a run but ``resume`` is false, or none to resume, or the folder cannot be written to.
-        """
+        """Raise ValueError if there is a run but ``resume`` is false, or none to resume, or no file can be written."""
         checkpoint = self.last_checkpoint
         if resume and checkpoint is None:
             remedy = "start the run without --resume, or name the folder of an earlier run"
             if self.has_finished:
-                remedy = "choose another folder with --set run.output=FOLDER, and leave --resume out"
-            raise ValueError(f"run.output = {str(self.path)!r} holds no checkpoint to resume from; {remedy}")
+                remedy = f"{OTHER_OUTPUT}, and leave --resume out"
+            raise ValueError(f"{OUTPUT} = {str(self.path)!r} holds no checkpoint to resume from; {remedy}")
         if not resume and (checkpoint is not None or self.has_finished):
-            remedies = [
-                *(["continue it with --resume"] if checkpoint is not None else []),
-                "choose another folder with --set run.output=FOLDER",
-            ]
+            going_on = "continue it with --resume, " if checkpoint is not None else ""
             raise ValueError(
-                f"run.output = {str(self.path)!r} already holds a run; {', '.join(remedies)}, or delete it"
+                f"{OUTPUT} = {str(self.path)!r} already holds a run; {going_on}{OTHER_OUTPUT}, or delete it"
             )
         try:
             for folder in (self.path, self.checkpoints):  # the second may be a link to another disk
                 folder.mkdir(parents=True, exist_ok=True)
+                # Permissions do not tell: a disk may be full, or mounted for reading only.
                 with tempfile.TemporaryFile(dir=folder):
                     pass
         except OSError as error:
             raise ValueError(
-                f"run.output = {str(self.path)!r} cannot be written to ({error.strerror}); "
-                "choose another folder with --set run.output=FOLDER"
+                f"{OUTPUT} = {str(self.path)!r} cannot be written to ({error.strerror}); {OTHER_OUTPUT}"
             ) from None

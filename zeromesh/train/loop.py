@@ -24,17 +24,11 @@ _log = logging.getLogger("zeromesh")
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run.
+    """Progress of a run."""
 
-    Attributes:
-        step: number of updates.
-        samples: number of samples that all ranks have consumed.
-        seconds: time in steps, without evaluation and saving.
-    """
-
-    step: int = 0
-    samples: int = 0
-    seconds: float = 0.0
+    step: int = 0  # updates
+    samples: int = 0  # consumed by all ranks together
+    seconds: float = 0.0  # in steps, without evaluation and saving
 
 
 @dataclass(frozen=True)
@@ -50,16 +44,12 @@ class Loop:
     display: Display
 
     def run(self, batches: Iterator[Batch], start: Progress) -> Progress:
-        """Train from ``start`` to the last step, and save the last state. Collective.
-
-        Raises:
-            FloatingPointError: the loss is not finite.
-        """
+        """Train from ``start`` to the last step, and save the last state. Collective."""
         peak = self._peak_flops()
         progress = logged = start
         while progress.step < self.job.run.steps:
             began = time.perf_counter()
-            rate = self.engine.get_lr()[0]
+            rate = self.engine.get_lr()[0]  # before the step, which sets that of the next one
             loss = self._step(batches)
             seconds = progress.seconds + (time.perf_counter() - began)
             progress = Progress(progress.step + 1, progress.samples + self.share.global_batch, seconds)
@@ -67,6 +57,7 @@ class Loop:
                 peak = self._log(progress, logged, loss, rate, peak)
                 logged = progress
             saved = self._between_steps(progress)
+            # The engine has agreed with all ranks on the signal, so all save at the same step.
             if self.engine.asked and not saved:
                 saved = self._save(progress)
             if self.engine.asked == Request.SAVE_AND_END:
@@ -74,13 +65,14 @@ class Loop:
                 if saved:
                     mark_saved()
                     raise Ended
-                raise SystemExit(128 + signal.SIGTERM)
+                raise SystemExit(128 + signal.SIGTERM)  # as if the signal had ended it: nothing was saved
         if progress.step > start.step and not self._due(progress, self.job.run.save_every):
             self._save(progress, last=True)
         return progress
 
     def _step(self, batches: Iterator[Batch]) -> float:
-        """Update once, and return the loss in nats per label. All labels of the global batch have the same weight."""
+        """Update once, and return the loss in nats per label."""
+        # All labels of the global batch have the same weight, wherever they are, so they are counted before.
         own = [next(batches) for _ in range(self.share.micro_batches)]
         micro_batches, _ = weighted(self.engine, self.job.language, own)
         self.engine.train_batch(iter(micro_batches))
@@ -118,7 +110,9 @@ class Loop:
         tokens = (progress.samples - logged.samples) * self.job.language.sequence_length
         speed = tokens / (progress.seconds - logged.seconds)
         achieved = speed * self.flops_per_token
+        # A short product measures the peak badly, and a share above 1 would be odd.
         peak_speed = max(peak_speed, achieved)
+        # fp64 holds every number of bytes exactly.
         peak = torch.tensor([float(peak_bytes(self.engine.device))], dtype=torch.float64)
         norm = self.engine.get_global_grad_norm()
         assert norm is not None
@@ -155,11 +149,7 @@ class Loop:
         return self.share.global_batch * self.job.language.sequence_length
 
     def _save(self, progress: Progress, last: bool = False) -> bool:
-        """Write a checkpoint, and return whether this succeeded.
-
-        A disk that is full does not end a run, unless ``checkpoint.on_failure`` says so or the step is the last one:
-        the next save is another try.
-        """
+        """Write a checkpoint, and return whether this succeeded."""
         state = {"samples": progress.samples, "seconds": progress.seconds}
         failure: OSError | RuntimeError | None = None
         try:
@@ -168,6 +158,8 @@ class Loop:
             failure = error
         failed = self.engine.mesh.group("world").exchange(torch.tensor([float(failure is not None)]))
         if bool(failed.any()):
+            # A full disk does not end a run: the next save is another try. But a checkpoint that only some ranks have
+            # written means that they do not agree on what is there.
             reason = failure or RuntimeError("the checkpoint was written, but another rank failed right after that")
             if last or self.engine.config.checkpoint.on_failure == "stop" or not bool(failed.all()):
                 raise reason

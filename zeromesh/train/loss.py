@@ -15,104 +15,72 @@ import torch.nn.functional as F
 
 from zeromesh import Engine
 from zeromesh.batches import WithLoss
-from zeromesh.context.applied import SpreadSequences
+from zeromesh.config.keys import DOCUMENT_ATTENTION, MODEL_FOLDER, PADDED
 from zeromesh.context.order import keep
 from zeromesh.export import plain_model
 from zeromesh.train.data.loader import NO_LABEL, Batch, evaluation_batches
 from zeromesh.train.data.store import PreparedData
 from zeromesh.train.model import LanguageModel, Transformer
 
-AT_ONCE = 32
-"""Micro-batches of a rank per evaluation call: a pipeline fills and drains once for them, and holds all of them."""
-
-PROBE = 4
-"""Tokens of each of the two documents of a trial."""
+AT_ONCE = 32  # micro-batches per evaluation call: a pipeline fills and drains once for them, and holds all of them
+PROBE = 4  # tokens of each of the two documents of a trial
 
 
 @dataclass(frozen=True)
 class Weighted(WithLoss):
-    """A micro-batch whose loss is the sum over its labels, in nats, times a factor.
-
-    Attributes:
-        batch: the micro-batch.
-        language: describes how the model is called.
-        spread: ranks over which its sequences are spread; None if they are not.
-        factor: the same on all ranks.
-    """
+    """A micro-batch whose loss is the sum over its labels, in nats, times a factor."""
 
     batch: Batch
     language: LanguageModel
-    spread: SpreadSequences | None
-    factor: float
+    engine: Engine
+    factor: float  # the same on all ranks
 
     def loss(self, model: Callable[..., Any]) -> torch.Tensor:
-        """Return a scalar in fp32, or in fp64 for a model in fp64.
-
-        Ranks that share the sequences get the same scalar; the gradient of each is that of its own tokens.
-        """
+        """Return a scalar in fp32, or in fp64 for a model in fp64."""
         logits, labels = self.language.logits(model, self.batch), self.batch.labels
+        spread = self.engine.context_parallel  # ranks over which its sequences are spread, if they are
         # A sum over the vocabulary in 16 bits would lose most digits.
         wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        if self.spread is None:
+        if spread is None:
             return F.cross_entropy(wide, labels.flatten(), ignore_index=NO_LABEL, reduction="sum") * self.factor
+        # Ranks that share the sequences get the same scalar; the gradient of each is that of its own tokens.
         count = int((labels != NO_LABEL).sum())
         if not count:
-            return wide.sum() * 0
-        own = keep(labels, self.spread.group.rank, self.spread.group.size, 1)
-        mean = self.spread.mean_loss(F.cross_entropy(wide, own.flatten(), ignore_index=NO_LABEL), own)
+            return wide.sum() * 0  # with a graph, since all ranks must run the same backward
+        own = keep(labels, spread.group.rank, spread.group.size, 1)
+        mean = spread.mean_loss(F.cross_entropy(wide, own.flatten(), ignore_index=NO_LABEL), own)
         return mean * count * self.factor
 
 
 def weighted(engine: Engine, language: LanguageModel, batches: Sequence[Batch]) -> tuple[list[Weighted], int]:
-    """Return micro-batches whose mean loss in the engine is nats per label of all ranks, and their labels. Collective.
-
-    Args:
-        engine: takes the mean over data ranks and micro-batches.
-        language: describes how the model is called.
-        batches: this rank's micro-batches, equally many on all ranks.
-    """
+    """Return micro-batches whose mean loss in the engine is nats per label, and the labels of all ranks. Collective."""
     world = engine.mesh.group("world")
     counts = torch.tensor([sum(int((batch.labels != NO_LABEL).sum()) for batch in batches)])
     # Ranks that share a batch count the same labels.
     labels = int(world.exchange(counts).sum()) * engine.data_size // world.size
+    # The engine takes the mean over data ranks and micro-batches, which are equally many on all ranks.
     factor = engine.data_size * len(batches) / max(1, labels)
-    return [Weighted(batch, language, engine.context_parallel, factor) for batch in batches], labels
+    return [Weighted(batch, language, engine, factor) for batch in batches], labels
 
 
 @dataclass(frozen=True)
 class Score:
-    """Evaluation on held-out text.
+    """Evaluation on held-out text."""
 
-    Attributes:
-        loss: nats per label.
-        bits_per_byte: bits that the labels cost, ends of text included, per byte of text. The bytes per label are the
-            mean over all held-out text, also if a part of it is evaluated. None if the bytes are unknown.
-    """
-
-    loss: float
-    bits_per_byte: float | None
+    loss: float  # nats per label
+    bits_per_byte: float | None  # ends of text included; None if the bytes are unknown
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text.
-
-    Attributes:
-        prepared: the text.
-        language: describes how the model is called.
-        rows: rows of a micro-batch.
-    """
+    """Held-out text in micro-batches of ``rows``."""
 
     prepared: PreparedData
     language: LanguageModel
     rows: int
 
     def score(self, engine: Engine, batches: int | None = None) -> Score | None:
-        """Evaluate the model on the first ``batches`` micro-batches of every rank, or on all. Collective.
-
-        Returns:
-            The score, the same on every rank; None without held-out text.
-        """
+        """Return the score on the first ``batches`` micro-batches of every rank, or on all. Collective."""
         total, count = 0.0, 0
         length = self.language.sequence_length
         own = evaluation_batches(self.prepared, length, self.rows, engine.data_rank, engine.data_size)
@@ -123,6 +91,7 @@ class HeldOut:
             count += labels
         if not count:
             return None
+        # Bytes per label are the mean over all held-out text, also if a part of it is evaluated.
         size = self.prepared.held_out_bytes
         bits = total / count / math.log(2) * self.prepared.held_out_labels / size if size else None
         return Score(loss=total / count, bits_per_byte=bits)
@@ -131,6 +100,8 @@ class HeldOut:
 @dataclass(frozen=True)
 class _Trial(WithLoss):
     """Two rows of tokens, whose loss is 1 if the model's predictions for them differ in some places, else 0."""
+
+    # A loss, because the last stage of a pipeline alone has the predictions, and shares only that.
 
     batch: Batch
     language: LanguageModel
@@ -147,22 +118,12 @@ class _Trial(WithLoss):
 
 
 def require_document_attention(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
-    """Check that attention stays within documents: tokens of the first must not matter in the second. Collective.
-
-    A trial is needed, since rotary or learned positions alone do not show it, and not every model looks at them.
-
-    Args:
-        engine: engine of the model.
-        language: describes how the model is called.
-        vocabulary: number of entries of the vocabulary.
-
-    Raises:
-        ValueError: the second document saw the first.
-    """
+    """Raise ValueError if tokens of a document matter in the next one of its row. Collective."""
     leaks = ValueError(
-        f"data.document_attention: {language.name} attends across documents whatever positions it is given; set it to "
-        'false, and data.packing to "pad" where records must not see each other'
+        f"{DOCUMENT_ATTENTION}: {language.name} attends across documents whatever positions it is given; set it to "
+        f"false, and {PADDED} where records must not see each other"
     )
+    # A trial, since rotary or learned positions alone do not show it, and not every model looks at them.
     if isinstance(language, Transformer):
         forward = plain_model(engine.module).forward
         if "position_ids" not in inspect.signature(forward).parameters:
@@ -177,11 +138,8 @@ def require_document_attention(engine: Engine, language: LanguageModel, vocabula
 
 
 def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
-    """Check that a token does not matter to the predictions before it. Collective.
-
-    Raises:
-        ValueError: it does, as in BERT: the model would learn to copy its labels.
-    """
+    """Raise ValueError if a token matters to the predictions before it, as in BERT. Collective."""
+    # Such a model would learn to copy its labels.
     tokens = torch.stack([torch.arange(PROBE) % vocabulary] * 2)
     tokens[1, -1] = vocabulary - 1 - tokens[1, -1]
     spread = engine.context_parallel
@@ -189,6 +147,6 @@ def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> 
         differs = _Trial(Batch(tokens, tokens), language, slice(-1)).differs(engine)
     if differs:
         raise ValueError(
-            f"huggingface.path: {language.name} is no causal model: what it predicts depends on later tokens; choose a "
+            f"{MODEL_FOLDER}: {language.name} is no causal model: what it predicts depends on later tokens; choose a "
             "model that generates text (examples/bert_mlm.py trains on masked tokens)"
         )

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 import zeromesh
 from zeromesh import Settings
 from zeromesh.config.errors import nearest
+from zeromesh.config.keys import (
+    ADAPTED,
+    LONGEST_SEQUENCE,
+    MODEL_ATTENTION,
+    MODEL_FOLDER,
+    MODEL_WEIGHTS,
+    TOKENIZER,
+)  # fmt: skip
 from zeromesh.config.train import HuggingFace, Lora, ModelShape
 from zeromesh.model.lengths import positions
 from zeromesh.pretrained import build, configuration
@@ -27,133 +33,75 @@ from zeromesh.train.data.loader import Batch
 from zeromesh.train.data.tokenizer import load_tokenizer
 
 
-class LanguageModel(ABC):
-    """Description of a model that predicts the next token.
-
-    Attributes:
-        section: section of the configuration that describes the model.
-    """
-
-    section: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def sequence_length(self) -> int:
-        """Tokens per sample."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Name of the architecture."""
-
-    @property
-    @abstractmethod
-    def tokenizer(self) -> str | None:
-        """Folder of the model's own tokenizer; None if it has none."""
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> int | None:
-        """Number of entries of the vocabulary; None if the tokenizer decides."""
-
-    @abstractmethod
-    def build(self) -> nn.Module:
-        """Return the model for ``zeromesh.initialize``; no rank allocates all of it.
-
-        Raises:
-            ValueError: the settings do not describe a model that can be trained.
-        """
-
-    @abstractmethod
-    def cost(self, model: nn.Module) -> float:
-        """Return the operations of forward and backward per token, for the model that was built."""
-
-    @abstractmethod
-    def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
-        """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
-
-
-def language_model(settings: Settings) -> LanguageModel:
-    """Return the model in the settings.
-
-    Raises:
-        ValueError: the settings have none.
-    """
-    if settings.huggingface is not None:
-        return Transformer(settings.huggingface, settings.lora)
-    if settings.model is not None:
-        return BuiltIn(settings.model)
-    raise ValueError("zeromesh train needs a section 'model', or 'huggingface' with the folder of a model")
-
-
 @dataclass(frozen=True)
-class BuiltIn(LanguageModel):
-    """A ``Decoder``."""
+class BuiltIn:
+    """Description of a ``Decoder``."""
 
     shape: ModelShape
     section = "model"
     tokenizer = None
 
     @property
-    @override
     def sequence_length(self) -> int:
+        """Tokens per sample."""
         return self.shape.sequence_length
 
     @property
-    @override
     def name(self) -> str:
+        """Name of the architecture."""
         return self.shape.architecture
 
     @property
-    @override
     def vocabulary(self) -> int | None:
+        """Number of entries of the vocabulary; None if the tokenizer decides."""
         return self.shape.vocab_size
 
-    @override
     def build(self) -> nn.Module:
+        """Return the model for ``zeromesh.initialize``; no rank allocates all of it."""
         with zeromesh.zero.Init():
             return Decoder(self.shape)
 
-    @override
     def cost(self, model: nn.Module) -> float:
+        """Return the operations of forward and backward per token, for the model that was built."""
         return training_flops_per_token(self.shape)
 
-    @override
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
+        """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
         found: torch.Tensor = model(batch.tokens, positions=batch.positions, documents=batch.documents)
         return found
 
 
 @dataclass(frozen=True)
-class Transformer(LanguageModel):
-    """A causal model of transformers."""
+class Transformer:
+    """Description of a causal model of transformers, with the same names as ``BuiltIn``."""
 
     source: HuggingFace
     lora: Lora | None = None
     section = "huggingface"
 
     @property
-    @override
     def sequence_length(self) -> int:
+        """Tokens per sample."""
         return self.source.sequence_length
 
     @property
-    @override
     def name(self) -> str:
+        """Name of the architecture."""
         try:
             config = json.loads((self.folder / "config.json").read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"huggingface.path = {str(self.folder)!r} has no readable config.json: {error}") from None
+            raise ValueError(f"{MODEL_FOLDER} = {str(self.folder)!r} has no readable config.json: {error}") from None
         return str((config.get("architectures") or [self.folder.name])[0])
 
     @property
     def folder(self) -> Path:
-        """Folder of the model. It is absolute, because adapters name it and can be moved."""
+        """Folder of the model."""
+        # Absolute, because adapters name it and can be moved.
         return Path(self.source.path).expanduser().absolute()
 
     @property
-    @override
     def tokenizer(self) -> str | None:
+        """Folder of the model's own tokenizer; None if it has none."""
         names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
         return self.source.path if any((self.folder / name).is_file() for name in names) else None
 
@@ -166,8 +114,8 @@ class Transformer(LanguageModel):
         return any(any(self.folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin"))
 
     @property
-    @override
-    def vocabulary(self) -> int | None:
+    def vocabulary(self) -> int:
+        """Number of entries of the vocabulary."""
         with self._explained():
             return int(configuration(self.folder)[0].get_text_config().vocab_size)
 
@@ -182,8 +130,8 @@ class Transformer(LanguageModel):
             yield
         except (ValueError, ImportError) as error:
             attention = self.source.attention
-            beside = "" if attention is None else f" with huggingface.attention = {attention!r}"
-            raise ValueError(f"huggingface.path = {self.source.path!r}{beside}: {error}") from None
+            beside = "" if attention is None else f" with {MODEL_ATTENTION} = {attention!r}"
+            raise ValueError(f"{MODEL_FOLDER} = {self.source.path!r}{beside}: {error}") from None
 
     def unfilled(self, dtype: torch.dtype) -> nn.Module:
         """Return the model without values of its parameters."""
@@ -192,66 +140,73 @@ class Transformer(LanguageModel):
             model = build(self.folder, None, dtype, draws=False, **self._options)
         return model if self.lora is None else _with_adapters(model, self.lora)
 
-    @override
     def build(self) -> nn.Module:
+        """Return the model for ``zeromesh.initialize``; no rank allocates all of it."""
         quiet()
         with self._explained():
             model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **self._options)
+        # Adapters alone could not make sense of weights that were drawn at random.
         if self.lora is not None and not self.has_weights:
             raise ValueError(
-                f"lora adapts the weights of a model, and huggingface.path = {self.source.path!r} gives none, or "
-                "huggingface.weights leaves them out; choose one with weights, or leave lora out"
+                f"lora adapts the weights of a model, and {MODEL_FOLDER} = {self.source.path!r} gives none, or "
+                f"{MODEL_WEIGHTS} leaves them out; choose one with weights, or leave lora out"
             )
         longest = positions(model.config.get_text_config())
         if longest is not None and self.sequence_length > longest:
             raise ValueError(
-                f"huggingface.sequence_length = {self.sequence_length} is longer than the {longest} positions of the "
-                f"model in huggingface.path = {self.source.path!r}; set it to {longest} or less"
+                f"{LONGEST_SEQUENCE} = {self.sequence_length} is longer than the {longest} positions of the "
+                f"model in {MODEL_FOLDER} = {self.source.path!r}; set it to {longest} or less"
             )
         return model if self.lora is None else _with_adapters(model, self.lora)
 
     def require_tokenizer(self, named: str | None, size: int) -> None:
-        """Refuse a tokenizer that the weights were not trained with, by its folder and its size.
-
-        Args:
-            named: path of the tokenizer; None if it was trained on the text.
-            size: number of its entries.
-
-        Raises:
-            ValueError: the tokenizer is not the model's.
-        """
+        """Refuse a tokenizer that the weights were not trained with; ``named`` is None for one that the run trained."""
         if not self.has_weights:
             return
         own = self.tokenizer
         if named is None:
             raise ValueError(
-                f"the weights in huggingface.path = {self.source.path!r} know the ids of their own tokenizer, which is "
-                "not there; name it in data.tokenizer, or set huggingface.weights to false"
+                f"the weights in {MODEL_FOLDER} = {self.source.path!r} know the ids of their own tokenizer, which is "
+                f"not there; name it in {TOKENIZER}, or set {MODEL_WEIGHTS} to false"
             )
+        # A copy of the model's tokenizer in another folder has the same size, and is let through.
         if own is not None and Path(named) != Path(own) and (entries := load_tokenizer(Path(own)).size) != size:
             raise ValueError(
-                f"data.tokenizer = {named!r} has {size} entries, and the model's own in {own!r} has {entries}; leave "
-                "data.tokenizer out, or set huggingface.weights to false"
+                f"{TOKENIZER} = {named!r} has {size} entries, and the model's own in {own!r} has {entries}; leave "
+                f"{TOKENIZER} out, or set {MODEL_WEIGHTS} to false"
             )
 
-    @override
     def cost(self, model: nn.Module) -> float:
+        """Return the operations of forward and backward per token, for the model that was built."""
         length = self.sequence_length
         tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
         # With a whole mask, the model does not read the tokens to find where documents begin.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
-        inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        return training_cost(model, inputs, length).operations
+        return training_cost(model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length)
 
-    @override
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
+        """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
+        # Attention of transformers finds documents by positions that begin anew.
         positions = {} if batch.positions is None else {"position_ids": batch.positions}
         found: torch.Tensor = model(input_ids=batch.tokens, use_cache=False, **positions).logits
         return found
 
 
+LanguageModel = BuiltIn | Transformer
+
+
+def language_model(settings: Settings) -> LanguageModel:
+    """Return the model in the settings; raise ValueError if they have none."""
+    if settings.huggingface is not None:
+        return Transformer(settings.huggingface, settings.lora)
+    if settings.model is not None:
+        return BuiltIn(settings.model)
+    raise ValueError("zeromesh train needs a section 'model', or 'huggingface' with the folder of a model")
+
+
 def quiet() -> None:
     """Turn off the progress bars of transformers, and its warnings about calls of PEFT."""
+    # Imported late: transformers is not needed for a model of ours.
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -264,6 +219,7 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     except ImportError as error:
         raise ValueError(f"lora needs PEFT ({error}); pip install 'zeromesh[hf]'") from None
     _require_modules(model, lora)
+    # PEFT takes lists of names, and this one name as a string only.
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in lora.model_dump().items()}
     if options["target_modules"] == ["all-linear"]:
         options["target_modules"] = "all-linear"
@@ -271,12 +227,13 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         with zeromesh.zero.Init():
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))  # type: ignore[arg-type]
     except ValueError as error:
-        raise ValueError(f"lora.target_modules: {error}") from None
+        raise ValueError(f"{ADAPTED}: {error}") from None
     return adapted
 
 
 def _require_modules(model: nn.Module, lora: Lora) -> None:
-    """Refuse names without a module, which PEFT ignores if another name has one."""
+    """Refuse names without a module."""
+    # PEFT ignores such a name if another one has a module, and less would be trained than was asked for.
     paths = [path for path, _ in model.named_modules()]
     ends = sorted({path.rpartition(".")[2] for path in paths})
     for key, dot in (("target_modules", "."), ("modules_to_save", "")):

@@ -8,7 +8,6 @@ import re
 import time
 import tokenize
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -21,39 +20,23 @@ from zeromesh.observe.metrics import loss_picture, read_metrics
 from zeromesh.observe.units import bytes_text, duration_text, scaled_text
 from zeromesh.train.check import Job
 from zeromesh.train.data.store import PreparedData
-from zeromesh.train.folder import RunFolder
 from zeromesh.train.loop import Loop, Progress
 from zeromesh.train.model import Transformer
 from zeromesh.train.sample import load_writer
 
-SMALLEST_SHARE = 0.005
-"""Share of a step's time below which a resource gets no row."""
+SMALLEST_SHARE = 0.005  # of a step's time; resources below it get no row
+BAR = 20  # characters of a bar for the whole step
 
-BAR = 20
-"""Characters of a bar for the whole step."""
-
-
-@dataclass(frozen=True)
-class LineCount:
-    """Number of ``lines``, and of those that tokenize as Python."""
-
-    lines: int
-    tokenizing: int
-
-    @property
-    def share(self) -> float:
-        """Share of the lines that tokenize; NaN without lines."""
-        return self.tokenizing / self.lines if self.lines else float("nan")
+Report = dict[str, Any]
+"""Result of a run, as in report.json; losses are in nats per token."""
 
 
-def count_lines(texts: list[str]) -> LineCount:
-    """Count the lines that are complete and not blank, and those that Python's ``tokenize`` module reads.
-
-    Each line is read alone, without indentation. A line that leaves a bracket or a string open does not count, so the
-    share of a program is below 1: about 0.86 for the standard library.
-    """
+def count_lines(texts: list[str]) -> dict[str, int]:
+    """Count the lines that are complete and not blank, and those that Python's ``tokenize`` module reads."""
+    # Each line is read alone, so one that leaves a bracket or a string open does not count: the standard library itself
+    # has a share of about 0.86.
     lines = [line for text in texts for line in text.split("\n")[:-1] if line.strip()]
-    return LineCount(len(lines), sum(map(_tokenizes, lines)))
+    return {"lines": len(lines), "tokenizing": sum(map(_tokenizes, lines))}
 
 
 def _tokenizes(line: str) -> bool:
@@ -64,137 +47,70 @@ def _tokenizes(line: str) -> bool:
     return tokenize.ERRORTOKEN not in found
 
 
-@dataclass(frozen=True)
-class Report:
-    """Result of a run.
-
-    Attributes:
-        architecture: name of the model.
-        parameters: number of parameters.
-        ranks: number of processes.
-        zero_stage: stage of ZeRO.
-        steps: number of updates.
-        tokens: number of training tokens; repetitions count.
-        seconds: time from the command to this report.
-        training_seconds: time in steps, of the whole run also if it was resumed.
-        utilization: mean share of the peak operations per second (MFU).
-        training_loss: loss of the last logged step, nats per token.
-        validation_loss: nats per token of all held-out text; None without held-out text.
-        bits_per_byte: bits per byte of the same text; None also if its bytes are unknown.
-        gzip_bits_per_byte: bits per byte of ``gzip -9`` on the same text, the documents one after the other.
-        peak_memory: bytes by rank.
-        memory: memory report of the engine on the first rank.
-        traffic: traffic report of the engine on the first rank.
-        traffic_steps: steps since that report began; it includes evaluations between them.
-        bounds: bound report of the engine on the first rank; None after too few steps.
-        samples: texts, each a prompt and its continuation.
-        lines: lines of the samples that tokenize as Python; None if the text is not Python.
-    """
-
-    architecture: str
-    parameters: int
-    ranks: int
-    zero_stage: int
-    steps: int
-    tokens: int
-    seconds: float
-    training_seconds: float
-    utilization: float
-    training_loss: float
-    validation_loss: float | None
-    bits_per_byte: float | None
-    gzip_bits_per_byte: float | None
-    peak_memory: list[int]
-    memory: dict[str, Any]
-    traffic: dict[str, dict[str, float]]
-    traffic_steps: int
-    bounds: dict[str, Any] | None
-    samples: list[str]
-    lines: LineCount | None
-
-
 def close(
     loop: Loop, prepared: PreparedData, began: float, start: Progress, reached: Progress, console: Console
 ) -> None:
-    """Evaluate, and write the weights and the report. Collective; the first rank writes.
-
-    Args:
-        loop: the loop, at its end.
-        prepared: the text.
-        began: time of the command, in seconds since the epoch.
-        start: progress at the start of this command.
-        reached: progress now.
-        console: shows the report.
-    """
+    """Evaluate, and write the weights and the report of a loop at its end. Collective; the first rank writes."""
     engine, job = loop.engine, loop.job
     score = loop.held_out.score(engine)
     if score is not None:
         loop.show_score(reached, score)
     memory, traffic = engine.memory_report(), engine.traffic_report()
+    # Of one rank: the operations of a step are shared out evenly.
     bounds = engine.bound_report(loop.flops_per_token * loop.tokens_per_step / engine.mesh.world_size)
     own = torch.tensor([float(peak_bytes(engine.device))], dtype=torch.float64)
     peaks = [round(peak) for peak in engine.mesh.group("world").exchange(own).flatten().tolist()]
     engine.save_16bit_model(job.folder.model)
+    # All that is collective is done; only the first rank has metrics.
     if loop.metrics is None:
         return
     loop.metrics.close()
     if isinstance(job.language, Transformer):
         job.folder.copy_tokenizer(job.folder.model)
     records = read_metrics(job.folder.metrics)
-    _draw(job.folder, records, console)
+    steps, validations = ([record for record in records if record["kind"] == kind] for kind in ("train", "validation"))
+    curves = ([(record["step"], record["loss"]) for record in kind] for kind in (steps, validations))
+    if not loss_picture(job.folder.picture, *curves):
+        console.print(f"no {job.folder.picture.name}: drawing it needs matplotlib, pip install 'zeromesh[plots]'")
     samples = _samples(job)
-    steps = [record for record in records if record["kind"] == "train"]
-    report = Report(
-        architecture=job.language.name,
-        parameters=engine.sharded.count(),
-        ranks=engine.mesh.world_size,
-        zero_stage=job.settings.zero_optimization.stage,
-        steps=reached.step,
-        tokens=reached.samples * job.language.sequence_length,
-        seconds=time.time() - began,
-        training_seconds=reached.seconds,
-        utilization=fmean(record["utilization"] for record in steps),
-        training_loss=steps[-1]["loss"],
-        validation_loss=score.loss if score else None,
-        bits_per_byte=score.bits_per_byte if score else None,
-        gzip_bits_per_byte=prepared.gzip_bits_per_byte if score else None,
-        peak_memory=peaks,
-        memory=memory,
-        traffic=traffic,
-        traffic_steps=reached.step - start.step,
-        bounds=bounds,
-        samples=samples,
-        lines=count_lines(samples) if prepared.python else None,
-    )
-    job.folder.report.write_text(json.dumps(asdict(report), indent=2))
+    report: Report = {
+        "architecture": job.language.name,
+        "parameters": engine.sharded.count(),
+        "ranks": engine.mesh.world_size,
+        "zero_stage": job.settings.zero_optimization.stage,
+        "steps": reached.step,
+        "tokens": reached.samples * job.language.sequence_length,  # repetitions count
+        "seconds": time.time() - began,
+        "training_seconds": reached.seconds,  # in steps, of the whole run also if it was resumed
+        "utilization": fmean(record["utilization"] for record in steps),  # share of the peak operations per second
+        "training_loss": steps[-1]["loss"],
+        "validation_loss": score.loss if score else None,  # of all held-out text
+        "bits_per_byte": score.bits_per_byte if score else None,
+        "gzip_bits_per_byte": prepared.gzip_bits_per_byte if score else None,
+        "peak_memory": peaks,  # by rank; all below is of the first rank
+        "memory": memory,
+        "traffic": traffic,
+        "traffic_steps": reached.step - start.step,  # the traffic has evaluations between them, too
+        "bounds": bounds,  # null after too few steps
+        "samples": samples,
+        "lines": count_lines(samples) if prepared.python else None,
+    }
+    job.folder.report.write_text(json.dumps(report, indent=2))
     text = markdown(report)
     job.folder.report.with_suffix(".md").write_text(text, encoding="utf-8")
     console.print(Markdown(text))
     console.print(f"the report, the weights and the checkpoints are in {job.folder.path}")
 
 
-def _draw(folder: RunFolder, records: list[dict[str, Any]], console: Console) -> None:
-    curves = {
-        kind: [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
-        for kind in ("train", "validation")
-    }
-    if not loss_picture(folder.picture, curves["train"], curves["validation"]):
-        console.print(f"no {folder.picture.name}: drawing it needs matplotlib, pip install 'zeromesh[plots]'")
-
-
 def _samples(job: Job) -> list[str]:
-    """Return continuations of the prompts in the settings."""
     wanted = job.run.sample
     if not wanted.prompts:
         return []
-    writer = load_writer(job.folder)
+    writer = load_writer(job.folder)  # what was written is tried out, and not the engine's model
     return [
         writer.text(prompt, wanted.length, wanted.temperature, seed, wanted.chat)
         for seed, prompt in enumerate(wanted.prompts)
     ]
-
-
-# The report in Markdown.
 
 
 def markdown(report: Report) -> str:
@@ -203,19 +119,19 @@ def markdown(report: Report) -> str:
         "# Training run",
         _table(("what", "value"), _summary(report)),
         "## Memory of the first rank",
-        _table(("state", "tier", "bytes"), _memory(report.memory)),
+        _table(("state", "tier", "bytes"), _memory(report["memory"])),
         "## Traffic of the first rank",
         _table(("collective", "axis", "calls", "sent", "sent per step", "to other nodes"), _traffic(report)),
     ]
-    if report.bounds is not None:
-        parts += ["## What bounded the first rank", *_bounds(report.bounds)]
-    if report.samples:
-        parts += ["## Samples", *map(_block, report.samples)]
+    if report["bounds"] is not None:
+        parts += ["## What bounded the first rank", *_bounds(report["bounds"])]
+    if report["samples"]:
+        parts += ["## Samples", *map(_block, report["samples"])]
     return "\n\n".join(parts) + "\n"
 
 
 def _block(text: str) -> str:
-    """Return text between fences that are longer than any fence in it."""
+    # A fence that is longer than any in the text, which a model of Markdown may well write.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}\n{text.rstrip()}\n{fence}"
 
@@ -226,27 +142,28 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _summary(report: Report) -> list[tuple[str, str]]:
+    speed = report["tokens"] / report["training_seconds"]
     rows = [
-        ("model", f"{report.architecture}, {scaled_text(report.parameters)} parameters"),
-        ("ranks", f"{report.ranks}, ZeRO-{report.zero_stage}"),
-        ("time", f"{duration_text(report.seconds)}, {duration_text(report.training_seconds)} of it in steps"),
-        ("steps", str(report.steps)),
-        ("tokens", f"{scaled_text(report.tokens)}, {scaled_text(report.tokens / report.training_seconds, 'tok/s')}"),
-        ("MFU", f"{report.utilization:.0%}"),
-        ("training loss", f"{report.training_loss:.3f} nats per token"),
+        ("model", f"{report['architecture']}, {scaled_text(report['parameters'])} parameters"),
+        ("ranks", f"{report['ranks']}, ZeRO-{report['zero_stage']}"),
+        ("time", f"{duration_text(report['seconds'])}, {duration_text(report['training_seconds'])} of it in steps"),
+        ("steps", str(report["steps"])),
+        ("tokens", f"{scaled_text(report['tokens'])}, {scaled_text(speed, 'tok/s')}"),
+        ("MFU", f"{report['utilization']:.0%}"),
+        ("training loss", f"{report['training_loss']:.3f} nats per token"),
     ]
-    if report.validation_loss is not None:
-        rows.append(("validation loss", f"{report.validation_loss:.3f} nats per token"))
-    if report.bits_per_byte is not None and report.gzip_bits_per_byte is not None:
-        ratio = report.bits_per_byte / report.gzip_bits_per_byte
-        rows.append(("held-out bits per byte", f"{report.bits_per_byte:.3f}"))
+    if report["validation_loss"] is not None:
+        rows.append(("validation loss", f"{report['validation_loss']:.3f} nats per token"))
+    if report["bits_per_byte"] is not None and report["gzip_bits_per_byte"] is not None:
+        ratio = report["bits_per_byte"] / report["gzip_bits_per_byte"]
+        rows.append(("held-out bits per byte", f"{report['bits_per_byte']:.3f}"))
         rows.append(
-            ("gzip -9 on the same bytes", f"{report.gzip_bits_per_byte:.3f}; the model needs {ratio:.2f} x that")
+            ("gzip -9 on the same bytes", f"{report['gzip_bits_per_byte']:.3f}; the model needs {ratio:.2f} x that")
         )
-    rows.append(("peak memory by rank", ", ".join(map(bytes_text, report.peak_memory))))
-    if report.lines is not None and report.lines.lines:
-        count = f"{report.lines.tokenizing} of {report.lines.lines}"
-        rows.append(("sampled lines that tokenize as Python", f"{report.lines.share:.0%} ({count})"))
+    rows.append(("peak memory by rank", ", ".join(map(bytes_text, report["peak_memory"]))))
+    if report["lines"] is not None and (lines := report["lines"]["lines"]):
+        good = report["lines"]["tokenizing"]
+        rows.append(("sampled lines that tokenize as Python", f"{good / lines:.0%} ({good} of {lines})"))
     return rows
 
 
@@ -261,7 +178,6 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _bounds(found: dict[str, Any]) -> tuple[str, str]:
-    """Return a sentence, and a table with bars."""
     rows = []
     for name, use in found["uses"].items():
         if use["share"] < SMALLEST_SHARE and use["amount"] is None:
@@ -277,9 +193,9 @@ def _bounds(found: dict[str, Any]) -> tuple[str, str]:
 
 def _traffic(report: Report) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for key, counted in report.traffic.items():
+    for key, counted in report["traffic"].items():
         collective, _, axis = key.partition("/")
-        per_step = bytes_text(counted["bytes"] / report.traffic_steps) if report.traffic_steps else ""
+        per_step = bytes_text(counted["bytes"] / report["traffic_steps"]) if report["traffic_steps"] else ""
         across = bytes_text(counted["across_nodes"]) if counted["across_nodes"] else ""
         rows.append((collective, axis, str(counted["calls"]), bytes_text(counted["bytes"]), per_step, across))
     return rows

@@ -19,6 +19,7 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.detect import may_restart
 from zeromesh.comm.environment import device_of_group, shutdown
 from zeromesh.comm.failure import RankFailure
+from zeromesh.config.keys import RESUME, SAVE_EVERY
 from zeromesh.config.printing import tell_unset
 from zeromesh.observe.metrics import MetricsLog
 from zeromesh.observe.progress import Display
@@ -35,38 +36,30 @@ from zeromesh.train.signals import forward_signals, ignore_requests
 
 
 def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
-    """Train as a configuration says. Everything that can be refused is refused before a rank is started.
-
-    Args:
-        config: JSON file.
-        overrides: keys and values, as in ``run.steps=100``.
-        resume: continue from the last checkpoint; "auto" starts if there is none.
-
-    Raises:
-        ValueError: the configuration, the text or the output folder does not allow the run.
-        RankFailure: a rank failed.
-    """
+    """Train as a JSON file and overrides such as ``run.steps=100`` say; "auto" resumes if there is a checkpoint."""
     began = time.time()
-    ignore_requests()
-    overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
+    ignore_requests()  # a batch system may send the signal before there is an engine
+    overrides = [*overrides, *([f"{RESUME}={json.dumps(resume)}"] if resume else [])]
     settings = _decided(Settings.load(config, overrides))
     if is_first():
         tell_unset(config, settings, {}, overrides)
+    # Everything that can be refused is refused here, before the text is read and a rank is started.
     job = check(settings)
     try:
         with job.folder.held(job.run.resume is True) if is_first() else nullcontext():
             if is_first():
                 _prepare(job, make_console())
             launch(run_rank, job.run.ranks, settings, began)
-    except (KeyboardInterrupt, RankFailure, FloatingPointError) as error:
+    except (KeyboardInterrupt, RankFailure, FloatingPointError) as error:  # not ValueError: such a run has not begun
         if is_first():
             error.add_note(_how_to_go_on(job))
         raise
 
 
 def _decided(settings: Settings) -> Settings:
-    """Return the settings with ``run.resume`` true or false. All ranks of a launcher see the same folder."""
+    """Return the settings with ``run.resume`` true or false."""
     run = settings.run
+    # A launcher that restarts ranks repeats the first command, which must then go on. All ranks see the same folder.
     if run is None or run.resume is True or (run.resume is False and not may_restart()):
         return settings
     resume = RunFolder(Path(run.output)).last_checkpoint is not None
@@ -89,9 +82,9 @@ def _how_to_go_on(job: Job) -> str:
         return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
     every = job.run.save_every
     return f"{job.folder.path} has no checkpoint yet, and the same command starts from the beginning; " + (
-        f"run.save_every = {every} writes the first after {every} steps"
+        f"{SAVE_EVERY} = {every} writes the first after {every} steps"
         if every
-        else "run.save_every = 0 writes none before the end"
+        else f"{SAVE_EVERY} = 0 writes none before the end"
     )
 
 
@@ -109,29 +102,21 @@ def _text_line(prepared: PreparedData) -> str:
 
 
 def run_rank(settings: Settings, began: float) -> None:
-    """Run one rank.
-
-    Args:
-        settings: settings that were checked, the same on all ranks.
-        began: time of the command, in seconds since the epoch.
-    """
+    """Run one rank with checked settings; ``began`` is the time of the command, in seconds since the epoch."""
     ignore_requests()
+    job = Job.of(settings)
     with shown_log():
-        _run_rank(Job.of(settings), began)
-
-
-def _run_rank(job: Job, began: float) -> None:
-    if job.run.threads is not None:
-        torch.set_num_threads(job.run.threads)
-    init_distributed()
-    try:
-        # The first rank wrote the tokens before it came here.
-        torch.distributed.barrier()
-        prepared = prepare_text(job, may_write=False)
-        trained = prepared.tokenizer is not None and job.data.tokenizer is None
-        _train(job.with_vocabulary(prepared.vocabulary, trained), prepared, began)
-    finally:
-        shutdown()
+        if job.run.threads is not None:
+            torch.set_num_threads(job.run.threads)
+        init_distributed()
+        try:
+            # The first rank wrote the tokens before it came here.
+            torch.distributed.barrier()
+            prepared = prepare_text(job, may_write=False)
+            trained = prepared.tokenizer is not None and job.data.tokenizer is None
+            _train(job.with_vocabulary(prepared.vocabulary, trained), prepared, began)
+        finally:
+            shutdown()
 
 
 def _train(job: Job, prepared: PreparedData, began: float) -> None:
@@ -141,15 +126,22 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
         changed = engine.config.model_dump(mode="json", exclude_defaults=True)
         lines = [f"  {key}: {json.dumps(value)}" for key, value in changed.items()]
         console.print("\n".join(["settings that differ from the defaults:", *lines]))
+        trained, every = engine.sharded.count(trained=True), engine.sharded.count()
+        part = f", {scaled_text(trained)} of them trained" if trained < every else ""
         console.print(
-            f"{job.language.name}, {_parameters_text(engine)}, "
+            f"{job.language.name}, {scaled_text(every)} parameters{part}, "
             f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
         )
         vocabulary = job.language.vocabulary or prepared.vocabulary
+        # Trials of the sharded model, which no rank could make alone.
         require_causal(engine, job.language, vocabulary)
         if prepared.document_attention:
             require_document_attention(engine, job.language, vocabulary)
-        start = _resume(engine, job) if job.run.resume else Progress()
+        start = Progress()
+        if job.run.resume:
+            path, state = engine.load_checkpoint(job.folder.checkpoints)
+            assert path is not None, "the folder was checked for a checkpoint before the start"
+            start = Progress(engine.global_steps, state["samples"], state["seconds"])
         if engine.mesh.rank == 0:
             # A configuration that is used again must not resume.
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
@@ -174,28 +166,15 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
 
 
 def _engine(job: Job) -> tuple[Engine, float]:
-    """Return the engine of the model, and the operations per token of training.
-
-    Random numbers then differ between ranks, except for ranks that split layers, which drop the same activations.
-    """
+    """Return the engine of the model, and the operations per token of training."""
     settings = job.settings
     torch.manual_seed(settings.seed)
     world = world_group(device_of_group(init_distributed()))
+    # If one rank cannot build the model, all end with its error instead of waiting for it.
     model = agree_run(world, "build the model", job.language.build)
     cost = job.language.cost(model)
     engine, *_ = zeromesh.initialize(model, config=settings)
+    # Ranks drop different activations from here on, except those that split layers and must drop the same.
     torch.manual_seed(settings.seed + 1 + engine.mesh.rank)
     share_random_state(engine.mesh.group("tensor"))
     return engine, cost
-
-
-def _parameters_text(engine: Engine) -> str:
-    trained, every = engine.sharded.count(trained=True), engine.sharded.count()
-    part = f", {scaled_text(trained)} of them trained" if trained < every else ""
-    return f"{scaled_text(every)} parameters{part}"
-
-
-def _resume(engine: Engine, job: Job) -> Progress:
-    path, state = engine.load_checkpoint(job.folder.checkpoints)
-    assert path is not None, "the folder was checked for a checkpoint before the start"
-    return Progress(engine.global_steps, state["samples"], state["seconds"])

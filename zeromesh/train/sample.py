@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from zeromesh.config.keys import OUTPUT, TOKENIZER
 from zeromesh.model.lengths import positions
 from zeromesh.train.architectures.decoder import Decoder
 from zeromesh.train.data.tokenizer import TextTokenizer, load_tokenizer, stream_text
@@ -24,31 +25,18 @@ Next = Callable[[Sequence[int]], torch.Tensor]
 
 @dataclass(frozen=True)
 class TextWriter:
-    """A model on one process, with its tokenizer.
+    """A model on one process, with its tokenizer."""
 
-    Attributes:
-        begin: makes the function for a new text.
-        ends: ids that end a text.
-        tokenizer: tokenizer of the model.
-    """
-
-    begin: Callable[[], Next]
-    ends: frozenset[int]
+    begin: Callable[[], Next]  # makes the function for a new text
+    ends: frozenset[int]  # ids that end a text
     tokenizer: TextTokenizer
 
     def pieces(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> Iterator[str]:
-        """Yield a continuation of ``prompt`` piece by piece, up to the end of the text.
-
-        Args:
-            prompt: beginning of the text. The model sees the end of it that fits into its sequence length.
-            tokens: largest number of tokens to add.
-            temperature: divisor of the logits; 0 takes the likeliest token.
-            seed: seed of the choices.
-            chat: whether the prompt is a message of a user, and the continuation the answer.
-        """
+        """Yield a continuation of ``prompt``, or with ``chat`` an answer to it, piece by piece."""
         if chat:
             before = self.tokenizer.prompt([{"role": "user", "content": prompt}]).tolist()
         else:
+            # A tokenizer without a token that begins a text was trained with the end of the text before.
             start = self.tokenizer.end if self.tokenizer.begin is None else self.tokenizer.begin
             before = [start, *self.tokenizer.encode([prompt])[0].tolist()]
         yield from stream_text(self.tokenizer, self._ids(before, tokens, temperature, seed), before)
@@ -56,6 +44,8 @@ class TextWriter:
     @torch.no_grad()
     def _ids(self, before: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
         context = list(before)
+        # Drawn here and not by generate() of transformers: decoders of ours have no such method, and texts of a seed
+        # should not depend on its version.
         generator = torch.Generator().manual_seed(seed)
         following = self.begin()
         for _ in range(tokens):
@@ -78,13 +68,9 @@ def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator
 
 
 def load_writer(folder: RunFolder) -> TextWriter:
-    """Load the model at the end of a run, in fp32 on the CPU.
-
-    Raises:
-        ValueError: there is no run in the folder, it has not finished, or it has no tokenizer.
-    """
+    """Load the model of a finished run, in fp32 on the CPU; raise ValueError if there is none, or no tokenizer."""
     if not folder.config.is_file():
-        raise ValueError(f"{str(folder.path)!r} holds no run; name the folder that run.output named in training")
+        raise ValueError(f"{str(folder.path)!r} holds no run; name the folder that {OUTPUT} named in training")
     if not folder.has_finished:
         raise ValueError(
             f"the run in {str(folder.path)!r} has no weights in {folder.model.name}: it has not finished; "
@@ -93,7 +79,7 @@ def load_writer(folder: RunFolder) -> TextWriter:
     if not folder.tokenizer.is_dir():
         raise ValueError(
             f"the run in {str(folder.path)!r} has no tokenizer, since it was trained on tokens; train with the one "
-            "that they were made with in data.tokenizer"
+            f"that they were made with in {TOKENIZER}"
         )
     tokenizer = load_tokenizer(folder.tokenizer)
     language = language_model(folder.settings())
@@ -107,15 +93,21 @@ def load_writer(folder: RunFolder) -> TextWriter:
         return TextWriter(lambda: _cached(model, longest), known | {tokenizer.end}, tokenizer)
     assert isinstance(language, BuiltIn)
     decoder, longest = _decoder(language, folder.model / "model.safetensors"), language.sequence_length
-    following: Next = lambda ids: decoder(torch.tensor([ids[-longest:]]))[0, -1]  # noqa: E731
+
+    def following(ids: Sequence[int]) -> torch.Tensor:
+        # The end that fits: the model has learned no positions beyond its sequence length.
+        logits: torch.Tensor = decoder(torch.tensor([ids[-longest:]]))[0, -1]
+        return logits
+
     return TextWriter(lambda: following, frozenset({tokenizer.end}), tokenizer)
 
 
 def _decoder(language: BuiltIn, weights: Path) -> Decoder:
     with torch.device("meta"):
         model = Decoder(language.shape)
+    # The CPU computes bf16 slowly, and the weights are exact in fp32.
     state = {name: tensor.float() for name, tensor in load_file(weights).items()}
-    if model.sizes.tied:
+    if model.sizes.tied:  # a file of safetensors has shared memory once
         state["head.weight"] = state["embedding.weight"]
     model.load_state_dict(state, assign=True)
     return model.eval()
@@ -136,11 +128,12 @@ def load_transformer(language: Transformer, folder: Path) -> Any:
 
 
 def _cached(model: Any, longest: int | None) -> Next:
-    """Return a function for the next logits that keeps keys and values, if the model does, while positions last."""
+    """Return a function for the next logits that keeps keys and values, if the model does."""
     cache, seen = None, 0
 
     def following(ids: Sequence[int]) -> torch.Tensor:
         nonlocal cache, seen
+        # Beyond the last position the window moves, every position changes, and kept keys are wrong.
         if longest is not None and len(ids) > longest:
             ids, cache, seen = ids[-longest:], None, 0
         output = model(input_ids=torch.tensor([ids[seen:]]), past_key_values=cache, use_cache=True)
@@ -153,11 +146,7 @@ def _cached(model: Any, longest: int | None) -> Next:
 
 
 def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed: int, count: int, chat: bool) -> None:
-    """Print ``count`` continuations as they come.
-
-    Raises:
-        ValueError: the run has no model to sample from.
-    """
+    """Print ``count`` continuations as they come; raise ValueError if the run has no model to sample from."""
     writer = load_writer(RunFolder(run))
     # Python decodes bytes of the command line that the locale does not know to lone surrogates.
     prompt = os.fsencode(prompt).decode("utf-8", "replace")

@@ -14,8 +14,7 @@ from rich.console import Console
 # Not from zeromesh, which would import torch: commands without a model start at once.
 from zeromesh.comm.detect import Environment, is_launched
 
-LONGEST_LINE = 200
-"""Longest line of the log, in characters."""
+LONGEST_LINE = 200  # characters of a line of the log
 
 
 def is_first() -> bool:
@@ -23,10 +22,12 @@ def is_first() -> bool:
     return not is_launched() or Environment.detect().rank == 0
 
 
-def make_console(quiet: bool = False) -> Console:
-    """Return a console on standard output that changes no text: no markup, no emoji, no highlights."""
+def make_console(piped_width: int | None = None, quiet: bool = False) -> Console:
+    """Return a console on standard output; ``piped_width`` is that of a file or a pipe."""
     _replace_what_cannot_be_encoded(sys.stdout)
-    return Console(quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    width = None if sys.stdout.isatty() else piped_width
+    # It must not change texts of users, which may look like markup or emoji.
+    return Console(width=width, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def write(text: str) -> None:
@@ -40,13 +41,14 @@ def write(text: str) -> None:
 def shown_log() -> Iterator[None]:
     """Show the log from INFO on standard error, on the first rank, unless the program has a handler already."""
     logger = logging.getLogger("zeromesh")
-    if logger.handlers:
+    if logger.handlers:  # of the user's program, which decides where the log goes
         yield
         return
     try:
         first = is_first()
     except ValueError:  # a command that needs the environment explains what is wrong
         first = True
+    # A handler that does nothing on other ranks: without any, Python would print warnings itself.
     handler, level = _Lines() if first else logging.NullHandler(), logger.level
     logger.addHandler(handler)
     if level == logging.NOTSET:
@@ -72,5 +74,5 @@ class _Lines(logging.Handler):
 
 
 def _replace_what_cannot_be_encoded(stream: TextIO) -> None:
-    if isinstance(stream, io.TextIOWrapper):
+    if isinstance(stream, io.TextIOWrapper):  # tests and notebooks have others
         stream.reconfigure(errors="replace")

@@ -25,9 +25,9 @@ class Request(IntEnum):
     SAVE_AND_END = 2
 
 
+# A second SIGTERM within this time is a copy: batch systems send it to the launcher and to the ranks, and the launcher
+# passes it on.
 REPEAT_SECONDS = 5.0
-"""Time in which a second SIGTERM is a copy: batch systems send it to the launcher and to the ranks, and the launcher
-passes it on."""
 
 SIGNALS = {signal.SIGTERM: Request.SAVE_AND_END, signal.SIGUSR1: Request.SAVE}
 
@@ -41,11 +41,9 @@ class Ended(SystemExit):
 
 @contextmanager
 def forward_signals(engine: Engine) -> Iterator[None]:
-    """Pass signals to the engine, which reads them at its next update. A second SIGTERM ends the process at once.
-
-    In other threads than the main one, which cannot handle signals, nothing happens.
-    """
+    """Pass signals to the engine, which reads them at its next update. A second SIGTERM ends the process at once."""
     first: list[float] = []
+    # Python lets only the main thread handle signals.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,6 +55,7 @@ def forward_signals(engine: Engine) -> Iterator[None]:
                 # The default action ends the process with the exit status of the signal.
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
+        # Only noted here: a handler may run in the middle of a collective.
         engine.ask(SIGNALS[signal.Signals(number)])
 
     before = {number: signal.signal(number, ask) for number in SIGNALS}
@@ -69,6 +68,7 @@ def forward_signals(engine: Engine) -> Iterator[None]:
 
 def ignore_requests() -> None:
     """Ignore SIGUSR1, the request for a checkpoint, until there is something to save."""
+    # Its default action would end the process.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -76,5 +76,5 @@ def ignore_requests() -> None:
 def mark_saved() -> None:
     """Leave a file for the launcher of this rank: the run was saved before it ended."""
     folder = os.environ.get(FAILURES)
-    if folder is not None and os.path.isdir(folder):
+    if folder is not None and os.path.isdir(folder):  # another launcher than ours sets none
         Path(folder, SAVED).touch()

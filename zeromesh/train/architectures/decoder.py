@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zeromesh.config.keys import HEAD_WIDTH, MODEL_VOCABULARY
 from zeromesh.config.train import ModelShape
 
 IGNORE_LABEL = -100
@@ -23,27 +24,18 @@ IGNORE_LABEL = -100
 
 @dataclass(frozen=True)
 class Variant:
-    """Variant of a family of decoders.
+    """Variant of a family of decoders."""
 
-    Attributes:
-        norm: makes a normalization from a width and an epsilon.
-        rotary: whether queries and keys are rotated by their positions; otherwise an embedding of positions is learned.
-        gated: whether the MLP is ``down(silu(gate(x)) * up(x))``; otherwise it is ``down(gelu(up(x)))``.
-        bias: whether linear layers have a bias.
-        tied: whether the output layer is the token embedding by default.
-        mlp_width: default width of the MLP for a hidden width.
-    """
-
-    norm: Callable[[int, float], nn.Module]
-    rotary: bool
-    gated: bool
-    bias: bool
-    tied: bool
-    mlp_width: Callable[[int], int]
+    norm: Callable[[int, float], nn.Module]  # from a width and an epsilon
+    rotary: bool  # queries and keys are rotated by their positions; else an embedding of positions is learned
+    gated: bool  # the MLP is down(silu(gate(x)) * up(x)); else it is down(gelu(up(x)))
+    bias: bool  # of linear layers
+    tied: bool  # the output layer is the token embedding by default
+    mlp_width: Callable[[int], int]  # default, for a hidden width
 
 
 def _gated_width(hidden: int) -> int:
-    """Return two thirds of ``4 hidden``, rounded up to a multiple of 32: three matrices then cost what two did."""
+    # Two thirds of 4 x hidden: three matrices then cost what two did. Multiples of 32 suit the tensor cores.
     return 32 * math.ceil(8 * hidden / 3 / 32)
 
 
@@ -55,17 +47,7 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a decoder, in elements.
-
-    Attributes:
-        shape: shape in the configuration.
-        variant: row of ``VARIANTS``.
-        vocabulary: number of entries of the vocabulary.
-        head_width: width of a head.
-        kv_heads: number of key and value heads.
-        mlp: width of the MLP.
-        tied: whether the output layer is the token embedding.
-    """
+    """Sizes of a decoder, in elements, with the defaults of its variant."""
 
     shape: ModelShape
     variant: Variant
@@ -77,17 +59,13 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: ModelShape) -> Sizes:
-        """Return the sizes of a shape, with the defaults of its variant.
-
-        Raises:
-            ValueError: the vocabulary has no size, or the width of the heads does not suit rotary positions.
-        """
+        """Return the sizes of a shape; raise ValueError if the vocabulary has none or heads have an odd width."""
         variant, width = VARIANTS[shape.architecture], shape.hidden_size // shape.heads
         if shape.vocab_size is None:
-            raise ValueError("model.vocab_size is open; set it to the number of entries of the tokenizer")
+            raise ValueError(f"{MODEL_VOCABULARY} is open; set it to the number of entries of the tokenizer")
         if variant.rotary and width % 2:
             raise ValueError(
-                f"model.hidden_size / model.heads = {width} must be even, because rotary positions turn pairs of "
+                f"{HEAD_WIDTH} = {width} must be even, because rotary positions turn pairs of "
                 "elements; choose another number of heads"
             )
         return cls(
@@ -103,6 +81,7 @@ class Sizes:
 
 def rotary_table(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of rotary positions, each fp32, shape ``(*positions.shape, width / 2)``."""
+    # In fp32 whatever the model computes in: large positions would round to the same angle.
     wavelength = base ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     angle = positions.float()[..., None] / wavelength
     return angle.cos(), angle.sin()
@@ -117,6 +96,7 @@ def document_mask(documents: Tensor) -> Tensor:
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turn the pairs ``(x[i], x[i + width / 2])`` of each head by its position's angle. ``x``: (b, heads, s, width)."""
     cos, sin = (part.to(x.dtype) for part in rotary)
+    # Halves and not neighbours, as transformers has them, so that weights can be exported.
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -186,17 +166,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model.
-
-    Weights start from a normal distribution with ``initializer_range``, those that write into the residual stream
-    with ``initializer_range / sqrt(2 layers)`` (GPT-2), biases from zero.
-
-    Args:
-        shape: variant and sizes, with the size of the vocabulary.
-
-    Raises:
-        ValueError: the sizes do not fit together.
-    """
+    """A decoder-only language model with the variant and sizes of ``shape``, which must have a vocabulary."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -208,13 +178,14 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(shape.layers))
         self.norm = sizes.variant.norm(hidden, shape.norm_eps)
-        self.head = nn.Linear(hidden, sizes.vocabulary, bias=False)
+        self.head = nn.Linear(hidden, sizes.vocabulary, bias=False)  # neither GPT-2 nor Llama has a bias here
         if sizes.tied:
             self.head.weight = self.embedding.weight
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights in the order of the parameters."""
+        """Draw the initial weights in the order of the parameters, from a normal distribution; biases are zero."""
+        # The sum of all layers in the residual stream keeps its variance if each adds less (GPT-2).
         std = self.sizes.shape.initializer_range
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:

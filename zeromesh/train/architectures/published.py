@@ -1,14 +1,9 @@
-"""The built-in decoders as models of transformers: the configuration, and the origin of each tensor.
-
-A gpt is a ``GPT2LMHeadModel``, which has transposed matrices, and one matrix for queries, keys and values. A llama is a
-``LlamaForCausalLM``, which differs in names only.
-"""
+"""The built-in decoders as models of transformers: the configuration, and the origin of each tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,19 +11,12 @@ from zeromesh.config.train import ModelShape
 from zeromesh.train.architectures.decoder import Sizes
 
 
-@dataclass(frozen=True)
-class Published:
-    """A tensor of a model of transformers.
-
-    Attributes:
-        name: name in transformers.
-        sources: names in the ``Decoder``; their tensors are concatenated along the last dim.
-        transposed: whether the sources are transposed first.
-    """
+class Published(NamedTuple):
+    """A tensor of a model of transformers."""
 
     name: str
-    sources: tuple[str, ...]
-    transposed: bool = False
+    sources: tuple[str, ...]  # names in the Decoder; their tensors are concatenated along the last dim
+    transposed: bool = False  # the sources, before that
 
     def make(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return the tensor; ``read`` returns a parameter of the ``Decoder``."""
@@ -36,6 +24,7 @@ class Published:
         return torch.cat([part.mT for part in parts] if self.transposed else parts, dim=-1).contiguous()
 
 
+# GPT-2 has one matrix for queries, keys and values, and its matrices are transposed.
 GPT_BLOCK: dict[str, Sequence[str]] = {
     "ln_1": ("attention_norm",),
     "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
@@ -81,12 +70,7 @@ def tensors(shape: ModelShape) -> Iterator[Published]:
 
 
 def configuration(shape: ModelShape, end: int) -> tuple[str, dict[str, Any]]:
-    """Return the name of the class in transformers, and the arguments of its configuration.
-
-    Args:
-        shape: shape of the decoder, with the size of the vocabulary.
-        end: id of the token that ends a text.
-    """
+    """Return the name of the class in transformers, and the arguments of its configuration; ``end`` ends a text."""
     sizes = Sizes.of(shape)
     common = {
         "vocab_size": sizes.vocabulary,

@@ -1,8 +1,4 @@
-"""Formats of text: how a file is cut into portions that can be read alone, and how a portion becomes records.
-
-JSON lines are parsed by the standard library and not by ``datasets``: the latter copies each file into its cache, keeps
-the last of two equal keys, gives all records the same keys, and names no line in its errors.
-"""
+"""Formats of text: how a file is cut into portions that can be read alone, and how a portion becomes records."""
 
 from __future__ import annotations
 
@@ -15,51 +11,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeromesh.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
 
-INDEXED = "indexed"
-"""Format, and kind, of files that hold tokens."""
+INDEXED = "indexed"  # format, and kind, of files that hold tokens
+DATASET_FILES = ("state.json", "dataset_info.json")  # mark a folder of datasets
+PIECE_BYTES = 2**18  # longest portion of plain text
+PORTION_BYTES = 2**21  # of records, roughly
+CUT_WINDOW = 2**16  # bytes before the limit in which a good place for a cut is looked for
 
-DATASET_FILES = ("state.json", "dataset_info.json")
-"""Files that mark a folder of ``datasets``."""
-
-PIECE_BYTES = 2**18
-"""Longest portion of plain text."""
-
-PORTION_BYTES = 2**21
-"""Size of a portion of records, roughly."""
-
-CUT_WINDOW = 2**16
-"""Bytes before the limit in which a good place for a cut is looked for."""
-
+# Patterns that end at a cut, best first: between two lines without other blanks, where a byte-level tokenizer divides
+# the text anyway; between any lines, words, and characters.
 CUTS = (rb"\S\n(?=\S)", rb"\n(?=[\s\S])", rb"\S(?= \S)", rb"[\s\S](?=[^\x80-\xbf])")
-"""Patterns that end at a cut, best first: between two lines without other blanks, where a byte-level tokenizer divides
-the text anyway; between any lines, words, and characters."""
 
 OF_AN_ARRAY = ", and `jq -c '.[]' FILE` writes the records of an array so"
 
 
 @dataclass(frozen=True)
 class Document:
-    """A file, the part of it between two bytes, or a data set of several files.
+    """A file, the part of it between two bytes, or a data set of several files."""
 
-    Attributes:
-        name: path relative to its source, with forward slashes.
-        path: the file; the folder of a data set of ``datasets``; the prefix of one in Megatron's format.
-        start: first byte in the file.
-        stop: byte after the last; None for the end of the file.
-        kind: kind of its records, ``INDEXED``, or None for plain text.
-        share: number in [0, 1) of all its text, which is held out if it is below ``data.validation_fraction``; None if
-            each record has a number of its own.
-    """
-
-    name: str
-    path: Path
-    start: int = 0
-    stop: int | None = None
-    kind: str | None = None
+    name: str  # path relative to its source, with forward slashes
+    path: Path  # the file; the folder of a data set of datasets; the prefix of one in Megatron's format
+    start: int = 0  # first byte in the file
+    stop: int | None = None  # byte after the last; None for the end of the file
+    kind: str | None = None  # of its records; INDEXED; None for plain text
+    # Number in [0, 1) of all its text, which is held out if it is below data.validation_fraction; None if each record
+    # has a number of its own.
     share: float | None = None
 
     @property
@@ -87,41 +66,23 @@ class Document:
 
 @dataclass(frozen=True)
 class Portion:
-    """Part of a file that can be read alone.
-
-    Attributes:
-        document: the file.
-        start: first byte of text and JSON lines, row of a data set, group of rows of a parquet file, line of a gzip
-            file.
-        stop: the one after the last.
-        size: bytes of the file that the portion stands for.
-        before: records of the file before the portion; None if they are not counted.
-        lines: lines of a gzip file, which cannot be read from the middle; None for other formats.
-        last: whether the document ends with the portion.
-    """
+    """Part of a file that can be read alone."""
 
     document: Document
-    start: int
-    stop: int
-    size: int
-    before: int | None = None
-    lines: bytes | None = None
-    last: bool = True
+    start: int  # byte of text and JSON lines, line of a gzip file, row of a data set, group of rows of a parquet file
+    stop: int  # the one after the last
+    size: int  # bytes of the file that the portion stands for
+    before: int | None = None  # records of the file before the portion; None if they are not counted
+    lines: bytes | None = None  # of a gzip file, which cannot be read from the middle
+    last: bool = True  # the document ends with the portion
 
 
-@dataclass(frozen=True)
-class DataFormat:
-    """A row of ``FORMATS``.
-
-    Attributes:
-        cut: makes the portions of a file.
-        read: makes the records of a portion, each with its number in the portion. Plain text is one record.
-        unit: word for a record in error messages.
-    """
+class DataFormat(NamedTuple):
+    """A row of ``FORMATS``."""
 
     cut: Callable[[Document], Iterator[Portion]]
-    read: Callable[[Portion], Iterator[tuple[int, Any]]]
-    unit: str
+    read: Callable[[Portion], Iterator[tuple[int, Any]]]  # records with their numbers in the portion; text is one
+    unit: str  # word for a record in error messages
 
 
 def is_dataset(folder: Path) -> bool:
@@ -139,6 +100,7 @@ def format_of(document: Document) -> str:
     path = document.path
     if is_dataset(path):
         return "dataset"
+    # A file may have the name of another one's prefix.
     if not path.is_file() and prefix_of(path) is not None:
         return INDEXED
     return next((ending for ending in FORMATS if ending and path.name.lower().endswith(ending)), "")
@@ -150,11 +112,7 @@ def portions(document: Document) -> Iterator[Portion]:
 
 
 def read_portion(portion: Portion) -> Iterator[tuple[int, Any]]:
-    """Yield the records of a portion with their numbers in it.
-
-    Raises:
-        ValueError: a record cannot be read; the message has its place.
-    """
+    """Yield the records of a portion with their numbers in it; raise ValueError with the place of a damaged one."""
     return FORMATS[format_of(portion.document)].read(portion)
 
 
@@ -165,6 +123,7 @@ def placed(portion: Portion, number: int) -> Iterator[None]:
         yield
     except ValueError as error:
         path, unit, before = portion.document.path, FORMATS[format_of(portion.document)].unit, portion.before
+        # Lines are counted only for a message: counting them all would take a pass over the file.
         if before is None:
             before = _lines_before(path, portion.start)
         raise ValueError(f"{path}, {unit} {before + number + 1}: {error}") from None
@@ -183,7 +142,7 @@ def cut_before(path: Path, low: int, high: int) -> int:
 
 
 def _bytes(path: Path, start: int, stop: int) -> bytes:
-    with path.open("rb") as file:
+    with path.open("rb") as file:  # opened anew: portions outlive the iterators that made them
         file.seek(start)
         return file.read(stop - start)
 
@@ -243,6 +202,8 @@ def _lines_before(path: Path, start: int) -> int:
     return count
 
 
+# By the standard library and not by datasets, which copies each file into its cache, keeps the last of two equal keys,
+# gives all records the same keys, and names no line in its errors.
 def _parse(line: bytes) -> Any:
     try:
         return _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
@@ -269,7 +230,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _cut_parquet(document: Document) -> Iterator[Portion]:
-    groups = _table(document).metadata
+    groups = _table(document).metadata  # a group of rows is what can be read without what is before it
     before = 0
     for group in range(groups.num_row_groups):
         yield Portion(document, group, group + 1, document.size // groups.num_row_groups, before)
@@ -300,7 +261,7 @@ def _read_dataset(portion: Portion) -> Iterator[tuple[int, Any]]:
 
 
 def _record(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without the nulls in its objects: tables give all objects in a column the same keys."""
+    # Tables give all objects in a column the same keys, and null to those that a record did not have.
     return {key: _without_nulls(value) for key, value in row.items()}
 
 
@@ -314,9 +275,9 @@ def _table(document: Document) -> Any:
     return _open_table(document.path, max(file.stat().st_mtime_ns for file in document.files))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # portions of a few files follow each other
 def _open_table(path: Path, changed: int) -> Any:
-    """Open a parquet file or a data set. It stays open until it is changed on disk."""
+    """Open a parquet file or a data set; ``changed`` is its time of change, so that the cache forgets an old file."""
     package = "datasets" if path.is_dir() else "pyarrow"
     try:
         if package == "datasets":
@@ -343,6 +304,7 @@ def _readable(path: Path) -> Iterator[None]:
 _LINES = DataFormat(_cut_lines, _read_lines, "line")
 _COMPRESSED = DataFormat(_cut_compressed, _read_lines, "line")
 
+# By the end of a file's name; the last row is plain text.
 FORMATS: dict[str, DataFormat] = {
     ".jsonl": _LINES,
     ".ndjson": _LINES,
@@ -352,4 +314,3 @@ FORMATS: dict[str, DataFormat] = {
     "dataset": DataFormat(_cut_dataset, _read_dataset, "row"),
     "": DataFormat(_cut_text, _read_text, "line"),
 }
-"""Format by the end of a file's name; the last row is plain text."""

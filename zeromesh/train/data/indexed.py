@@ -22,20 +22,17 @@ MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 
+# Dtypes by their codes in the header.
 CODES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-"""Dtypes by their codes in the header."""
 
-SMALL_VOCABULARY = 65_500
-"""Ids of vocabularies below this size are stored in 16 bits."""
-
+SMALL_VOCABULARY = 65_500  # Megatron's limit; ids below are stored in 16 bits
 ENDINGS = (".bin", ".idx")
-
-MASK = ".mask"
-"""End of the prefix of a second data set, which says for each token of the first whether it is a label."""
+MASK = ".mask"  # end of the prefix of a second data set, which says for each token of the first whether it is a label
 
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
     """Return the dtype in which ids of a vocabulary of this size are stored."""
+    # Megatron's own choice, which its readers expect.
     return np.dtype("<u2" if vocabulary < SMALL_VOCABULARY else "<i4")
 
 
@@ -53,19 +50,12 @@ def prefix_of(path: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Indexed:
-    """An open data set. The arrays are mapped into memory.
+    """An open data set. The arrays are mapped into memory."""
 
-    Attributes:
-        prefix: path without its ending.
-        tokens: all ids, shape ``(tokens,)``, in the dtype of the file.
-        lengths: tokens of each sequence, int32, shape ``(sequences,)``.
-        boundaries: sequences before each document, and after the last, int64, shape ``(documents + 1,)``.
-    """
-
-    prefix: Path
-    tokens: NDArray[Any]
-    lengths: NDArray[np.int32]
-    boundaries: NDArray[np.int64]
+    prefix: Path  # without an ending
+    tokens: NDArray[Any]  # all ids, in the dtype of the file
+    lengths: NDArray[np.int32]  # tokens of each sequence
+    boundaries: NDArray[np.int64]  # sequences before each document, and after the last: (documents + 1,)
 
     @property
     def documents(self) -> int:
@@ -75,6 +65,7 @@ class Indexed:
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
         """Tokens before each document, and all tokens, int64, shape ``(documents + 1,)``, in memory."""
+        # int64, because the sum of int32 lengths may have more bits.
         before = np.zeros(len(self.lengths) + 1, dtype=np.int64)
         np.cumsum(self.lengths, out=before[1:])
         return before[self.boundaries]
@@ -86,11 +77,7 @@ class Indexed:
 
 
 def open_indexed(prefix: Path) -> Indexed:
-    """Map a data set into memory, and check that its two files fit together.
-
-    Raises:
-        ValueError: a file is missing, of another format, or cut off, or the two do not fit together.
-    """
+    """Map a data set into memory; raise ValueError if its files are missing, damaged, or do not fit together."""
     index, data = (file_of(prefix, ending) for ending in (".idx", ".bin"))
     for file, other in ((index, data), (data, index)):
         if not file.is_file():
@@ -154,6 +141,7 @@ def _check_parts(
             "together, or one is cut off: copy both again"
         )
     expected = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
+    # Readers here do not use the offsets, but a file whose sequences overlap or have gaps would be read wrongly.
     wrong = np.flatnonzero(offsets != expected)
     if len(wrong):
         place = int(wrong[0])
@@ -176,16 +164,12 @@ def _short(values: NDArray[np.int64]) -> str:
 def _mapped(path: Path, kind: Any, count: int, start: int) -> NDArray[Any]:
     if count == 0:  # an empty part of a file cannot be mapped
         return np.empty(0, dtype=kind)
+    # A plain view: indexing a memmap would make a memmap of each result, which is slow.
     return np.memmap(path, dtype=kind, mode="r", offset=start, shape=(count,)).view(np.ndarray)
 
 
 class IndexedWriter:
-    """Writer of a data set, a context. The files get their names when they are complete.
-
-    Args:
-        prefix: path without its ending.
-        dtype: dtype of the ids, one of ``CODES``.
-    """
+    """Writer of a data set, a context. The files get their names when they are complete."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
         self.prefix, self.dtype = prefix, dtype
@@ -196,13 +180,7 @@ class IndexedWriter:
         self._sequences = 0
 
     def add(self, ids: NDArray[Any], lengths: NDArray[np.int32], last: NDArray[np.bool_]) -> None:
-        """Append sequences.
-
-        Args:
-            ids: ids of all sequences one after the other.
-            lengths: tokens of each sequence.
-            last: whether a document ends with the sequence.
-        """
+        """Append sequences of ``lengths``, whose ids follow each other; ``last`` where a document ends with one."""
         assert int(lengths.sum()) == len(ids)
         ids.astype(self.dtype, copy=False).tofile(self._file)
         self._lengths.append(lengths.astype("<i4", copy=False))
@@ -219,6 +197,7 @@ class IndexedWriter:
             self._file.close()
             self._part(".bin").unlink()
             return
+        # On disk before the names say that they are complete: a crash of the machine must not leave half a file.
         _sync_and_close(self._file)
         lengths, boundaries = np.concatenate([np.empty(0, "<i4"), *self._lengths]), np.concatenate(self._boundaries)
         assert boundaries[-1] == self._sequences, "the last document is not complete"

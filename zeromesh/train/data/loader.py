@@ -1,98 +1,53 @@
 """Batches in an order that is a pure function of the seed and the number of samples consumed.
 
-A run is resumed by its count of samples alone: nothing is replayed, and the number of ranks may change. Samples come
-from stored documents: a stream that is cut into windows, or rows of whole records.
+So a run is resumed by its count of samples alone: nothing is replayed, and the number of ranks may change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeromesh.train.data.encode import LENGTH
+from zeromesh.config.keys import SEQUENCE_LENGTH
 from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
 from zeromesh.train.data.store import PreparedData, TokenSet
 
 Array = NDArray[np.int64]
 
-NO_LABEL = -100
-"""Label of a token that is not learned."""
+NO_LABEL = -100  # of a token that is not learned; the ignore_index of torch and transformers
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of a batch; all arrays are int64 of shape ``(length,)``.
-
-    Attributes:
-        tokens: token ids.
-        labels: the id that follows each token, or ``NO_LABEL``.
-        positions: place of each token in the part of its document that is in the row.
-        documents: number of each token's document in the row; padding is a document of its own.
-    """
+    """One row of a batch; all arrays are int64 of shape ``(length,)``."""
 
     tokens: Array
-    labels: Array
-    positions: Array
-    documents: Array
+    labels: Array  # the id that follows each token, or NO_LABEL
+    positions: Array  # place of each token in the part of its document that is in the row
+    documents: Array  # number of each token's document in the row; padding is a document of its own
 
 
-class Samples(Protocol):
-    """Samples of a set.
-
-    Attributes:
-        count: number of samples of an epoch.
-        rows: number of samples that hold every document once, in the stored order.
-    """
-
-    count: int
-    rows: int
-
-    def sample(self, index: int) -> Sample:
-        """Return sample ``index`` of an endless order. Each epoch has every sample once, in another order."""
-
-    def row(self, number: int) -> Sample:
-        """Return a sample in the stored order, for evaluation. The last one may have padding."""
-
-
-def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int) -> Samples:
-    """Return the samples of a set.
-
-    Raises:
-        ValueError: a record is longer than a sample.
-    """
+def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int) -> Stream | Packed:
+    """Return the samples of a set; raise ValueError if a record is longer than a sample."""
     return Packed(part, length, seed, packing, pad) if part.packed else Stream(part, length, seed, pad)
 
 
-@dataclass
 class Line:
-    """Documents one after the other, in 16 bytes of memory per document.
+    """Documents of a set one after the other, in the order of ``numbers``, in 16 bytes of memory per document."""
 
-    Attributes:
-        begins: token of the file at which each document begins.
-        ends: token of the line at which each document ends.
-    """
-
-    begins: Array
-    ends: Array
-
-    @classmethod
-    def of(cls, part: TokenSet, numbers: Array) -> Line:
-        """Return the line of documents with these numbers, in this order."""
+    def __init__(self, part: TokenSet, numbers: Array) -> None:
         bounds = part.indexed.bounds
-        begins = bounds[numbers]
-        return cls(begins, np.cumsum(bounds[numbers + 1] - begins))
+        self.begins = bounds[numbers]  # token of the file at which each document begins
+        self.ends = np.cumsum(bounds[numbers + 1] - self.begins)  # token of the line at which each document ends
 
     def find(self, start: int, stop: int) -> tuple[Array, Array, Array]:
-        """Return the places in the file, the documents and the positions of the line's tokens ``start`` to ``stop``.
-
-        Documents are counted from the first of them, positions from the start of the document or from ``start``.
-        """
+        """Return the places in the file, the documents and the positions of the line's tokens ``start`` to ``stop``."""
+        # Documents are counted from the first of them, positions from the start of the document or from start.
         first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
         before = self.ends[first - 1] if first else 0
         ends = np.minimum(self.ends[first : last + 1], stop)
@@ -104,36 +59,35 @@ class Line:
 
 
 class Stream:
-    """Samples of a stream: the documents of an epoch in a shuffled order, cut every ``length`` tokens.
-
-    The last token of a sample is only a label, and is the first token of the next sample. The rest at the end of an
-    epoch, less than a sample, is not used. One line is in memory at a time.
-    """
+    """Samples of a stream: the documents of an epoch in a shuffled order, cut every ``length`` tokens."""
 
     def __init__(self, part: TokenSet, length: int, seed: int, pad: int) -> None:
         self.part, self.length, self.seed, self.pad = part, length, seed, pad
+        # The last token of a sample is only a label, and is the first token of the next sample.
         labels = max(part.tokens - 1, 0)
+        # Samples of an epoch, without the rest at its end; and those that hold every document once, for evaluation.
         self.count, self.rows = labels // length, -(-labels // length)
         self._line: tuple[int | None, Line] | None = None
 
     def sample(self, index: int) -> Sample:
-        """Return a window of the shuffled documents."""
+        """Return sample ``index`` of an endless order. Each epoch has every sample once, in another order."""
         epoch, position = divmod(index, self.count)
         window = int(Permutation(self.count, seed_of(self.seed, epoch, 1))[np.array([position])][0])
         return self._window(self._open(epoch), window)
 
     def row(self, number: int) -> Sample:
-        """Return a window of the documents in the stored order."""
+        """Return a sample in the stored order, for evaluation. The last one may have padding."""
         return self._window(self._open(None), number)
 
     def _open(self, epoch: int | None) -> Line:
+        # One line is in memory at a time: that of the epoch, or of the evaluation.
         if self._line is None or self._line[0] != epoch:
             numbers = self.part.numbers
             # Evaluation, which has no epoch, reads in the stored order: this needs no random access to the file.
             if epoch is not None:
                 order = Permutation(len(numbers), seed_of(self.seed, epoch, 0))[np.arange(len(numbers))]
                 numbers = numbers[order]
-            self._line = epoch, Line.of(self.part, numbers)
+            self._line = epoch, Line(self.part, numbers)
         return self._line[1]
 
     def _window(self, line: Line, number: int) -> Sample:
@@ -144,23 +98,17 @@ class Stream:
 
 
 class Packed:
-    """Samples of whole records: as many as fit into a row, or one. Epochs differ in the order of the rows only.
-
-    It takes 16 bytes of memory per record. A record of n tokens takes n - 1 places, since its last token is only a
-    label.
-
-    Raises:
-        ValueError: a record is longer than a sample.
-    """
+    """Samples of whole records: as many as fit into a row, or one. Epochs differ in the order of the rows only."""
 
     def __init__(self, part: TokenSet, length: int, seed: int, packing: str, pad: int) -> None:
         self.part, self.length, self.seed, self.pad = part, length, seed, pad
         bounds, numbers = part.indexed.bounds, part.numbers
+        # A record of n tokens takes n - 1 places, since its last token is only a label.
         places = np.maximum(bounds[numbers + 1] - bounds[numbers] - 1, 1)
         if places.max(initial=0) > length:
             raise ValueError(
                 f"{str(part.prefix)!r}: document {numbers[places.argmax()]} has {places.max() + 1} tokens, and a "
-                f"sample of {LENGTH} = {length} holds {length + 1} with its last label; make it longer"
+                f"sample of {SEQUENCE_LENGTH} = {length} holds {length + 1} with its last label; make it longer"
             )
         rows = pack(places, length) if packing == "pack" else np.arange(len(places))
         self._members = np.argsort(rows, kind="stable")
@@ -168,7 +116,7 @@ class Packed:
         self.count = self.rows = len(self._ends)
 
     def sample(self, index: int) -> Sample:
-        """Return a row of the shuffled order."""
+        """Return sample ``index`` of an endless order."""
         epoch, position = divmod(index, self.count)
         return self.row(int(Permutation(self.count, seed_of(self.seed, epoch, 1))[np.array([position])][0]))
 
@@ -191,6 +139,7 @@ def _filled(length: int, pad: int, records: list[tuple[Array, Array, Array, Arra
     """Return a row with the records one after the other and padding as a document of its own."""
     left = length - sum(len(record[0]) for record in records)
     document = 1 + max((int(record[3][-1]) for record in records if len(record[3])), default=-1)
+    # Padding sees only itself, so that it changes nothing for the records.
     filling = (np.full(left, pad), np.full(left, NO_LABEL), np.arange(left), np.full(left, document))
     columns = zip(*records, filling, strict=True)
     return Sample(*(np.concatenate(column) for column in columns))
@@ -198,18 +147,11 @@ def _filled(length: int, pad: int, records: list[tuple[Array, Array, Array, Arra
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch; all tensors are int64 of shape ``(rows, length)``.
-
-    Attributes:
-        tokens: token ids.
-        labels: the id that follows each token, or ``NO_LABEL``.
-        positions: place of each token in its document; None if tokens see all earlier tokens of their row.
-        documents: number of each token's document in its row, padding included; None as for ``positions``.
-    """
+    """A micro-batch of samples; all tensors are int64 of shape ``(rows, length)``."""
 
     tokens: Tensor
     labels: Tensor
-    positions: Tensor | None = None
+    positions: Tensor | None = None  # these two are None if tokens see all earlier tokens of their row
     documents: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
@@ -220,11 +162,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """Share of every global batch that one data rank computes.
-
-    A global batch has ``micro_batches * size * rows`` consecutive samples. It is cut into micro-batches, and each of
-    these into ``rows`` consecutive samples per data rank.
-    """
+    """Share of every global batch that data rank ``rank`` of ``size`` computes."""
 
     rank: int
     size: int
@@ -238,40 +176,26 @@ class Share:
 
     def micro_batch(self, number: int) -> range:
         """Return the places in the global batch of this rank's samples of a micro-batch."""
+        # Micro-batches are cut first, so that the samples of one depend on the product of size and rows only.
         start = (number * self.size + self.rank) * self.rows
         return range(start, start + self.rows)
 
 
-def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Samples]:
-    """Return the samples of each part of the blend.
-
-    Raises:
-        ValueError: a part has no sample of ``length`` tokens.
-    """
+def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Stream | Packed]:
+    """Return the samples of each part of the blend; raise ValueError if one has no sample of ``length`` tokens."""
     parts = []
     for number, part in enumerate(prepared.train):
         parts.append(open_samples(part, length, seed_of(seed, number), prepared.packing, prepared.pad))
         if not parts[-1].count:
             raise ValueError(
-                f"{LENGTH} = {length} needs {length + 1} tokens of training text, and there are "
+                f"{SEQUENCE_LENGTH} = {length} needs {length + 1} tokens of training text, and there are "
                 f"{part.tokens} in {str(part.prefix)!r}; shorten the sequence, or add text"
             )
     return parts
 
 
 def training_batches(prepared: PreparedData, length: int, share: Share, seed: int, consumed: int) -> Iterator[Batch]:
-    """Yield micro-batches of this rank without end.
-
-    Args:
-        prepared: the text.
-        length: tokens of a sample.
-        share: this rank's part of a global batch.
-        seed: seed of the order; the same on all ranks.
-        consumed: samples that all ranks together have consumed so far.
-
-    Raises:
-        ValueError: a part of the blend has no sample.
-    """
+    """Yield micro-batches of this rank without end, from sample ``consumed`` of all ranks together."""
     parts = training_samples(prepared, length, seed)
     blend = Blend(prepared.weights, consumed)
     while True:
@@ -285,23 +209,23 @@ def training_batches(prepared: PreparedData, length: int, share: Share, seed: in
 def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int, size: int) -> Iterator[Batch]:
     """Yield this rank's batches of held-out text. All ranks' together have each label once, except each stream's first.
 
-    Rows of several held-out sets alternate in proportion, so that the first batches have some of all of them.
-
     Args:
         prepared: the text.
         length: tokens of a row. Tokens see their own row only.
         rows: rows of a batch.
         rank: this rank, which gets every ``size``-th batch.
-        size: number of ranks. All get equally many batches, if need be without labels.
+        size: number of ranks.
     """
     parts = [open_samples(part, length, 0, prepared.packing, prepared.pad) for part in prepared.validation]
     places = [(np.arange(part.rows) + 0.5) / max(part.rows, 1) for part in parts]
     owners = np.repeat(np.arange(len(parts)), [part.rows for part in parts])
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.rows) for part in parts)])
-    # Each row has a place in [0, 1) of its set; sorting by these places mixes the sets in proportion.
+    # Each row has a place in [0, 1) of its set; sorting by these places mixes the sets in proportion, so that the first
+    # batches, which are all that an evaluation between steps takes, have some of all of them.
     order = np.argsort(np.concatenate([np.empty(0), *places]), kind="stable")
     nothing = np.zeros(length, dtype=np.int64)
     empty = Sample(nothing + prepared.pad, nothing + NO_LABEL, np.arange(length), nothing)
+    # All ranks get equally many batches, if need be without labels, since an evaluation is collective.
     for start in range(rank * rows, -(-len(order) // (rows * size)) * rows * size, rows * size):
         chosen = order[start : start + rows]
         samples = [parts[owners[place]].row(int(numbers[place])) for place in chosen]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-ROUNDS = 6
-"""Rounds of the permutation; four already look random (Luby and Rackoff, 1988)."""
+ROUNDS = 6  # of the permutation; four already look random (Luby and Rackoff, 1988)
 
 
 def seed_of(*numbers: int) -> int:
@@ -19,6 +18,7 @@ def seed_of(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
+# A generator of numpy would be simpler, but its numbers may change with its version, and with them a resumed run.
 def hashed(values: NDArray[np.integer], seed: int) -> NDArray[np.uint64]:
     """Return 64 bits for each value, by the finalizer of splitmix64 (Steele et al., 2014)."""
     x = values.astype(np.uint64) + np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15)
@@ -30,18 +30,17 @@ def hashed(values: NDArray[np.integer], seed: int) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Permutation:
-    """A pseudo-random permutation of ``range(size)``, whose entries can be computed one by one.
-
-    A Feistel network permutes the smallest power of four that holds the range. An entry outside the range is permuted
-    again until it is inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
-    """
+    """A pseudo-random permutation of ``range(size)``, whose entries can be computed one by one."""
 
     size: int
     seed: int
 
     def __getitem__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the entries at these places, int64, in ``range(size)``."""
+        # Outside the range, the walk back into it might never end.
         assert len(places) == 0 or 0 <= places.min() <= places.max() < self.size
+        # A Feistel network permutes the smallest power of four that holds the range. An entry outside is permuted again
+        # until it is inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
         half = ((self.size - 1).bit_length() + 1) // 2
         found = self._scramble(places.astype(np.uint64), half)
         while len(outside := np.flatnonzero(found >= self.size)):
@@ -57,15 +56,7 @@ class Permutation:
 
 
 def pack(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Pack things into few rows by best-fit decreasing: the longest first, each into the fullest row that holds it.
-
-    Args:
-        sizes: size of each thing, from 1 to ``capacity``.
-        capacity: size of a row.
-
-    Returns:
-        The row of each thing, int64, shape as ``sizes``. Rows are numbered without gaps.
-    """
+    """Return the row of each thing of ``sizes``, by best-fit decreasing: each into the fullest row that holds it."""
     rows = np.empty(len(sizes), dtype=np.int64)
     with_space: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * (capacity + 1)
     any_with = np.zeros(capacity + 1, dtype=bool)
@@ -98,15 +89,7 @@ def pack(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 class Blend:
-    """Choice of the part of a blend for each sample ``i``: the part with the largest ``weight * max(i, 1) - taken``.
-
-    Ties go to the first part. A resumed run counts from the beginning, a second for some million samples, and reads
-    none.
-
-    Args:
-        weights: share of each part; their sum is 1.
-        consumed: number of samples that were taken before.
-    """
+    """Choice of the part of a blend for each sample ``i``: that with the largest ``weight * max(i, 1) - taken``."""
 
     def __init__(self, weights: Sequence[float], consumed: int) -> None:
         self.weights = weights
@@ -114,9 +97,10 @@ class Blend:
         self.taken = [0] * len(weights)
         if len(weights) == 1:
             self.step, self.taken = consumed, [consumed]
-        else:
-            for start in range(0, consumed, 2**16):
-                self.take(min(2**16, consumed - start))
+            return
+        # A resumed run counts from the beginning, a second for some million samples, and reads none of them.
+        for start in range(0, consumed, 2**16):
+            self.take(min(2**16, consumed - start))
 
     def take(self, count: int) -> list[tuple[int, int]]:
         """Return, for each of the next samples, its part and the number of samples taken from the part before."""
@@ -124,7 +108,7 @@ class Blend:
         for step in range(self.step, self.step + count):
             position = max(step, 1)
             behind = [weight * position - own for weight, own in zip(self.weights, taken, strict=True)]
-            part = behind.index(max(behind))
+            part = behind.index(max(behind))  # ties go to the first part
             chosen.append((part, taken[part]))
             taken[part] += 1
         self.step += count

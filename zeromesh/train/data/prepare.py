@@ -7,16 +7,15 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
 
+from zeromesh.config.keys import HELD_OUT, OUTPUT, SOURCES, TOKENIZER, TOO_LONG
 from zeromesh.config.train import TextData
-from zeromesh.launcher.launch import available_cores
 from zeromesh.observe.progress import ReadingBar
-from zeromesh.train.data.encode import SMALL, Encoded, Encoder, encode_all, grouped
+from zeromesh.train.data.encode import Encoded, Encoder, grouped
 from zeromesh.train.data.formats import INDEXED, Document, placed, portions, read_portion
 from zeromesh.train.data.records import KINDS, read_record, share_of
 from zeromesh.train.data.sources import Part, find_documents, look, names_of
@@ -37,18 +36,18 @@ _log = logging.getLogger(__name__)
 SUMMARY_FILE = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
 
-FREE = {"train", "vocabulary_size", "workers", "packing", "document_attention"}
-"""Settings that are not part of the key: token files do not depend on them, or they are compared in another way."""
+# Not part of the key: token files do not depend on them, or they are compared in another way.
+FREE = {"train", "vocabulary_size", "packing", "document_attention"}
 
+# Of the encoding: token files of another version are made again.
 VERSION = 2
-"""Version of the encoding. Token files of another version are made again."""
 
+# More text changes a vocabulary little, and learning it takes long.
 SAMPLE_BYTES = 64 * 2**20
-"""Size of the text that a tokenizer is trained on, in portions that are spread evenly over the training text."""
 
 
 class Changed(ValueError):
-    """The sources or settings are not those that the token files were made from."""
+    """Error of sources or settings that are not those that the token files were made from."""
 
 
 def prepare(
@@ -62,16 +61,13 @@ def prepare(
 
     Args:
         data: the sources and how to read them.
-        folder: folder of the tokenizer and the token files. Its parent, the folder of the run, is never a source. What
-            the folder holds is kept until the new files are complete.
-        may_write: write files that are missing or out of date, instead of refusing.
+        folder: folder of the tokenizer and the token files. Its parent, the folder of the run, is never a source.
+        may_write: write files that are missing or out of date, instead of raising ``Changed``.
         length: tokens of a sample, which records must fit into; None for any.
         console: shows the progress.
 
     Raises:
-        ValueError: a source has no text, a record is wrong, the vocabulary does not suit the text, or the folder holds
-            other files.
-        Changed: the files were made from other text or settings, and may not be written.
+        ValueError: a source or a record is wrong, or the folder holds other files.
     """
     parts = _find(data, folder.parent)
     key = _key(data, parts, length)
@@ -80,13 +76,13 @@ def prepare(
         return prepared.sampled(data)
     if not may_write:
         raise Changed(
-            f"the text in data.train has changed since its tokens were written to {str(folder)!r}; bring back the "
+            f"the text in {SOURCES} has changed since its tokens were written to {str(folder)!r}; bring back the "
             "files and settings of that time, or start a new run"
         )
     if folder.exists() and not (folder / SUMMARY_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"{str(folder)!r} is where the tokens would be written, and is something else, without {SUMMARY_FILE}; "
-            "move it away, or choose another folder, with run.output in zeromesh train"
+            f"move it away, or choose another folder, with {OUTPUT} in zeromesh train"
         )
     # Written beside the folder and renamed: a run that fails keeps the tokens that it has.
     new = folder.with_name(f"{folder.name}.part")
@@ -116,7 +112,7 @@ def _find(data: TextData, output: Path) -> list[Part]:
         return tuple(find_documents([source], data.suffixes, output))
 
     held = [
-        Part(f"validation{number}", f"data.validation = {source!r}", (find(source),), 1.0)
+        Part(f"validation{number}", f"{HELD_OUT} = {source!r}", (find(source),), 1.0)
         for number, source in enumerate(data.validation or ())
     ]
     seen = {document.path.resolve() for part in held for document in part.documents}
@@ -124,23 +120,24 @@ def _find(data: TextData, output: Path) -> list[Part]:
     parts = []
     for number, (names, _) in enumerate(data.blend):
         sources = []
+        # A file counts once, or text would be trained on that is held out: the held-out set has it, else the first.
         for name in names:
             found = find(name)
             sources.append(tuple(document for document in found if document.path.resolve() not in seen))
             seen |= {document.path.resolve() for document in found}
         if not any(sources):
             raise ValueError(
-                f"every file of data.train = {list(names)} is also in data.validation, or in a part of the blend "
+                f"every file of {SOURCES} = {list(names)} is also in {HELD_OUT}, or in a part of the blend "
                 "before it; nothing is left to train on"
             )
-        parts.append(Part(f"train{number}", f"data.train = {list(names)}", tuple(sources), fraction))
+        parts.append(Part(f"train{number}", f"{SOURCES} = {list(names)}", tuple(sources), fraction))
     return parts + held
 
 
 def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
     """Return a hash of the settings, the tokenizer, and the name, size and time of change of every file."""
     settings = [VERSION, data.model_dump(mode="json", exclude=FREE), length]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())  # the length decides what is too long
     if data.tokenizer is not None and Path(data.tokenizer).expanduser().exists():
         digest.update(content_key(Path(data.tokenizer).expanduser()).encode())
     for part in parts:
@@ -158,6 +155,7 @@ def _has_size(data: TextData, prepared: PreparedData) -> bool:
     """Return whether text was prepared with the size of the vocabulary in the settings."""
     if data.tokenizer is not None or prepared.tokenizer is None or prepared.vocabulary == data.vocabulary_size:
         return True
+    # A short text gives fewer entries than the default size, and would give as many again.
     return prepared.capped and not size_is_set(data)
 
 
@@ -169,13 +167,14 @@ def _make(
     files = [look(data, part, skipped) for part in parts]
     if skipped:
         _log.info("left out, being empty, unreadable or not UTF-8: %s", names_of(skipped))
+    # A tokenizer that had seen held-out text would make its score too good.
     trained_on = [file for part, own in zip(parts, files, strict=True) if part.fraction < 1 for file in own]
     tokenizer = _tokenizer(data, trained_on)
     encoder = None
     if tokenizer is not None:
         (folder / TOKENIZER_FOLDER).mkdir()
         tokenizer.save(folder / TOKENIZER_FOLDER)
-        encoder = Encoder(folder / TOKENIZER_FOLDER, data, length, tokenizer)
+        encoder = Encoder(tokenizer, data, length)
     train: list[TokenSet] = []
     validation: list[TokenSet] = []
     dropped = 0
@@ -186,9 +185,9 @@ def _make(
             validation += [held] if held.documents else []
             dropped += lost
     if dropped:
-        _log.info("left out %d records with more tokens than a sample has, as data.too_long says", dropped)
+        _log.info("left out %d records with more tokens than a sample has, as %s says", dropped, TOO_LONG)
     if not validation and data.validation_fraction > 0:
-        _log.warning("data.train is too short to hold anything out; there will be no validation")
+        _log.warning("%s is too short to hold anything out; there will be no validation", SOURCES)
     return PreparedData(
         key=key,
         train=tuple(train),
@@ -214,7 +213,7 @@ def _tokenizer(data: TextData, files: Sequence[Document]) -> TextTokenizer | Non
     for file in readable:
         if file.kind == "chat":
             raise ValueError(
-                f"{file.path} has chats, which need a tokenizer with a chat template; set data.tokenizer to the folder "
+                f"{file.path} has chats, which need a tokenizer with a chat template; set {TOKENIZER} to the folder "
                 "of a model's tokenizer"
             )
     return train_tokenizer(sample_texts(data, readable), data.vocabulary_size, fill=size_is_set(data))
@@ -226,6 +225,7 @@ def sample_texts(data: TextData, files: Sequence[Document]) -> Iterator[str]:
     read = [file for file in files if file.share is None or file.share >= held]
     share = SAMPLE_BYTES / max(SAMPLE_BYTES, sum(file.size for file in read))
     passed = taken = 0
+    # A portion is taken when too little of the text before was, so the sample is spread evenly over all files.
     for portion in chain.from_iterable(map(portions, read)):
         passed += portion.size
         if share < 1 and taken + portion.size / 2 >= passed * share:
@@ -235,7 +235,7 @@ def sample_texts(data: TextData, files: Sequence[Document]) -> Iterator[str]:
         for number, record in read_portion(portion):
             if kind is None:
                 yield record
-            elif share_of(record) >= held:
+            elif share_of(record) >= held:  # held-out records must not shape the vocabulary
                 with placed(portion, number):
                     yield from KINDS[kind].texts(read_record(data, kind, record))
 
@@ -245,6 +245,7 @@ def _write_part(
 ) -> tuple[TokenSet, TokenSet, int]:
     """Return the training and the held-out set of a part, and the number of records that were too long."""
     dropped = 0
+    # Tokens of another program stay where they are.
     if files[0].kind == INDEXED:
         prefix = files[0].path.resolve()
         documents = scan_documents(prefix)
@@ -253,19 +254,16 @@ def _write_part(
         assert encoder is not None
         prefix = folder / part.name
         packed = files[0].kind is not None and KINDS[files[0].kind].packed
-        workers = 1 if sum(file.size for file in files) < SMALL else data.workers or available_cores()
 
-        def counted(results: Iterator[Encoded]) -> Iterator[Encoded]:
+        def encoded() -> Iterator[Encoded]:
             nonlocal dropped
-            for encoded in results:
-                bar.advance(encoded.read)
-                dropped += encoded.dropped
-                yield encoded
+            # Task by task, so that memory does not grow with the text.
+            for result in map(encoder.encode, grouped(chain.from_iterable(map(portions, files)))):
+                bar.advance(result.read)
+                dropped += result.dropped
+                yield result
 
-        tasks = grouped(chain.from_iterable(map(portions, files)))
-        # Closed at once if writing fails: the processes would live as long as the traceback of the error.
-        with closing(encode_all(tasks, encoder, workers)) as results:
-            documents = write_documents(prefix, counted(results), encoder.dtype, packed)
+        documents = write_documents(prefix, encoded(), encoder.dtype, packed)
     learned, unlearned = int(documents.learned.sum()), int((~documents.learned).sum())
     if not learned:
         raise ValueError(

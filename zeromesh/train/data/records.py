@@ -5,109 +5,78 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeromesh.config.errors import show
+from zeromesh.config.keys import RECORD_KEYS, RECORDS
 from zeromesh.config.train import TextData
-from zeromesh.train.data.chat import Ids
 from zeromesh.train.data.formats import OF_AN_ARRAY
-from zeromesh.train.data.tokenizer import TextTokenizer
+from zeromesh.train.data.tokenizer import Ids, TextTokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles in a chat."""
-
-RESPONSES = ("response", "completion")
-"""Keys of a response, if the settings name none."""
-
-TOOLS = "tools"
-"""Key of the schemas of functions that the assistant of a chat may call."""
+RESPONSES = ("response", "completion")  # keys of a response, if the settings name none
+TOOLS = "tools"  # key of the schemas of functions that the assistant of a chat may call
 
 
 class Chat(NamedTuple):
-    """A chat."""
+    """A chat, and the functions that the assistant may call."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of a record, or of a piece of a text.
-
-    Attributes:
-        ids: int64, shape ``(tokens,)``.
-        mask: whether each id is a label, bool, shape ``(tokens,)``; None if all are.
-        size: bytes of text that the labels stand for.
-    """
+class Tokens(NamedTuple):
+    """Tokens of a record, or of a piece of a text."""
 
     ids: Ids
-    mask: NDArray[np.bool_] | None
-    size: int
+    mask: NDArray[np.bool_] | None  # True for labels, shape (tokens,); None if all are
+    size: int  # bytes of text that the labels stand for
 
 
-@dataclass(frozen=True)
-class RecordKind:
-    """A row of ``KINDS``.
+class RecordKind(NamedTuple):
+    """A row of ``KINDS``. ``read`` and ``encode`` raise ValueError for a wrong record."""
 
-    Attributes:
-        keys: keys that a record must have under the settings.
-        read: turns a record into an input of ``encode``; raises ValueError for a wrong record.
-        encode: yields the tokens of each input; raises ValueError at a wrong one.
-        texts: texts of an input that a tokenizer is trained on.
-        packed: records stay whole in samples; otherwise they form a stream.
-    """
-
-    keys: Callable[[TextData, Mapping[str, Any]], tuple[str, ...]]
-    read: Callable[[TextData, Mapping[str, Any]], Any]
-    encode: Callable[[TextTokenizer, Sequence[Any]], Iterator[Tokens]]
-    texts: Callable[[Any], list[str]]
-    packed: bool
+    keys: Callable[[TextData, Mapping[str, Any]], tuple[str, ...]]  # keys that a record must have under the settings
+    read: Callable[[TextData, Mapping[str, Any]], Any]  # turns a record into an input of encode
+    encode: Callable[[TextTokenizer, Sequence[Any]], Iterator[Tokens]]  # yields the tokens of each input
+    texts: Callable[[Any], list[str]]  # texts of an input that a tokenizer is trained on
+    packed: bool  # records stay whole in samples; otherwise they form a stream
 
 
 def kind_of(data: TextData, record: Any) -> str:
-    """Return the first kind in the table whose keys the record has.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the first kind in the table whose keys the record has; raise ValueError if there is none."""
     _require_object(record)
+    # Text comes last: records of the other kinds may have that key, too.
     for name, kind in KINDS.items():
         if data.format in (None, name) and set(kind.keys(data, record)) <= record.keys():
             return name
     wanted = [KINDS[data.format]] if data.format else list(KINDS.values())
     keys = " or ".join(" and ".join(map(repr, kind.keys(data, record))) for kind in wanted)
-    raise ValueError(
-        f"has the keys {list(record)}, and must have {keys}; change them, or name yours in data.text_key, "
-        "data.prompt_key, data.response_key or data.messages_key"
-    )
+    raise ValueError(f"has the keys {list(record)}, and must have {keys}; change them, or name yours in {RECORD_KEYS}")
 
 
 def read_record(data: TextData, name: str, record: Any) -> Any:
-    """Return a record as the ``encode`` of its kind takes it.
-
-    Raises:
-        ValueError: the record is wrong, or of another kind.
-    """
+    """Return a record as the ``encode`` of its kind takes it; raise ValueError if it is wrong or of another kind."""
     _require_object(record)
     kind = KINDS[name]
     missing = [key for key in kind.keys(data, record) if key not in record]
     if missing:
         raise ValueError(
             f"has the keys {list(record)} and lacks {', '.join(map(repr, missing))}; all records of a source are "
-            f"of one kind, here {name!r}, as its first record or data.format says: put others into sources of their own"
+            f"of one kind, here {name!r}, as its first record or {RECORDS} says: put others into sources of their own"
         )
     return kind.read(data, record)
 
 
 def share_of(record: Any) -> float:
     """Return a number in [0, 1) that depends on the content of the record only."""
+    # Of the content, so that a record stays on its side of the split when others come or go.
     text = json.dumps(record, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) / 2.0**53
+    return (int.from_bytes(digest, "big") >> 11) / 2.0**53  # as many bits as a float has: 64 could round to 1.0
 
 
 def encode_text(tokenizer: TextTokenizer, texts: Sequence[str]) -> Iterator[Tokens]:
@@ -127,7 +96,7 @@ def _string(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{key} = {show(value)} must be a string")
     try:
-        value.encode()
+        value.encode()  # tokenizers take UTF-8, where half a pair is an error without a place
     except UnicodeEncodeError:
         raise ValueError(f"{key} has half of a surrogate pair, {show(value)}, which is no character") from None
     return value
@@ -145,6 +114,8 @@ def _response_key(data: TextData, record: Mapping[str, Any]) -> str:
 def _encode_responses(tokenizer: TextTokenizer, pairs: Sequence[tuple[str, str]]) -> Iterator[Tokens]:
     prompts, responses = (tokenizer.encode([pair[side] for pair in pairs]) for side in (0, 1))
     for pair, prompt, response in zip(pairs, prompts, responses, strict=True):
+        # Encoded apart, or a token could hold the end of the prompt and the beginning of the response. The end of the
+        # text is a label, too: a model has to learn where a response ends.
         ids = tokenizer.bounded(np.concatenate([prompt, response]))
         yield Tokens(ids, np.arange(len(ids)) >= len(ids) - len(response) - 1, len(pair[1].encode()))
 
@@ -163,7 +134,7 @@ def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:
 
 
 def _read_tools(given: Any) -> list[dict[str, Any]] | None:
-    """Return the schemas of functions, which tables hold as JSON in strings, since their objects need equal keys."""
+    # Tables hold them as JSON in strings, since all objects of a column need the same keys.
     tools = _of_json(given)
     if tools is None or tools == []:
         return None
@@ -210,6 +181,7 @@ def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[T
                 "the tokenizer's chat template marks nothing of it as said by the assistant; look at where the "
                 "template has {% generation %}"
             )
+        # By decoding, because a template may change the text of messages.
         yield Tokens(ids, mask, len(tokenizer.decode(ids[mask].tolist()).encode()))
 
 

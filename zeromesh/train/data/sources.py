@@ -11,8 +11,10 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
+from zeromesh.config.keys import BLEND_ENTRY, OTHER_OUTPUT, OUTPUT, RECORDS, SUFFIXES
 from zeromesh.config.train import TextData
 from zeromesh.train.data.formats import (
     INDEXED,
@@ -28,42 +30,26 @@ from zeromesh.train.data.formats import (
 from zeromesh.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
 from zeromesh.train.data.records import KINDS, kind_of
 
-STANDARD_LIBRARY = "python-stdlib"
-"""Source that is on every machine: the library of the running Python."""
+STANDARD_LIBRARY = "python-stdlib"  # on every machine: the library of the running Python
 
+# Installed packages, tests, applications and generated tables are no text to learn from.
 NOT_LIBRARY = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 )
-"""Folders of the standard library that are left out: installed packages, tests, applications, generated tables."""
-
-RUN_FILES = frozenset({"config.json", "metrics.jsonl"})
-"""Files in the folder of a run. Such a folder inside a source is left out."""
-
-DATASETS_FILE = "dataset_dict.json"
-"""File that marks a folder with one data set of ``datasets`` per split."""
-
-NAMED_FILES = 5
-"""Files that a message names at most."""
-
-LOOKED_AT = 2**24
-"""Bytes of a ``.json`` file in which the end of its first record is looked for."""
+RUN_FILES = frozenset({"config.json", "metrics.jsonl"})  # in the folder of a run
+DATASETS_FILE = "dataset_dict.json"  # marks a folder with one data set of datasets per split
+NAMED_FILES = 5  # in a message, at most
+LOOKED_AT = 2**24  # bytes of a .json file in which the end of its first record is looked for
 
 
 @dataclass(frozen=True)
 class Part:
-    """Files of one data set.
+    """Files of one data set."""
 
-    Attributes:
-        name: name of its token files.
-        wanted: its sources as in the settings, for messages.
-        sources: documents of each source.
-        fraction: share that is held out: 0 for none, 1 for all.
-    """
-
-    name: str
-    wanted: str
-    sources: tuple[tuple[Document, ...], ...]
-    fraction: float
+    name: str  # of its token files
+    wanted: str  # its sources as in the settings, for messages
+    sources: tuple[tuple[Document, ...], ...]  # documents of each source
+    fraction: float  # share that is held out: 0 for none, 1 for all
 
     @property
     def documents(self) -> list[Document]:
@@ -71,21 +57,9 @@ class Part:
         return [document for source in self.sources for document in source]
 
 
-# Names to files.
-
-
 def find_documents(sources: Sequence[str], suffixes: Sequence[str], output: Path | None = None) -> list[Document]:
-    """Return the files that the sources name, each once, ordered by name.
-
-    Args:
-        sources: files, folders, glob patterns, or ``python-stdlib``.
-        suffixes: ends of the names of files in folders that are used; empty for all. A file that is a source itself is
-            always used.
-        output: folder that is written to. It is left out where it is inside a source, and so are folders of other runs.
-
-    Raises:
-        ValueError: a source does not exist, has no file, or is ``output``.
-    """
+    """Return the files that the sources name, each once, ordered by name; ``suffixes`` select files in folders."""
+    # A file that is a source itself is used whatever its name ends in. The folder of the run is left out.
     found: dict[Path, Document] = {}
     for source in sources:
         documents = list(_find(source, tuple(suffixes), None if output is None else output.resolve()))
@@ -108,10 +82,11 @@ def _find(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterat
     elif path.is_dir():
         if path.resolve() == output:
             raise ValueError(
-                f"run.output is the data folder {source!r} itself, where what the run writes would become text; "
-                "choose another folder with --set run.output=FOLDER"
+                f"{OUTPUT} is the data folder {source!r} itself, where what the run writes would become text; "
+                f"{OTHER_OUTPUT}"
             )
         yield from _find_in_folder(path, suffixes, frozenset(), output)
+    # A file that has the name of a prefix is that file: the prefix can be named by one of its own files.
     elif (prefix := prefix_of(path)) is not None and (path.name.endswith(ENDINGS) or not path.is_file()):
         yield Document(prefix.name, prefix)
     elif path.is_file():
@@ -122,6 +97,7 @@ def _find(source: str, suffixes: tuple[str, ...], output: Path | None) -> Iterat
 
 def _training_split(folder: Path) -> Document:
     splits = sorted(path.name for path in folder.iterdir() if is_dataset(path))
+    # Only this split: the others are for tests, which must not be trained on.
     if "train" not in splits:
         raise ValueError(
             f"data source {str(folder)!r} has no split 'train', but {splits}; name the folder of one of its splits"
@@ -133,6 +109,7 @@ def _find_in_folder(
     folder: Path, suffixes: tuple[str, ...], without: frozenset[str], output: Path | None
 ) -> Iterator[Document]:
     for root, folders, files in os.walk(folder):
+        # In place, since os.walk goes into what is left in the list.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         here = Path(root)
         if here != folder and (is_dataset(here) or _is_written(here, output)):
@@ -142,20 +119,16 @@ def _find_in_folder(
             continue
         for name in files:
             path = here / name
-            if not name.startswith(".") and name.endswith(suffixes or "") and path.exists():
+            if not name.startswith(".") and name.endswith(suffixes or "") and path.exists():  # not a broken link
                 yield _document(path.relative_to(folder).as_posix(), path)
 
 
 def _find_by_pattern(pattern: Path, output: Path | None) -> Iterator[Document]:
     base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
-    written: dict[Path, bool] = {}
+    is_written = cache(lambda folder: _is_written(folder, output))  # a folder may have very many files
     for match in map(Path, glob.glob(str(pattern), recursive=True)):
         name = match.relative_to(base)
-        folders = [base / folder for folder in list(name.parents)[:-1]]
-        for folder in folders:
-            if folder not in written:
-                written[folder] = _is_written(folder, output)
-        if match.is_file() and not any(written[folder] for folder in folders):
+        if match.is_file() and not any(is_written(base / folder) for folder in list(name.parents)[:-1]):
             yield _document(name.as_posix(), match)
 
 
@@ -171,6 +144,7 @@ def _document(name: str, path: Path) -> Document:
 
 def _is_written(folder: Path, output: Path | None) -> bool:
     """Return whether this run or another one writes to a folder."""
+    # Logs and reports of runs in a source would become text.
     return folder.resolve() == output or all((folder / name).is_file() for name in RUN_FILES)
 
 
@@ -178,7 +152,7 @@ def _nothing_found(source: str, suffixes: Sequence[str]) -> str:
     path = Path(source).expanduser()
     if path.is_dir():
         wanted = f"no file whose name ends in {', '.join(suffixes)}" if suffixes else "no files"
-        return f"data folder {source!r} has {wanted}; put text there, or set data.suffixes to what your files end in"
+        return f"data folder {source!r} has {wanted}; put text there, or set {SUFFIXES} to what your files end in"
     if is_special(path):
         return f"data source {source!r} is a FIFO, a socket or a device, which is read only once; write it to a file"
     return (
@@ -194,29 +168,18 @@ def names_of(documents: Sequence[Document]) -> str:
     return f"{names} and {more} more" if more > 0 else names
 
 
-# Files to what they hold.
-
-
 def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
-    """Return the files of a data set in order, with their kinds and shares; plain text is split.
-
-    Args:
-        data: the settings.
-        part: the data set.
-        skipped: gets the files that are empty or cannot be read.
-
-    Raises:
-        ValueError: no file has text, or the files do not fit together.
-    """
+    """Return the files of a data set in order, with their kinds and shares; add unreadable ones to ``skipped``."""
     texts, found = [], []
     for source in part.sources:
         kind: str | None = None
         for document in source:
             form = format_of(document)
-            if is_special(document.path):
+            if is_special(document.path):  # opening it might wait for ever
                 skipped.append(document)
             elif form == INDEXED:
                 found.append(replace(document, kind=INDEXED))
+            # The first record of a source decides for all of it, so that an odd record is an error and no other kind.
             elif form and (kind := kind or _first_kind(data, document)) is not None:
                 found.append(replace(document, kind=kind))
             elif not form and is_text(document):
@@ -231,8 +194,8 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
         )
     if texts and data.format not in (None, "text"):
         raise ValueError(
-            f"{part.wanted} has plain text, {texts[0].path}, and data.format = {data.format!r} needs records: JSON "
-            "lines (.jsonl, .jsonl.gz), parquet, or a data set of Hugging Face; choose files with data.suffixes"
+            f"{part.wanted} has plain text, {texts[0].path}, and {RECORDS} = {data.format!r} needs records: JSON "
+            f"lines (.jsonl, .jsonl.gz), parquet, or a data set of Hugging Face; choose files with {SUFFIXES}"
         )
     _require_one_kind(part, texts, found)
     if part.fraction in (0.0, 1.0):
@@ -240,6 +203,7 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
     else:
         for share, side in zip((1.0, 0.0), split_documents(texts, part.fraction), strict=True):
             found += [replace(document, share=share) for document in side]
+    # In an order that depends on names only: that of a file system differs between machines.
     return sorted(found, key=lambda file: (file.name, str(file.path), file.start))
 
 
@@ -250,8 +214,8 @@ def is_text(document: Document) -> bool:
         with document.path.open("rb") as file:
             while block := file.read(2**20):
                 decoder.decode(block)
-                has_text = has_text or bool(block.strip(b"\0"))
-        decoder.decode(b"", final=True)
+                has_text = has_text or bool(block.strip(b"\0"))  # a file after a crash may be all zeros
+        decoder.decode(b"", final=True)  # raises for half a character at the end
     except (OSError, UnicodeDecodeError):
         return False
     return has_text
@@ -267,7 +231,8 @@ def _first_kind(data: TextData, document: Document) -> str | None:
 
 
 def _require_one_kind(part: Part, texts: Sequence[Document], found: Sequence[Document]) -> None:
-    """Refuse a mixture of text, packed records and token files, which become samples in different ways."""
+    """Refuse a mixture of text, packed records and token files."""
+    # They become samples in different ways, and a data set has one.
     groups = {"text": [*texts]}
     for file in found:
         packed = file.kind in KINDS and KINDS[file.kind].packed
@@ -275,17 +240,16 @@ def _require_one_kind(part: Part, texts: Sequence[Document], found: Sequence[Doc
         groups.setdefault(name, []).append(file)
     if sum(map(bool, groups.values())) > 1 or len(groups.get(INDEXED, ())) > 1:
         names = "; ".join(f"{name}: {names_of(documents)}" for name, documents in groups.items() if documents)
-        raise ValueError(
-            f"{part.wanted} has more than one data set ({names}); name them one by one, in data.train as "
-            '{"source": ..., "weight": ...}'
-        )
+        raise ValueError(f"{part.wanted} has more than one data set ({names}); name them one by one, in {BLEND_ENTRY}")
 
 
 def _require_no_records(data: TextData, document: Document) -> None:
-    """Refuse a JSON file with records, whose quotes and brackets would be learned as plain text."""
+    """Refuse a JSON file with records."""
+    # It is read as plain text, and the model would learn quotes and brackets.
     if not document.path.name.lower().endswith(".json"):
         return
     with document.path.open("rb") as file:
+        # The end of what was read may be half a character.
         text = file.read(LOOKED_AT).decode("utf-8-sig", errors="ignore").strip()
     is_array = text.startswith("[")
     try:
@@ -300,20 +264,14 @@ def _require_no_records(data: TextData, document: Document) -> None:
     raise ValueError(
         f"{document.path} has {'an array of records' if is_array else 'records'}, and a file that ends in .json is "
         f"plain text; {way}; to learn it as it is written, let its name end in .txt, and to leave it out, choose "
-        "files with data.suffixes"
+        f"files with {SUFFIXES}"
     )
 
 
-# Files to sides of the split.
-
-
 def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """Return the documents to train on and those to hold out, about ``fraction`` of them.
-
-    The hash of the name alone decides, so a document stays on its side when others come or go. If this holds out
-    nothing, or leaves less than half of the text that should be trained on, the end of the largest document is held
-    out.
-    """
+    """Return the documents to train on and those to hold out, about ``fraction`` of them."""
+    # The hash of the name alone decides, so a document stays on its side when others come or go. If this holds out
+    # nothing, or leaves less than half of the text that should be trained on, the end of the largest document is.
     held = {document for document in documents if _share(document.name) < fraction}
     if fraction > 0 and documents:
         size = sum(document.size for document in documents)

@@ -21,33 +21,21 @@ from zeromesh.train.data.indexed import MASK, Indexed, IndexedWriter, file_of, o
 from zeromesh.train.data.order import hashed
 from zeromesh.train.data.tokenizer import TextTokenizer
 
-SCANNED_AT_ONCE = 2**24
-"""Ids that are looked at in one step."""
+SCANNED_AT_ONCE = 2**24  # ids that are looked at in one step
 
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Documents in Megatron's format, for training or held out.
+    """Documents in Megatron's format, for training or held out."""
 
-    Attributes:
-        prefix: path of the files without their endings.
-        chosen: file with the numbers of the documents, int64, rising; None for all.
-        documents: number of documents.
-        tokens: number of their tokens.
-        labels: number of tokens that are learned or scored.
-        bytes: bytes of text that the labels stand for; 0 if unknown.
-        packed: whether documents stay whole in samples, with a file of masks; otherwise they form a stream.
-        highest: largest id in the files.
-    """
-
-    prefix: Path
-    chosen: Path | None
+    prefix: Path  # of the files, without their endings
+    chosen: Path | None  # file with the numbers of the documents, int64, rising; None for all
     documents: int
     tokens: int
-    labels: int
-    bytes: int
-    packed: bool
-    highest: int
+    labels: int  # tokens that are learned or scored
+    bytes: int  # of text that the labels stand for; 0 if unknown
+    packed: bool  # documents stay whole in samples, with a file of masks; otherwise they form a stream
+    highest: int  # largest id in the files
 
     @cached_property
     def indexed(self) -> Indexed:
@@ -70,39 +58,22 @@ class TokenSet:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Text as token files.
+    """Text as token files."""
 
-    Attributes:
-        key: hash of the sources, the tokenizer and the settings, without the size of the vocabulary.
-        train: training data, one set per part of the blend.
-        validation: held-out data; no set is empty.
-        vocabulary: number of entries of the tokenizer; without one, the largest id plus one.
-        pad: id that fills samples up.
-        capped: whether the text gives fewer entries than the default size of the vocabulary.
-        skipped: number of documents that are empty, cannot be read, or are not UTF-8.
-        dropped: number of records that were longer than a sample.
-        gzip_bytes: size of the held-out text after ``gzip -9``, the documents one after the other.
-        python: whether the names of all documents end in ``.py``.
-        tokenizer: folder of the tokenizer; None for sources of tokens without a tokenizer in the settings.
-        weights: share of each part of the blend; their sum is 1.
-        packing: "pack" or "pad".
-        document_attention: whether tokens see their own document only.
-    """
-
-    key: str
-    train: tuple[TokenSet, ...]
-    validation: tuple[TokenSet, ...]
-    vocabulary: int
-    pad: int
-    capped: bool
-    skipped: int
-    dropped: int
-    gzip_bytes: int
-    python: bool
-    tokenizer: Path | None
-    weights: tuple[float, ...] = (1.0,)
+    key: str  # hash of the sources, the tokenizer and the settings, without the size of the vocabulary
+    train: tuple[TokenSet, ...]  # one set per part of the blend
+    validation: tuple[TokenSet, ...]  # no set is empty
+    vocabulary: int  # entries of the tokenizer; without one, the largest id plus one
+    pad: int  # id that fills samples up
+    capped: bool  # the text gives fewer entries than the default size of the vocabulary
+    skipped: int  # documents that are empty, cannot be read, or are not UTF-8
+    dropped: int  # records that were longer than a sample
+    gzip_bytes: int  # of the held-out text after gzip -9, the documents one after the other
+    python: bool  # the names of all documents end in .py
+    tokenizer: Path | None  # folder; None for sources of tokens without a tokenizer in the settings
+    weights: tuple[float, ...] = (1.0,)  # share of each part of the blend; their sum is 1
     packing: str = "pack"
-    document_attention: bool = False
+    document_attention: bool = False  # tokens see their own document only
 
     @property
     def held_out_bytes(self) -> int:
@@ -122,6 +93,7 @@ class PreparedData:
 
     def sampled(self, data: TextData) -> PreparedData:
         """Return the same data with the settings of samples, on which the files do not depend."""
+        # Records in one row are unrelated, so they see each other only if the user says so.
         packs = any(part.packed for part in self.train) and data.packing == "pack"
         return replace(
             self,
@@ -132,14 +104,14 @@ class PreparedData:
 
 
 def save_summary(prepared: PreparedData, path: Path) -> None:
-    """Write the summary. Paths inside its folder are relative to it."""
+    """Write the summary. Paths inside its folder are relative to it, so that the folder can be moved."""
     part = path.with_name(path.name + ".part")
 
     def plain(value: Any) -> str:
         return os.path.relpath(value, path.parent) if value.is_relative_to(path.parent) else str(value.resolve())
 
     part.write_text(json.dumps(asdict(prepared), indent=2, default=plain))
-    part.replace(path)
+    part.replace(path)  # so that there is never half a summary
 
 
 def load_summary(path: Path) -> PreparedData | None:
@@ -148,6 +120,7 @@ def load_summary(path: Path) -> PreparedData | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
+    # Of another version, with other fields: the files are made again.
     if not isinstance(values, dict) or values.keys() != {field.name for field in fields(PreparedData)}:
         return None
 
@@ -164,27 +137,19 @@ def load_summary(path: Path) -> PreparedData | None:
 
 @dataclass(frozen=True)
 class Documents:
-    """Facts about the documents of a data set. Arrays have the shape ``(documents,)``.
+    """Facts about the documents of a data set. Arrays have the shape ``(documents,)``."""
 
-    Attributes:
-        shares: numbers in [0, 1), float64; documents below the held-out fraction are held out.
-        tokens: number of tokens, int64.
-        labels: number of tokens that are learned, int64.
-        sizes: bytes of text that the labels stand for, int64; 0 if unknown.
-        packed: whether documents stay whole in samples.
-        highest: largest id of all documents.
-    """
-
-    shares: NDArray[np.float64]
+    shares: NDArray[np.float64]  # numbers in [0, 1); documents below the held-out fraction are held out
     tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    packed: bool
-    highest: int
+    labels: NDArray[np.int64]  # tokens that are learned
+    sizes: NDArray[np.int64]  # bytes of text that the labels stand for; 0 if unknown
+    packed: bool  # documents stay whole in samples
+    highest: int  # largest id of all documents
 
     @property
     def learned(self) -> NDArray[np.bool_]:
-        """Whether each document is used, bool: a record without a label would be a row without a loss."""
+        """True for each document that is used."""
+        # A record without a label would be a row without a loss.
         return self.labels > 0 if self.packed else np.ones(len(self.tokens), dtype=bool)
 
 
@@ -204,9 +169,11 @@ def write_documents(prefix: Path, encoded: Iterable[Encoded], dtype: np.dtype[An
                 masks.add(part.mask, part.lengths, part.last)
                 labels = _labels(part.mask, part.lengths)
             columns.append((part.lengths, labels, part.sizes, part.shares, part.last))
+    # Without a task there would be nothing to concatenate; the caller says what is wrong.
     if not columns:
         columns.append(tuple(np.empty(0, dtype=kind) for kind in ("i8", "i8", "i8", "f8", "?")))
     lengths, labels, sizes, shares, last = (np.concatenate(column) for column in zip(*columns, strict=True))
+    # Sequences to documents: sums between the ends of documents.
     ends = np.flatnonzero(last)
     starts = np.concatenate([np.zeros(min(1, len(ends)), dtype=np.int64), ends[:-1] + 1])
     each = lengths, labels, sizes
@@ -217,14 +184,11 @@ def write_documents(prefix: Path, encoded: Iterable[Encoded], dtype: np.dtype[An
 
 
 def scan_documents(prefix: Path) -> Documents:
-    """Check every id of a data set that another program wrote.
-
-    Raises:
-        ValueError: the files are damaged, or have numbers that are no ids.
-    """
+    """Check a data set that another program wrote; raise ValueError if it is damaged or has numbers that are no ids."""
     data = open_indexed(prefix)
     if data.tokens.dtype.kind not in "ui":
         raise ValueError(f"{str(prefix)!r} has numbers of type {data.tokens.dtype.name}, and ids must be whole numbers")
+    # Every id is looked at: one outside the vocabulary would end a run on a GPU with an error that names nothing.
     highest = -1
     for start in range(0, len(data.tokens), SCANNED_AT_ONCE):
         block = data.tokens[start : start + SCANNED_AT_ONCE]
@@ -245,6 +209,7 @@ def scan_documents(prefix: Path) -> Documents:
                 "mask of the other; make both anew"
             )
         labels = _labels(mask.tokens, tokens)
+    # By the number of the document, since the file has no names; 53 bits are what a float holds.
     shares = (hashed(np.arange(data.documents), 0) >> np.uint64(11)) / 2.0**53
     return Documents(shares, tokens, labels, np.zeros_like(tokens), packed, highest)
 
@@ -252,17 +217,7 @@ def scan_documents(prefix: Path) -> Documents:
 def divide(
     name: str, prefix: Path, documents: Documents, fraction: float, tokenizer: TextTokenizer | None, folder: Path
 ) -> tuple[TokenSet, TokenSet]:
-    """Return the training and the held-out documents of a data set.
-
-    Args:
-        name: name of the part of the blend; prefixes of two parts may have the same name.
-        prefix: prefix of the data set.
-        documents: facts about it.
-        fraction: share of the documents to hold out: 0 for none, 1 for all. Between the two, at least one of two
-            documents is held out.
-        tokenizer: counts the bytes of held-out text if they are unknown.
-        folder: gets the files with the numbers of the documents.
-    """
+    """Return the training and the held-out documents of a data set; files in ``folder`` get their numbers."""
     learned = documents.learned
     held = learned & (documents.shares < fraction)
     if 0 < fraction < 1 and held.sum() in (0, learned.sum()):
@@ -272,8 +227,9 @@ def divide(
     sides = []
     for kind, side in (("train", learned & ~held), ("validation", held)):
         chosen = None
+        # Numbers in a file, and not in the summary: there may be many millions.
         if not side.all():
-            chosen = folder / f"{name}.{kind}.npy"
+            chosen = folder / f"{name}.{kind}.npy"  # not by the prefix, which two parts may have in common
             np.save(chosen, np.flatnonzero(side))
         sides.append(
             TokenSet(
@@ -287,6 +243,7 @@ def divide(
                 highest=documents.highest,
             )
         )
+    # Tokens of another program: their text is known only by decoding, and only held-out text needs its size.
     if not sides[1].bytes and tokenizer is not None:
         sides[1] = replace(sides[1], bytes=sum(len(text) for text in label_texts(sides[1], tokenizer)))
     return sides[0], sides[1]
@@ -294,7 +251,7 @@ def divide(
 
 def gzip_size(sets: Iterable[TokenSet], tokenizer: TextTokenizer | None) -> int:
     """Return the size of the text of all labels after ``gzip -9``."""
-    compressor = zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS)
+    compressor = zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS)  # 16: with the header of gzip
     written = 0
     for held in sets:
         if tokenizer is not None:

@@ -1,35 +1,37 @@
-"""Tokenizers behind one interface: files of the ``tokenizers`` library, and folders of ``transformers``.
-
-Tokenizers are trained by byte-level byte-pair encoding: Sennrich et al., "Neural Machine Translation of
-Rare Words with Subword Units", 2016; on bytes, as in GPT-2.
-"""
+"""Tokenizers behind one interface: files of the ``tokenizers`` library, and folders of ``transformers``."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from zeromesh.train.data.chat import Ids, Message, Tools, render, render_prompt
+from zeromesh.config.keys import TOKENIZER, VOCABULARY
+
+Ids = NDArray[np.int64]
+Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]] | None  # schemas of the functions that the assistant may call
+
+STATEMENTS = re.compile(r"{%[-+]?\s*(\w+)")  # finds the first words of the statements in a chat template
 
 END_OF_TEXT = "<|endoftext|>"
 
+# Names that known tokenizers give the token between two documents.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
-"""Names that known tokenizers give the token between two documents."""
 
+# Files beside a tokenizer that are not part of it, and too large to hash at each start.
 WEIGHTS = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
-"""Ends of the names of files that are not part of a tokenizer in the same folder."""
 
-LONGEST_WORD = 1000
-"""Characters of the longest word that a vocabulary is learned from; longer words are cut."""
+LONGEST_WORD = 1000  # characters of a word that a vocabulary is learned from; longer ones are cut
 
 _WORDS = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
 _BLANKS = re.compile(rf"\s{{{LONGEST_WORD + 1}}}")
@@ -37,35 +39,22 @@ _log = logging.getLogger(__name__)
 
 SMALLEST_VOCABULARY = 257
 TOKENIZER_FILE = "tokenizer.json"
-UNKNOWN = "�"
-"""Character that decoding writes for bytes that are not a whole character."""
+UNKNOWN = "�"  # written by decoding for bytes that are not a whole character
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Conversion between text and ids. Names of special tokens inside a text are plain text.
+    """Conversion between text and ids. Names of special tokens inside a text are plain text."""
 
-    Attributes:
-        size: upper bound of the ids.
-        begin: id that begins a document; None if the tokenizer puts none before a text. Chats follow their template.
-        end: id that ends a document.
-        pad: id that fills samples up; it is never a label.
-        encode: texts to ids, int64, without special tokens.
-        decode: ids to text, without special tokens.
-        chat: messages and tools to ids, and to a mask of the assistant's ids, bool, of the same shape.
-        prompt: messages to the ids after which the assistant speaks.
-        save: writes all files that ``load_tokenizer`` needs into a folder.
-    """
-
-    size: int
-    begin: int | None
-    end: int
-    pad: int
-    encode: Callable[[Sequence[str]], list[Ids]]
+    size: int  # upper bound of the ids
+    begin: int | None  # id that begins a document, unless it is a chat; None if the tokenizer puts none before a text
+    end: int  # id that ends a document
+    pad: int  # id that fills samples up; it is never a label
+    encode: Callable[[Sequence[str]], list[Ids]]  # without special tokens, as is decode
     decode: Callable[[Sequence[int]], str]
-    chat: Callable[[Sequence[Message], Tools], tuple[Ids, NDArray[np.bool_]]]
-    prompt: Callable[[Sequence[Message]], Ids]
-    save: Callable[[Path], None]
+    chat: Callable[[Sequence[Message], Tools], tuple[Ids, NDArray[np.bool_]]]  # ids, and a mask of the assistant's
+    prompt: Callable[[Sequence[Message]], Ids]  # ids after which the assistant speaks
+    save: Callable[[Path], None]  # writes all files that load_tokenizer needs into a folder
 
     def bounded(self, ids: Ids, first: bool = True, last: bool = True) -> Ids:
         """Return a document, or its first or last piece, with its begin and end tokens."""
@@ -74,11 +63,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """Read a tokenizer from a file of ``tokenizers``, or from a folder of either kind. Nothing is downloaded.
-
-    Raises:
-        ValueError: there is none, it cannot be read, or it has no token for the end of a text.
-    """
+    """Read a tokenizer from a file of ``tokenizers``, or from a folder of either kind. Nothing is downloaded."""
     if path.is_file():
         return _of_file(path)
     if not path.is_dir():
@@ -86,6 +71,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             f"tokenizer {str(path)!r} does not exist; name a JSON file of the tokenizers library, or a folder with the "
             "tokenizer of a model"
         )
+    # A lone tokenizer.json, as a run without a model of transformers saves it, needs no transformers.
     names = {file.name for file in path.iterdir()}
     return _of_file(path / TOKENIZER_FILE) if names == {TOKENIZER_FILE} else _of_folder(path)
 
@@ -101,19 +87,13 @@ def content_key(path: Path) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextTokenizer:
-    """Learn a byte-level byte-pair vocabulary.
+    """Learn a byte-level byte-pair vocabulary of ``size`` entries (Sennrich et al., 2016; on bytes, as in GPT-2).
 
-    Args:
-        texts: training text.
-        size: number of entries of the vocabulary.
-        fill: refuse texts with too few pairs for this size, instead of making a smaller vocabulary.
-
-    Raises:
-        ValueError: ``size`` is below ``SMALLEST_VOCABULARY``, or too large for the texts.
+    With ``fill``, texts with too few pairs for this size are refused.
     """
     if size < SMALLEST_VOCABULARY:
         raise ValueError(
-            f"data.vocabulary_size = {size} is too small: the 256 bytes and the end of a text need "
+            f"{VOCABULARY} = {size} is too small: the 256 bytes and the end of a text need "
             f"{SMALLEST_VOCABULARY} entries"
         )
     tokenizer = Tokenizer(models.BPE())
@@ -122,25 +102,23 @@ def train_tokenizer(texts: Iterable[str], size: int, fill: bool = True) -> TextT
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all bytes, so that no text is unknown
         show_progress=False,
     )
     tokenizer.train_from_iterator(_cut_words(texts), trainer)
     reached = tokenizer.get_vocab_size()
     if fill and reached < size:
         raise ValueError(
-            f"data.vocabulary_size = {size} is too large: the training text only gives {reached} entries; "
+            f"{VOCABULARY} = {size} is too large: the training text only gives {reached} entries; "
             f"set it to {reached} or less, or add text"
         )
     return _wrapped(tokenizer, "the tokenizer")
 
 
 def _cut_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts, cut inside very long words: learning takes time that grows with the square of their length.
-
-    A word is a run of letters, of digits, of blanks, or of others, as the tokenizer divides texts. The only effect is
-    that pairs across a cut are not counted.
-    """
+    """Yield the texts, cut inside very long words."""
+    # Learning takes time that grows with the square of their length. A word is a run of letters, of digits, of blanks,
+    # or of others, as the tokenizer divides texts; the only effect is that pairs across a cut are not counted.
     count = longest = 0
     for text in texts:
         start = 0
@@ -162,16 +140,9 @@ def _cut_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def stream_text(tokenizer: TextTokenizer, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
-    """Yield the text of ids as they come, each piece as soon as later ids cannot change it.
-
-    A character may take several ids, and some tokenizers write a word differently at the start of a text. So a piece is
-    the difference between two decoded texts: the ids of the piece before, with and without the new ids.
-
-    Args:
-        tokenizer: tokenizer of the ids.
-        ids: new ids.
-        before: ids of the text that is continued.
-    """
+    """Yield the text of ids that continue ``before``, each piece as soon as later ids cannot change it."""
+    # A character may take several ids, and some tokenizers write a word differently at the start of a text. So a piece
+    # is the difference between two decoded texts: the ids of the piece before, with and without the new ids.
     context, new = list(before), list[int]()
     for token in ids:
         new.append(token)
@@ -192,6 +163,7 @@ def _of_file(path: Path) -> TextTokenizer:
 
 
 def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
+    # A text that names a special token must not end the document.
     tokenizer.encode_special_tokens = True
     end = next((found for end in KNOWN_ENDS if (found := tokenizer.token_to_id(end)) is not None), None)
     if end is None:
@@ -203,7 +175,7 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
 
     def chat(messages: Sequence[Message], tools: Tools = None) -> NoReturn:
         raise ValueError(
-            f"chats need a chat template, which {name} does not have; set data.tokenizer to the folder of a model's "
+            f"chats need a chat template, which {name} does not have; set {TOKENIZER} to the folder of a model's "
             "tokenizer"
         )
 
@@ -228,6 +200,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
             f"the tokenizer in {str(folder)!r} needs the package transformers: pip install 'zeromesh[hf]'"
         ) from None
     try:
+        # No code of the folder is run: a tokenizer may come from anywhere.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # kinds of tokenizers differ in what they raise
         raise ValueError(
@@ -239,7 +212,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
 
     def encode(texts: Sequence[str]) -> list[Ids]:
         if not texts:
-            return []
+            return []  # transformers takes an empty list for an error
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         found = tokenizer(list(texts), return_attention_mask=False, **options)["input_ids"]
         return [np.array(ids, dtype=np.int64) for ids in found]
@@ -251,12 +224,85 @@ def _of_folder(folder: Path) -> TextTokenizer:
         size=max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1),
         begin=next((first for first in tokenizer("")["input_ids"][:1] if first == tokenizer.bos_token_id), None),
         end=end,
+        # Padding is never a label, so any id will do.
         pad=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         encode=encode,
         decode=lambda ids: str(
             tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         ),
-        chat=lambda messages, tools: render(tokenizer, messages, tools),
-        prompt=lambda messages: render_prompt(tokenizer, messages),
+        chat=lambda messages, tools: _render(tokenizer, messages, tools),
+        prompt=lambda messages: _render_prompt(tokenizer, messages),
         save=save,
     )
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> tuple[Ids, NDArray[np.bool_]]:
+    """Return the ids of a chat, and the mask of those that the assistant says, bool, of the same shape."""
+    _require_template(tokenizer)
+    template = tokenizer.get_chat_template(tools=tools)
+    calls = any(message.get("tool_calls") for message in messages)
+    for key, value in (("tools", tools), ("tool_calls", calls)):
+        if value and key not in template:
+            # Else the template leaves them out without a word.
+            raise ValueError(
+                f"has {key}, which the tokenizer's chat template does not write, so they would be missing from what is "
+                "learned; take them out, or name a tokenizer whose template writes them"
+            )
+    # transformers warns and returns an empty mask for a template without marks, so the template is searched for them.
+    if "generation" in STATEMENTS.findall(template):
+        _require_text(tokenizer, messages, tools)
+        found = tokenizer.apply_chat_template(
+            list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
+    # Without marks, the assistant says what each of its turns adds to the chat before it. This holds only if the chat
+    # up to there is a beginning of the whole one, which a template may well break, so it is compared.
+    whole = _render_ids(tokenizer, messages, False, tools)
+    mask = np.zeros(len(whole), dtype=bool)
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            # The prompt of a turn, such as the name of the speaker, is not said by the assistant.
+            before = _render_ids(tokenizer, messages[:place], True, tools) if place else np.empty(0, dtype=np.int64)
+            after = _render_ids(tokenizer, messages[: place + 1], False, tools)
+            if not (place and _begins(after, before) and _begins(whole, after)):
+                raise ValueError(
+                    f"messages[{place}]: where the assistant's turn is cannot be found with the tokenizer's chat "
+                    "template, since a chat up to there is not a beginning of the whole one; mark what the assistant "
+                    "says in the template with {% generation %} and {% endgeneration %}"
+                )
+            mask[len(before) : len(after)] = True
+    return whole, mask
+
+
+def _render_prompt(tokenizer: Any, messages: Sequence[Message]) -> Ids:
+    """Return the ids of a chat up to the next turn of the assistant."""
+    _require_template(tokenizer)
+    return _render_ids(tokenizer, messages, True)
+
+
+def _require_template(tokenizer: Any) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; name one that has, or put chat_template.jinja beside it")
+
+
+def _render_ids(tokenizer: Any, messages: Sequence[Message], prompt: bool, tools: Tools = None) -> Ids:
+    found = tokenizer.apply_chat_template(
+        list(messages), tools=tools, add_generation_prompt=prompt, return_dict=True, sanitize_control_tokens=True
+    )
+    return np.array(found["input_ids"], dtype=np.int64)
+
+
+def _begins(whole: Ids, part: Ids) -> bool:
+    return len(part) <= len(whole) and bool((whole[: len(part)] == part).all())
+
+
+def _require_text(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:
+    # With marks, transformers does not tell special tokens in messages from those of the template, so that a message
+    # could end its own turn.
+    special = tokenizer.all_special_tokens
+    parts = [(f"messages[{place}].{key}", message[key]) for place, message in enumerate(messages) for key in message]
+    for name, value in [*parts, *([("tools", tools)] if tools else [])]:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        for token in special if not name.endswith(".role") else ():
+            if token in text:
+                raise ValueError(f"{name} has {token!r}, which is a special token of the tokenizer; take it out")

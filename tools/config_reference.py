@@ -1,7 +1,4 @@
-"""The reference page and the JSON schema, written from the settings: ``python -m zeromesh.config.reference``.
-
-With ``--check`` nothing is written; the exit status is 1, and the first differences are shown, if a file is stale.
-"""
+"""The reference page and the JSON schema, written from the settings: ``python tools/config_reference.py``."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from zeromesh.config.catalogue import Entry, Schema, children, section_of
 from zeromesh.config.errors import show
 from zeromesh.config.settings import Settings, entries
-from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, UNSET, WITHOUT_EFFECT, sections_of
+from zeromesh.config.tables import GONE, NOT_YET, OURS, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, sections_of
 
-COMMAND = "python -m zeromesh.config.reference"
+COMMAND = "python tools/config_reference.py"
 DIFFERENCES_SHOWN = 20
 
 INTRODUCTION = f"""# Configuration
@@ -31,7 +28,7 @@ A configuration is a JSON file in DeepSpeed's format, or a dict of the same form
 unchanged, or are refused with the reason. [config.schema.json](config.schema.json) is its JSON schema: an editor
 completes and checks a file that starts with `"$schema": "path/to/config.schema.json"`.
 
-- Unknown keys, at any depth, and keys that stand twice are errors.
+- Unknown keys, at any depth, and keys that stand twice are errors. Sections without effect may hold anything.
 - `"{UNSET}"` means: as if the key were not there. It may stand anywhere; `initialize` warns of such keys, with the
   values that they have then.
 - Nothing is converted: `"32"` is not a number, `1` is not `true`. Whole numbers may be written like `5e8`.
@@ -47,14 +44,13 @@ The last column says where a key comes from: *DeepSpeed*, or *ours*; and which k
 
 
 class _Untitled(GenerateJsonSchema):
-    """Schema whose fields have no titles, which would only repeat their names."""
-
+    # Titles would only repeat the names.
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def page() -> str:
-    """The reference as Markdown."""
+    """Return the reference as Markdown."""
     known = entries()
     sections = ["", *(path for path, entry in known.items() if entry.section)]
     parts = [INTRODUCTION, *(_section(section, known) for section in sections), _other_names(), _refused()]
@@ -62,7 +58,7 @@ def page() -> str:
 
 
 def schema() -> Schema:
-    """The JSON schema of a configuration file."""
+    """Return the JSON schema of a configuration file."""
     whole = Settings.model_json_schema(schema_generator=_Untitled)
     _describe(whole, whole["$defs"], "")
     for part in [whole, *whole["$defs"].values()]:
@@ -81,13 +77,12 @@ def schema() -> Schema:
 
 
 def _section(section: str, known: dict[str, Entry]) -> str:
-    """The table of one section's keys."""
+    """Return the table of one section's keys."""
     prefix = f"{section}." if section else ""
     head = [f"## `{section}`" if section else "## Top level", ""]
     if section:
-        head += [known[section].meaning, ""]
         note = _note(section)
-        head += [f"{_sentence(note)}.", ""] if note else []
+        head += [text for text in (known[section].meaning, f"{_sentence(note)}." if note else "") if text] + [""]
     head += ["| key | value | default | meaning | |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(_line(known[prefix + name]) for name in children(known, section)), ""])
 
@@ -99,17 +94,16 @@ def _line(entry: Entry) -> str:
         name, value, default = f"[`{name}`](#{entry.path.replace('.', '')})", "an object", ""
     else:
         name, value = f"`{name}`", entry.rule
-        default = "required" if entry.required else f"`{show(entry.default)}`"
+        default = "required" if entry.required else "" if entry.path in UNREAD else f"`{show(entry.default)}`"
     notes = ["DeepSpeed" if sections_of(entry.path).isdisjoint(OURS) else "ours", _note(entry.path)]
     cells = (name, value, default, entry.meaning, "; ".join(note for note in notes if note))
     return f"| {' | '.join(cells)} |"
 
 
 def _note(path: str) -> str:
-    """Return notes on a key, or on the sections that it is in."""
-    above = sorted(sections_of(path), key=len)
-    notes = [f"*no effect*: {WITHOUT_EFFECT[step]}" for step in above if step in WITHOUT_EFFECT][:1]
-    for row in [NOT_YET[step] for step in above if step in NOT_YET][:1]:
+    notes = [f"*no effect*: {WITHOUT_EFFECT[path]}"] if path in WITHOUT_EFFECT else []
+    if path in NOT_YET:
+        row = NOT_YET[path]
         notes.append(f"*not yet*: {row.what}; only {' or '.join(f'`{show(value)}`' for value in row.allowed)}")
     return "; ".join(notes)
 
@@ -134,20 +128,21 @@ def _refused() -> str:
 
 
 def _describe(part: Schema, definitions: dict[str, Schema], prefix: str) -> None:
-    """Describe each key, and say which are special."""
-    for name, value in part["properties"].items():
-        path = prefix + name
+    """Describe each key, with those that are not in the settings, and say which are special."""
+    for name in children(entries(), prefix.removesuffix(".")):
+        path, value = prefix + name, part["properties"].setdefault(name, {})
         note = _sentence(_note(path).replace("`", ""))
-        value["description"] = entries()[path].meaning + (f" {note}." if note else "")
+        value["description"] = " ".join([entries()[path].meaning, f"{note}." if note else ""]).strip()
         inner = section_of(value, definitions)
         if inner is not None:
             _describe(inner, definitions, f"{path}.")
 
 
 def _loosen(part: Schema) -> None:
-    """Let "auto" stand for every key; defaults of whole sections only repeat those of their keys."""
+    """Let "auto" stand for every key."""
     for name, value in part.get("properties", {}).items():
         kept = {key: value.pop(key) for key in ("description", "default") if key in value}
+        # Defaults of whole sections only repeat those of their keys.
         if isinstance(kept.get("default"), dict):
             del kept["default"]
         options = value.get("anyOf", [value] if value else [])
@@ -155,7 +150,7 @@ def _loosen(part: Schema) -> None:
 
 
 def files() -> dict[str, str]:
-    """The text of each file by its name."""
+    """Return the text of each file by its name."""
     return {
         "configuration.md": page(),
         "config.schema.json": json.dumps(schema(), indent=1) + "\n",
@@ -163,7 +158,7 @@ def files() -> dict[str, str]:
 
 
 def _stale(folder: Path) -> Iterator[str]:
-    """The first differences between what should be in the folder and what is."""
+    """Yield the first differences between what should be in the folder and what is."""
     for name, text in files().items():
         path = folder / name
         old = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -184,10 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (options.folder / name).write_text(text, encoding="utf-8")
         return 0
     stale = list(_stale(options.folder))
-    for difference in stale:
-        print(difference, file=sys.stderr)
     if stale:
-        print(f"The reference is stale; run {COMMAND} and commit what it writes.", file=sys.stderr)
+        print(*stale, f"The reference is stale; run {COMMAND} and commit what it writes.", sep="\n", file=sys.stderr)
     return 1 if stale else 0
 
 
