@@ -46,6 +46,8 @@ class Engine(Batching, Answers, Saving):
         """Return an attribute of the model; its methods may use its parameters."""
         if name == "module":
             raise AttributeError(name)
+        # Methods of the model, such as generate, run with parameters that hooks of its forward
+        # would not have fetched.
         value = getattr(self.module, name)
         return self._computation.method(value) if getattr(value, "__self__", None) is self.module else value
 
@@ -82,6 +84,7 @@ class Engine(Batching, Answers, Saving):
         if self.pipelined is not None:
             raise RuntimeError(f"the model is cut into stages, whose backwards go together; {BY_BATCH}")
         batches.check_loss(loss)
+        # Before the division: notes hold the mean loss as the user sees it.
         self._accumulation.note_loss(loss, divided=scale_wrt_gas)
         if scale_wrt_gas and self._accumulation.steps > 1:
             loss = loss / self._accumulation.steps
@@ -90,6 +93,7 @@ class Engine(Batching, Answers, Saving):
                 scaled = self._accumulation.scaled(loss)
                 self._computation.differentiate([scaled], [None], self._accumulation.reduces, retain_graph)
         except BaseException:
+            # Some units have reduced gradients of this micro-batch and others not: nothing of it can be used.
             self.zero_grad()
             raise
         self._accumulation.note()
@@ -158,17 +162,21 @@ class Engine(Batching, Answers, Saving):
     def _step(self, schedule: Any) -> None:
         with self._computation.phase("step"):
             self._agree_and_update(schedule)
+        # After the phase, whose time it reports.
         self.observer.after_update(self.global_steps)
         record_step(self.global_steps + 1)
 
     def _agree_and_update(self, schedule: Any) -> None:
         agreement = self._update.agree(self.global_steps + 1)
+        # Those of this update: the schedule and the overflow change them for the next one.
         rates, scale = self.get_lr(), self.loss_scale if self.loss_scaler else None
+        # Skipped updates count, too, as in DeepSpeed: the micro-batches are used up.
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.training_dataloader is not None:
             self.data_position = self.training_dataloader.position
         if self._update.apply(agreement, self.global_steps):
+            # Not after a skipped update: a schedule counts updates of the parameters.
             if schedule is not None:
                 schedule.step()
             every = self.config.steps_per_print
@@ -210,6 +218,7 @@ class Engine(Batching, Answers, Saving):
             losses.append(loss.detach())
             self.step()
         mean = self._update.mean_loss
+        # It costs no further exchange between the ranks.
         if whole and self.global_steps == updates + 1 and mean is not None:  # the update was of just these
             return torch.tensor(mean, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
@@ -268,12 +277,13 @@ class Engine(Batching, Answers, Saving):
                 stages = self.stage_work
                 losses = [*map(self._computation.loss, given)] if stages is None else stages.evaluate(given)
         finally:
-            for module, mode in modes:  # some may be in evaluation mode for good
-                module.training = mode
+            for module, mode in modes:  # some may be in evaluation mode for good, as frozen parts
+                module.training = mode  # not train(), which a model may override and which goes down to children
         return self._mean(losses)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         total = sum((loss.detach().double().cpu().reshape(()) for loss in losses), torch.zeros((), dtype=torch.float64))
+        # In fp64, and with the number of losses: ranks of stages without a loss have none.
         rows = self.mesh.group("world").exchange(torch.stack([total, torch.tensor(float(len(losses))).double()]))
         mean = rows[:, 0].sum() / rows[:, 1].sum()
         return mean.to(losses[0]) if losses else mean.to(self.device, self._loss_dtype)
@@ -298,6 +308,7 @@ class Engine(Batching, Answers, Saving):
             options: further options, as ``torch.compile`` takes them.
         """
         options = {"backend": backend, **(compile_kwargs or {}), **options}
+        # The first unit is the model itself, whose forward calls those of the others.
         for unit in self.sharded.units[1:]:
             compile_forward(unit.module, **options)
 

@@ -53,6 +53,7 @@ class Batching(EngineState):
             )
         self._accumulation.set_steps(train_batch_size // each)
         sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": self._accumulation.steps}
+        # A copy: the settings are frozen, and the user's object stays as it was given.
         self.config = self.config.model_copy(update=sizes)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -147,6 +148,7 @@ class Answers(EngineState):
             second update.
         """
         precision = self.config.precision
+        # Its peak rate depends on the dtype that the model computes in.
         dtype = precision.compute or precision.autocast or torch.float32
         found = reports.find_bounds(self.observer, self.sharded, dtype, operations)
         return None if found is None else found.as_dict()

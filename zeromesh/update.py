@@ -40,11 +40,6 @@ MOST_SKIPPED = 10
 class Update:
     """The update of one model by one optimizer.
 
-    Args:
-        sharded: the model's states and gradients.
-        config: the resolved settings.
-        optimizer: updates this rank's pieces; None where there is none, and no update.
-
     Attributes:
         scaler: scales losses; None where they are not scaled.
         norm: global norm of the last update's gradient before clipping; None before the first.
@@ -97,6 +92,7 @@ class Update:
             ReplicaMismatch: copies of states differ, where ``replica_check.interval`` compares them.
         """
         agreement = self._sharded.complete(self._notes())
+        # Before the checks: after an error the next micro-batch begins a new update.
         self._accumulation.restart()
         self.asked = int(agreement.notes[:, 4].max())
         self._stragglers.compare(agreement.notes[:, 5].tolist())
@@ -123,23 +119,28 @@ class Update:
         return not skips
 
     def finish(self, agreement: Agreement) -> None:
-        """Note the mean loss. Nothing is known of losses whose backward the user called."""
+        """Note the mean loss."""
         total, count = agreement.notes[:, 1:3].sum(0).tolist()
-        self.mean_loss = total / count if count else None
+        self.mean_loss = total / count if count else None  # nothing is known of losses whose backward the user called
 
     def _update(self, optimizer: Optimizer, factor: float) -> None:
         """Let the optimizer update the masters by the gradients times ``factor``, and send the new parameters."""
         try:
+            # In place writes of the user since the last update go into the masters before these are
+            # updated.
             with span("take_changes"):
                 self._sharded.take_changes()
             self._check_groups()
-            factor *= self._clip(self.norm or 0.0)
+            if (limit := self._config.gradient_clipping) > 0:
+                # The constant is torch's clip_grad_norm_.
+                factor *= min(1.0, limit / ((self.norm or 0.0) + 1e-6))
             steps = HostSteps(optimizer, factor) if self._sharded.updates_on_host else None
             with span("clip"):
                 self._sharded.set_gradients(factor, steps)
         except BaseException:
             self._sharded.forget_gradients()
             raise
+        # The optimizer's hook asks it: a step of the user's is turned into an update, this one is not.
         self.runs = True
         try:
             with span("update"):
@@ -152,7 +153,7 @@ class Update:
                 self._sharded.updated(steps)
         finally:
             self.runs = False
-            expire()
+            expire()  # logits of the last forward would be computed with the new weights
 
     def _check_groups(self) -> None:
         """Raise RuntimeError if a group holds a parameter of the model instead of pieces of it."""
@@ -200,11 +201,6 @@ class Update:
                     "activations of spread sequences: outside of their layers they are parts (docs/tensor.md)"
                 )
 
-    def _clip(self, norm: float) -> float:
-        """Return the factor that clips gradients of this norm; the constant is torch's."""
-        limit = self._config.gradient_clipping
-        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-
     def _must_skip(self, agreement: Agreement, number: int) -> bool:
         """Return whether the gradients cannot be used; the answer is the same on all ranks."""
         bad = agreement.notes[:, 0]
@@ -231,6 +227,7 @@ class Update:
                 scale = self.scaler.scale
                 _log.info("update %d skipped: overflow; the loss scale is now %g", number, scale)
             return True
+        # Ranks that found the culprit tell it, too; the first one tells that it happened.
         if self._mesh.rank == 0 or culprit:
             _log.warning("update %d skipped: the gradient's norm is %s%s", number, self.norm, culprit)
         if self._skipped_in_a_row >= MOST_SKIPPED:
@@ -242,8 +239,9 @@ class Update:
 
 
 def _host_steps(update: weakref.ref[Update]) -> HostSteps | None:
-    """Return the host's steps of the coming update, as they will be if the gradients are not clipped."""
+    """Return the host's steps of the coming update."""
     alive = update()
     if alive is None or alive._optimizer is None:
         return None
+    # As they will be if the gradients are not clipped: an early update that guessed wrong is computed again.
     return HostSteps(alive._optimizer, alive.factor)
