@@ -222,7 +222,6 @@ def explain(report: dict[str, Any], sharded: ShardedModel, settings: Resolved) -
 
 
 def _remedies(report: dict[str, Any], sharded: ShardedModel, settings: Resolved, rest: int) -> Iterator[str]:
-    # In the order of what they cost: memory of states first, which slows nothing down, time last.
     row, ranks = sharded.row, sharded.mesh.shard.size
 
     def on_device(state: str) -> int:

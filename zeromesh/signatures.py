@@ -55,7 +55,7 @@ def _by_name(given: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]
 
 
 def refuse(call: str, name: str, value: object, remedy: str, default: object = None) -> None:
-    """Raise ValueError unless an argument of DeepSpeed's, which cannot be honoured, has its default; name the remedy."""
+    """Raise ValueError unless an argument of DeepSpeed's, which cannot be honoured, has its default."""
     # By type, too: 0 is not False, and a tensor does not compare to one truth.
     if value is not default and not (type(value) is type(default) and value == default):
         raise ValueError(f"{call}: {name} = {value!r} cannot be honoured; {remedy}")

@@ -129,11 +129,6 @@ def _owner(parameter: nn.Parameter) -> Engine:
     return engine
 
 
-def _is_elsewhere(parameter: torch.Tensor) -> bool:
-    """Return whether it stands for a parameter of another stage."""
-    return parameter in _ELSEWHERE
-
-
 def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
     engine = _owner(parameter)
     for unit in engine.sharded.units:
@@ -172,8 +167,10 @@ def GatheredParameters(
     sharded = _owner(members[0]).sharded
     found = [_find(parameter) for parameter in members]
     place = None if modifier_rank is None else _place_in_stage(sharded.mesh, modifier_rank)
+    # All ranks gather in one order, whatever order the parameters were given in.
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
     with sharded.gathered(units):
+        # Without a rank that counts, a change on some ranks only would be gathered by none and lost by the next update.
         before = [] if place is not None else [_fingerprint(parameter) for parameter in members]
         yield
         if place is not None:
@@ -187,12 +184,13 @@ def GatheredParameters(
 
 
 def _place_in_stage(mesh: Mesh, rank: int) -> int:
-    """A rank's number in the group of those that have the same part of the model."""
+    """Return a rank's number in the group of those that have the same part of the model."""
     if rank not in mesh.stage_ranks:
         raise ValueError(
             f"modifier_rank is {rank}, but it is ranks {', '.join(map(str, mesh.stage_ranks))} that have these "
             "parameters; pass one of these, as engine.mesh.stage_ranks[0]"
         )
+    # The group's own order counts, not that of the global ranks.
     ranks = mesh.group("stage").exchange(torch.tensor([mesh.rank])).flatten().tolist()
     return int(ranks.index(rank))
 
@@ -203,10 +201,11 @@ def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
-    """A whole tensor of the parameter's shape from what each rank has of it; None for frozen ones and other stages'."""
-    if _is_elsewhere(parameter):
+    """Return a whole tensor from what each rank has of a parameter; None for frozen ones and other stages'."""
+    if parameter in _ELSEWHERE:
         return None
     engine, _, flat, index = _find(parameter)
+    # What the user wrote to the parameters has to be in the masters, which are read.
     engine.sharded.take_changes()
     return engine.sharded.assemble(flat, index, pick) if flat.layout.trainable else None
 
@@ -218,7 +217,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The whole gradient, averaged over ranks; None if no rank has one. To be called between backward and ``step``."""
-    if _is_elsewhere(param):
+    if param in _ELSEWHERE:
         return None
     engine, _, flat, index = _find(param)
     gradient = flat.gradient
@@ -226,10 +225,9 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
         return None
     engine.sharded.reducer.complete()
     factor, shard = engine.gradient_factor, gradient.shard
+    # Another rank may have used a parameter that this one did not: all return a gradient, or none.
     used = torch.tensor([float(gradient.used[index])], dtype=torch.float64)
-    if not bool(engine.mesh.group("stage").exchange(used).any()):
-        return None
-    if shard is None:
+    if not bool(engine.mesh.group("stage").exchange(used).any()) or shard is None:
         return None
     return _whole(param, lambda flat, local, piece: shard[local].to(flat.master.dtype) * factor)
 
@@ -257,9 +255,9 @@ def clip_grad_norm_(
         RuntimeError: there is no gradient to clip, or the norm is not finite.
     """
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    members = [parameter for parameter in given if not _is_elsewhere(parameter) and parameter.requires_grad]
+    members = [parameter for parameter in given if parameter not in _ELSEWHERE and parameter.requires_grad]
     # A stage that has none of them takes part all the same.
-    engines = {_owner(one) for one in members} | {_ELSEWHERE[one]() for one in given if _is_elsewhere(one)}
+    engines = {_owner(one) for one in members} | {_ELSEWHERE[one]() for one in given if one in _ELSEWHERE}
     if len(engines) != 1:
         raise ValueError(f"the parameters belong to {len(engines)} engines; pass those of one model")
     engine = engines.pop()
@@ -290,7 +288,7 @@ def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | No
 
 
 def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
-    if _is_elsewhere(parameter):
+    if parameter in _ELSEWHERE:
         return
     engine, _, flat, index = _find(parameter)
     engine.sharded.take_changes()
@@ -299,6 +297,7 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, pick: Pick) -> None:
         raise ValueError(f"{segment.name} has shape {segment.held.whole}, the value given {tuple(value.shape)}")
     if not flat.layout.trainable:
         raise ValueError(f"{segment.name} is frozen; change it inside GatheredParameters with modifier_rank")
+    # They may rest on NVMe, and have to be written back.
     flat.load_states(write=True)
     for position, local, piece in flat.pieces:
         if position == index:
@@ -315,7 +314,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ValueError: the value has another shape, or the parameter is frozen.
     """
-    if not _is_elsewhere(param):
+    if param not in _ELSEWHERE:
         _set(param, value, lambda flat, local, piece: piece.parameter.data)
         _owner(param).sharded.publish()
 
@@ -327,7 +326,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: the value has another shape, or the parameter is frozen.
         RuntimeError: this is not between backward and ``step``.
     """
-    if _is_elsewhere(param):
+    if param in _ELSEWHERE:
         return
     engine, _, flat, index = _find(param)
     gradient = flat.gradient
@@ -335,14 +334,16 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         if not engine.sharded.reducer.begun:
             raise RuntimeError("there is no gradient to change; call this between backward and step")
         engine.sharded.reducer.complete()
+        # Or the update would skip a parameter that no forward has used.
         gradient.used[index] = True
-    _set(param, value / engine.gradient_factor, lambda flat, local, piece: _shard(flat)[local])
 
+    def pick(flat: Flat, local: slice, piece: Piece) -> torch.Tensor:
+        assert flat.gradient is not None
+        assert flat.gradient.shard is not None
+        return flat.gradient.shard[local]
 
-def _shard(flat: Flat) -> torch.Tensor:
-    assert flat.gradient is not None
-    assert flat.gradient.shard is not None
-    return flat.gradient.shard
+    # Sums are kept, of which the update takes the mean.
+    _set(param, value / engine.gradient_factor, pick)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:

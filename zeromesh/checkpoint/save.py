@@ -54,6 +54,7 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
     mine: list[Box] = []
     kept: dict[str, Any] = {}
     of_client: list[Box] = []
+    # Or the ranks would write into different folders.
     require_agreement(world, "the tag of save_checkpoint", tag)
 
     def collect() -> None:
@@ -62,10 +63,11 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
             require_free(final)
         apart: dict[str, torch.Tensor] = {}
         kept.update(pack(dict(client_state), "client_state", apart))
-        _scheduler_state(engine)
+        _scheduler_state(engine)  # raises what cannot be kept, before anything is written
         if rank == 0:
             filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
             of_client.extend(Box(name, tuple(one.shape), 0, one.numel(), one.flatten()) for name, one in filled)
+        # Sizes and names only; data of states on NVMe are read when they are written.
         mine.extend((*boxes(engine, read=False), *of_client))
 
     def write() -> None:
@@ -85,7 +87,10 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
                 write_latest(folder, tag)
 
     agree_run(world, "save the checkpoint", collect)
+    # Space is asked for before the first byte is written: a full disk would fail other programs,
+    # too.
     sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
+    # The first rank alone holds the lock: it makes, renames and deletes folders for all.
     with ExitStack() as held:
         agree_run(world, "save the checkpoint", lambda: _lock(held, folder) if rank == 0 else None)
         try:
@@ -96,6 +101,7 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
             if rank == 0:
                 remove(draft)
             raise
+        # After the new one is there and named, and only here: a save under another name keeps what it finds.
         if rank == 0 and save_latest and (count := engine.config.checkpoint.keep_last) is not None:
             keep_last(folder, tag, count)
     return final
