@@ -96,7 +96,7 @@ def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[
                 entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
             file.seek(begin)
             digest = hashlib.sha256()
-            # In parts, which bounds what of a tensor on a GPU is on the host, and hashed while they are in the cache.
+            # In parts, which bounds what of a tensor on a GPU is on the host.
             for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
                 data = part.cpu().numpy()
                 file.write(data)
@@ -129,7 +129,7 @@ class _Stored(NamedTuple):
         return cls(file, entry["bytes"][0], shape, dtype, entry["start"], entry["stop"], offsets, sizes)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the pieces of elements ``[start, stop)`` that the box holds: (start in the tensor, in the data, elements)."""
+        """Yield the pieces of elements ``[start, stop)`` here: (start in the tensor, start in the data, elements)."""
         for place, within, length in _runs(self.shape, self.offsets, self.sizes):
             low = max(start, place + max(0, self.start - within))
             high = min(stop, place + min(length, self.stop - within))

@@ -87,8 +87,7 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
                 write_latest(folder, tag)
 
     agree_run(world, "save the checkpoint", collect)
-    # Space is asked for before the first byte is written: a full disk would fail other programs,
-    # too.
+    # Ranks share the disk, so that the sum of what they write has to fit.
     sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
     # The first rank alone holds the lock: it makes, renames and deletes folders for all.
     with ExitStack() as held:
@@ -101,7 +100,7 @@ def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str
             if rank == 0:
                 remove(draft)
             raise
-        # After the new one is there and named, and only here: a save under another name keeps what it finds.
+        # After the new one has its name, so that at no time there are fewer.
         if rank == 0 and save_latest and (count := engine.config.checkpoint.keep_last) is not None:
             keep_last(folder, tag, count)
     return final

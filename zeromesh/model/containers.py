@@ -11,7 +11,7 @@ import torch
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers, in the order in which ``map_tensors`` comes to them."""
+    """Return the tensors in nested containers, in the order in which ``map_tensors`` comes to them."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,11 +25,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def map_tensors(
     value: Any, function: Callable[[torch.Tensor], torch.Tensor], around: frozenset[int] = frozenset()
 ) -> Any:
-    """Replace the tensors in nested mappings, lists, tuples and dataclasses by ``function`` of them.
-
-    What holds none that changes stays the same object, so that a forward may fill it; else a copy of it is returned.
-    ``around`` are the containers that this one is in, as one may hold itself.
-    """
+    """Replace the tensors in nested mappings, lists, tuples and dataclasses by ``function`` of them."""
     if isinstance(value, torch.Tensor):
         return function(value)
     items: dict[Any, Any] = {}
@@ -39,10 +35,12 @@ def map_tensors(
         items = dict(enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    # A container may hold itself.
     if not items or id(value) in around:
         return value
     mapped = {key: map_tensors(item, function, around | {id(value)}) for key, item in items.items()}
     changed = {key: item for key, item in mapped.items() if item is not items[key]}
+    # The same object, so that a forward may fill it.
     if not changed:
         return value
     if isinstance(value, tuple):

@@ -10,7 +10,7 @@ import torch
 
 
 def _generators(device: torch.device) -> list[Any]:
-    """Getters and setters of the states of default generators: the CPU's, and the device's own."""
+    """Return getters and setters of the states of default generators: the CPU's, and the device's own."""
     return [torch.random] if device.type == "cpu" else [torch.random, torch.get_device_module(device)]
 
 

@@ -1,8 +1,4 @@
-"""Construction of optimizers over the pieces that this rank updates, from a name or from a user's optimizer.
-
-An optimizer that works element by element is right on any piece. One that looks at more is right only where whole
-parameters are here, or where it is one of ours that asks the other ranks.
-"""
+"""Construction of optimizers over the pieces that this rank updates, from a name or from a user's optimizer."""
 
 from __future__ import annotations
 
@@ -26,22 +22,12 @@ from zeromesh.optim.values import checked, unknown_parameter, without_auto
 
 _log = logging.getLogger(__name__)
 
+# An optimizer that works element by element is right on any piece. One that looks at more is right only where whole
+# parameters are here, or where it is one of ours that asks the other ranks.
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-        Lion,
-    }
-)
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+) | {Lion}
 
 _EXCHANGING: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
 """Optimizers that get the parts of whole parameters from other ranks."""
@@ -58,13 +44,14 @@ _WHOLE: dict[type[Optimizer], str] = {
 }
 """Optimizers of torch that are right only on whole parameters, and the remedy where parameters are sharded."""
 
+# Not SGD: with momentum, torch's fails when a parameter's first gradient comes late.
 _FUSED: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.Adam: frozenset({"cpu", "cuda"}),
     torch.optim.AdamW: frozenset({"cpu", "cuda"}),
     torch.optim.Adagrad: frozenset({"cpu"}),
     Muon: frozenset({"cpu", "cuda"}),
 }
-"""Devices with a fused update. Not SGD: with momentum, torch's fails when a parameter's first gradient comes late."""
+"""Devices with a fused update."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +88,10 @@ _REFUSED_PARAMS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """A parameter group as this rank sees it; all ranks have the same groups in the same order.
+    """Parameter group as this rank sees it; all ranks have the same groups in the same order."""
 
-    Attributes:
-        pieces: this rank's pieces of the group's parameters; may be empty.
-        options: hyperparameters of this group, which override those of the optimizer.
-    """
-
-    pieces: tuple[Piece, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    pieces: tuple[Piece, ...]  # this rank's; may be empty
+    options: Mapping[str, Any] = field(default_factory=dict)  # they override those of the optimizer
 
 
 def build(
@@ -140,6 +122,7 @@ def build(
     given = without_auto(params)
     cls, defaults = _find_class(type, given)
     _check_class(cls, sharded, allow_untested)
+    # What the configuration does not say: our own optimizers get it beside their parameters.
     context: dict[str, Any] = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
     if cls is Muon:
         context["matrices"] = matrices
@@ -165,7 +148,6 @@ def adopt(
 ) -> None:
     """Make an optimizer that was built over a model's parameters update this rank's pieces of them, in place.
 
-    Its groups, their order and their hyperparameters stay the same objects, so a scheduler may already hold it.
     Parameters of which this rank has no piece, and frozen ones, leave their group.
 
     Args:
@@ -181,6 +163,7 @@ def adopt(
     check_users(optimizer, pieces_by_parameter, sharded, allow_untested)
     if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
         _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
+    # The same group objects, since a scheduler may already hold them.
     for group in optimizer.param_groups:
         kept = [(p, piece) for p in group["params"] if (piece := pieces_by_parameter.get(p)) is not None]
         for parameter in group["params"]:
@@ -192,8 +175,9 @@ def adopt(
 
 
 def _find_class(name: str, given: Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The class, and defaults that differ from its own."""
+    """Return the class, and defaults that differ from its own."""
     lower = name.lower()
+    # DeepSpeed's Adam has decoupled weight decay unless it is told otherwise, and none by default.
     if lower == "adam" and given.get("adam_w_mode", True):
         return torch.optim.AdamW, {"weight_decay": 0.0}
     ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
@@ -202,25 +186,21 @@ def _find_class(name: str, given: Mapping[str, Any]) -> tuple[type[Optimizer], d
 
 
 def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """The arguments for the class, after every parameter has been checked."""
+    """Return the arguments for the class, after every parameter has been checked."""
     arguments: dict[str, Any] = {}
     for key, value in given.items():
+        foreign = _FOREIGN.get(key)
         if key in accepted:
             arguments[key] = _plain(checked(f"{OPTIMIZER_PARAMS}.{key}", value, accepted[key]))
         elif key in _REFUSED_PARAMS:
             raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} is not taken: {_REFUSED_PARAMS[key]}")
+        elif foreign is None or name.lower() not in foreign.optimizers:
+            raise unknown_parameter(OPTIMIZER_PARAMS, key, name, accepted)
+        elif foreign.harmless is not None and value not in foreign.harmless:
+            raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} cannot be {value!r}: {foreign.remedy}")
         else:
-            _check_foreign(name, key, value, accepted)
+            _log.info("%s.%s of %s has no further effect", OPTIMIZER_PARAMS, key, name)
     return arguments
-
-
-def _check_foreign(name: str, key: str, value: Any, accepted: Iterable[str]) -> None:
-    foreign = _FOREIGN.get(key)
-    if foreign is None or name.lower() not in foreign.optimizers:
-        raise unknown_parameter(OPTIMIZER_PARAMS, key, name, accepted)
-    if foreign.harmless is not None and value not in foreign.harmless:
-        raise ValueError(f"{OPTIMIZER_PARAMS}.{key} of {name} cannot be {value!r}: {foreign.remedy}")
-    _log.info("%s.%s of %s has no further effect", OPTIMIZER_PARAMS, key, name)
 
 
 def _plain(value: Any) -> Any:
@@ -239,32 +219,14 @@ def check_users(
     optimizer: Optimizer, parameters: Container[nn.Parameter], sharded: bool, allow_untested: bool = False
 ) -> None:
     """Raise what ``adopt`` raises, of a model with these trainable ``parameters``."""
+    kind = type(optimizer).__name__
     _check_class(type(optimizer), sharded, allow_untested)
-    _check_fresh(optimizer)
-    _check_members(optimizer, parameters)
-
-
-def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> None:
-    if cls in _NEVER:
-        raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
-    if sharded and cls in _WHOLE:
-        raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
-    if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING):
-        raise ValueError(
-            f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
-            f"use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"
-        )
-
-
-def _check_fresh(optimizer: Optimizer) -> None:
+    # Its state is of whole parameters. Some optimizers make theirs, with a step of 0, when they are built.
     if any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise ValueError(
-            f"{type(optimizer).__name__} has been stepped or loaded before; give a new one, and load its state "
-            "with the engine's `load_checkpoint`"
+            f"{kind} has been stepped or loaded before; give a new one, and load its state with the engine's "
+            "`load_checkpoint`"
         )
-
-
-def _check_members(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
     foreign = [
         f"group {number}, parameter {place}"
         + (f" ({group['param_names'][place]})" if "param_names" in group else "")
@@ -277,6 +239,18 @@ def _check_members(optimizer: Optimizer, parameters: Container[nn.Parameter]) ->
         raise ValueError(
             f"the optimizer holds parameters that are not the model's: {'; '.join(foreign)}; build it over the "
             "parameters of the model that you pass, after every change that replaces parameters"
+        )
+
+
+def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> None:
+    if cls in _NEVER:
+        raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
+    if sharded and cls in _WHOLE:
+        raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
+    if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING):
+        raise ValueError(
+            f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
+            f"use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"
         )
 
 
@@ -294,9 +268,10 @@ def _move_state(optimizer: Optimizer, parameter: nn.Parameter, piece: Piece | No
 
 
 def _give_shapes(pieces: Iterable[Piece]) -> None:
-    """Give whole parameters their shape back for an optimizer that may look at it. Their storage stays."""
+    """Give whole parameters their shape back for an optimizer that may look at it."""
     for piece in pieces:
         assert piece.whole, f"{piece.name} is not whole"
+        # A view, because the storage is a part of the flat master.
         piece.parameter.data = piece.parameter.data.view(piece.shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,15 @@ _ADJUST_LR = {
 """Factor on the learning rate by shape: Jordan 2024; Liu et al., "Muon is Scalable for LLM Training", 2025."""
 
 
+class _AdamW(torch.optim.AdamW):
+    """AdamW over the groups and the state of another optimizer."""
+
+    def step_over(self, groups: list[dict[str, Any]], state: defaultdict[torch.Tensor, Any]) -> None:
+        # Given anew in each step: loading a state dict replaces groups and state.
+        self.param_groups, self.state = groups, state
+        self.step()
+
+
 # torch.optim.Muon cannot take its place: it wants whole matrices as parameters and keeps their whole momentum, on every
 # rank. Its functions for the iteration and the factor are private, and the former divides a gradient in bf16 in place.
 class Muon(StepOptimizer):
@@ -25,7 +35,7 @@ class Muon(StepOptimizer):
 
     The momentum lives in pieces; each bucket that holds matrices is gathered once per step, and every matrix of which
     this rank has a piece is orthogonalized whole. Numbers equal ``torch.optim.Muon``'s. Each given group becomes two,
-    first its matrices, then the rest, so that both have a learning rate which schedules can move.
+    first its matrices, then the rest.
 
     Args:
         groups: dicts with ``params`` and options that override the arguments below.
@@ -79,9 +89,18 @@ class Muon(StepOptimizer):
             "eps": eps,
         }
         halves = [half for group in groups for half in self._split(group, muon, adam)]
-        self._adamw = torch.optim.AdamW([half for half in halves if not half["use_muon"]])
+        self._adamw = _AdamW([half for half in halves if not half["use_muon"]])
         super().__init__(halves, {})
-        self._check()
+        for group in self.param_groups:
+            rule = group.get("adjust_lr_fn", "original")
+            if rule not in _ADJUST_LR:
+                raise ValueError(f"adjust_lr_fn is {rule!r}; it must be one of {', '.join(_ADJUST_LR)}")
+        for piece in self._pieces.values():
+            if piece.name in matrices and len(piece.shape) < 2:
+                raise ValueError(
+                    f"parameter {piece.name} of shape {piece.shape} is no matrix and cannot be updated by Muon; "
+                    "set its attribute `use_muon = False`"
+                )
 
     def _split(
         self, group: Mapping[str, Any], muon: Mapping[str, Any], adam: Mapping[str, Any]
@@ -89,21 +108,10 @@ class Muon(StepOptimizer):
         options = {key: value for key, value in group.items() if key != "params"}
         for use_muon, defaults, own_lr in ((True, muon, "muon_lr"), (False, adam, "adam_lr")):
             members = [p for p in group["params"] if (self._pieces[p].name in self._matrices) is use_muon]
+            # Two groups, so that both have a learning rate that schedules can move.
             half = {"params": members, "use_muon": use_muon, **defaults, **options}
             half["lr"] = options.get(own_lr, half["lr"])
             yield half
-
-    def _check(self) -> None:
-        for group in self.param_groups:
-            rule = group.get("adjust_lr_fn", "original")
-            if rule not in _ADJUST_LR:
-                raise ValueError(f"adjust_lr_fn is {rule!r}; it must be one of {', '.join(_ADJUST_LR)}")
-        for piece in self._pieces.values():
-            if piece.name in self._matrices and len(piece.shape) < 2:
-                raise ValueError(
-                    f"parameter {piece.name} of shape {piece.shape} is no matrix and cannot be updated by Muon; "
-                    "set its attribute `use_muon = False`"
-                )
 
     def _update(self) -> None:
         held = {
@@ -112,10 +120,11 @@ class Muon(StepOptimizer):
             for parameter in group["params"]
             if group["use_muon"] and parameter.grad is not None
         }
+        # Every bucket with a matrix, also where this rank has no gradient: gathering is collective.
         for number, bucket in enumerate(self._exchange.buckets):
             if not self._matrices.isdisjoint(bucket):
                 self._update_bucket(number, {name: held[name] for name in bucket if name in held})
-        self._step_adamw()
+        self._adamw.step_over([group for group in self.param_groups if not group["use_muon"]], self.state)
 
     def _update_bucket(self, number: int, held: Mapping[str, tuple[Piece, dict[str, Any]]]) -> None:
         momenta = {name: self._momentum(piece.parameter, group) for name, (piece, group) in held.items()}
@@ -136,12 +145,6 @@ class Muon(StepOptimizer):
         momentum: torch.Tensor = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
-    def _step_adamw(self) -> None:
-        # Loading a state dict replaces groups and state, so the inner optimizer is given the current ones each time.
-        self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
-        self._adamw.state = self.state
-        self._adamw.step()
-
 
 def orthogonalize(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
     """Return nearly the nearest orthogonal matrix, by Newton-Schulz iteration of a quintic polynomial (Jordan 2024).
@@ -156,8 +159,10 @@ def orthogonalize(matrix: torch.Tensor, coefficients: tuple[float, float, float]
     """
     a, b, c = coefficients
     x = matrix.bfloat16()
+    # The smaller side is squared, which is cheaper.
     if matrix.shape[0] > matrix.shape[1]:
         x = x.T
+    # The iteration converges for singular values of at most 1, which the Frobenius norm bounds.
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T

@@ -32,7 +32,7 @@ def without_auto(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_parameter(section: str, key: str, owner: str, known: Iterable[str]) -> ValueError:
-    """An error about a parameter that does not exist, with the one that was probably meant, and all of them."""
+    """Return an error about a parameter that does not exist, with the one that was probably meant."""
     choices = sorted(known)
     other = OTHER_NAMES.get(key)
     suggestion = other if other in choices else nearest(key, choices)
@@ -41,18 +41,13 @@ def unknown_parameter(section: str, key: str, owner: str, known: Iterable[str]) 
 
 
 def checked(path: str, value: Any, declared: inspect.Parameter, least: int | None = None) -> Any:
-    """A value as its parameter wants it.
-
-    Args:
-        path: dotted path of the key.
-        value: as it came from JSON.
-        declared: the parameter in the constructor's signature. What says nothing about its type takes anything.
-        least: the smallest whole number that it may be.
+    """Return a value from JSON as its parameter, which ``declared`` describes, wants it.
 
     Raises:
-        ValueError: if it is of another type, or too small a whole number.
+        ValueError: it is of another type, or a whole number below ``least``.
     """
     kind, default = str(getattr(declared.annotation, "__name__", declared.annotation)), declared.default
+    # What says nothing about its type takes anything.
     if value is None and (default is None or "None" in kind):
         return value
     if kind.removesuffix(" | None") == "int":
