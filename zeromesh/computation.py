@@ -91,15 +91,10 @@ class Computation:
     ) -> None:  # fmt: skip
         """Have autograd compute gradients, and reduce those of units that are done with.
 
-        Args:
-            roots: tensors to begin with; none on a rank that only takes part in what others reduce.
-            gradients: of each root; None of a loss.
-            last: whether an update follows.
-            retain_graph: as in torch.
-            reduces: whether units are reduced here.
+        ``last`` says that an update follows, ``reduces`` that units are reduced here.
         """
         with self.phase("backward"), self._sharded.events.backward.running(roots, last, reduces):
-            if roots:
+            if roots:  # none on a rank that only takes part in what others reduce
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 
     def compare_sizes(self, given: Sequence[Any]) -> None:

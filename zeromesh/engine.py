@@ -1,14 +1,10 @@
-"""The engine: forward, backward, step. A thin composition of the parts that ``initialize`` makes.
-
-Its bases are in ``engine_state.py`` (the shared state), ``engine_answers.py`` (questions of users) and
-``engine_saving.py`` (checkpoints). ``computation.py`` runs the model's forward and backward, ``update.py`` the update.
-"""
+"""The engine: forward, backward, step. ``computation.py`` runs forward and backward, ``update.py`` the update."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -22,9 +18,6 @@ from zeromesh.observe.monitors import learning_values
 from zeromesh.observe.spans import span
 from zeromesh.optim.bound import bind
 from zeromesh.signatures import refuse
-
-if TYPE_CHECKING:
-    from zeromesh.pipelined import StageWork
 
 _log = logging.getLogger("zeromesh")
 
@@ -204,12 +197,24 @@ class Engine(Batching, Answers, Saving):
             StopIteration: there are too few micro-batches left for an update; none was used.
             ValueError: there is no iterator, and no ``training_data``.
         """
-        data_iter = self._own_batches() if data_iter is None else data_iter
+        if data_iter is None:
+            if self.training_dataloader is None:
+                raise ValueError("train_batch() without an iterator: pass one, or training_data= to initialize")
+            # One iterator for all calls, which goes on where the last call stopped.
+            data_iter = self._passes = self._passes or self.training_dataloader.passes()
         self.train()
         # All micro-batches first, because too few of them would leave an update half done.
         given = [next(data_iter) for _ in range(self._accumulation.steps)]
         if self.stage_work is not None:
-            return self._train_stages(self.stage_work, given)
+            self._computation.compare_sizes(given)
+            try:
+                self._accumulation.note_all(self.stage_work.train(given))
+            except BaseException:
+                self.zero_grad()
+                raise
+            self.step()
+            # Of all ranks, because most stages have no loss of their own.
+            return torch.tensor(self._update.mean_loss, dtype=self._loss_dtype, device=self.device)
         whole, updates = self._accumulation.counted + self._accumulation.unsynced == 0, self.global_steps
         losses = []
         for batch in given:
@@ -222,23 +227,6 @@ class Engine(Batching, Answers, Saving):
         if whole and self.global_steps == updates + 1 and mean is not None:  # the update was of just these
             return torch.tensor(mean, dtype=losses[0].dtype, device=losses[0].device)
         return self._mean(losses)
-
-    def _own_batches(self) -> Iterator[Any]:
-        if self.training_dataloader is None:
-            raise ValueError("train_batch() without an iterator: pass one, or training_data= to initialize")
-        if self._passes is None:
-            self._passes = self.training_dataloader.passes()
-        return self._passes
-
-    def _train_stages(self, stages: StageWork, given: Sequence[Any]) -> torch.Tensor:
-        self._computation.compare_sizes(given)
-        try:
-            self._accumulation.note_all(stages.train(given))
-        except BaseException:
-            self.zero_grad()
-            raise
-        self.step()
-        return torch.tensor(self._update.mean_loss, dtype=self._loss_dtype, device=self.device)
 
     @property
     def _loss_dtype(self) -> torch.dtype:

@@ -1,8 +1,4 @@
-"""Names of DeepSpeed's and torch's engines beside forward, backward and step; a new name goes here.
-
-``Batching`` has the sizes and the boundaries of batches, ``Answers`` what the run has measured so far. Names that only
-repeat the configuration get a class of their own beside them.
-"""
+"""Names of DeepSpeed's and torch's engines beside forward, backward and step; a new name goes here."""
 
 from __future__ import annotations
 

@@ -35,17 +35,7 @@ def save_model(
 ) -> None:  # fmt: skip
     """Write the model in the dtype it computes in, with what its library needs beside the weights. Collective.
 
-    Args:
-        sharded: the model's states.
-        folder: is made if it is not there.
-        filename: of the weights.
-        taken: places of parameters that other stages of a pipeline have.
-        merge_adapters: add PEFT's adapters to their model; else they alone are written, as ``PeftModel`` reads them.
-        exclude_frozen: leave out frozen parameters.
-
-    Raises:
-        OSError: the first rank could not write; every rank raises.
-        ValueError: the model has no adapters to merge, or they are prompts, or the file's name is not of safetensors.
+    See ``Engine.save_16bit_model``; ``taken`` are places of parameters that other stages of a pipeline have.
     """
     model: Any = sharded.model
     adapted = is_adapted(model)

@@ -143,11 +143,7 @@ def build(path: Path, model_class: Any, dtype: torch.dtype, draws: bool, **confi
 
 
 def configuration(path: Path, **config: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """Return a folder's config.json with some values replaced, and the values that it has no place for.
-
-    Raises:
-        ValueError: there is none, it needs code of the folder's own, or is of quantized weights or of adapters.
-    """
+    """Return a folder's config.json with some values replaced, and the values that it has no place for."""
     transformers = require_transformers()
     if config.pop("trust_remote_code", False):
         raise ValueError(
@@ -362,11 +358,7 @@ def _local(folder: str | Path) -> Path:
 
 
 def require_transformers(module: str = "") -> Any:
-    """Import transformers, or a module of it.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Import transformers, or a module of it; raise ValueError if it is not installed."""
     try:
         return import_module(f"transformers.{module}" if module else "transformers")
     except ImportError as error:

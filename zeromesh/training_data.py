@@ -22,14 +22,7 @@ class Position(NamedTuple):
 
 
 class Sampler(DistributedSampler[Any]):
-    """A distributed sampler that counts its passes, each with an order of its own, and may begin a pass in its middle.
-
-    Attributes:
-        length: samples in the data set.
-        used: samples of it that a pass takes, all ranks together.
-        start: samples of the next pass that are left out, over all ranks.
-        begun: where the pass that was begun last began.
-    """
+    """A distributed sampler that counts its passes, each with an order of its own, and may begin a pass in its middle."""
 
     def __init__(
         self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, whole: int = 1, shuffle: bool = True
@@ -42,8 +35,8 @@ class Sampler(DistributedSampler[Any]):
         if drop_last:
             self.num_samples = self.used // ranks
             self.total_size = self.num_samples * ranks
-        self.start = 0
-        self.begun = Position(0, 0)
+        self.start = 0  # samples of the next pass that are left out, over all ranks
+        self.begun = Position(0, 0)  # where the pass that was begun last began
 
     def __iter__(self) -> Iterator[Any]:
         self.begun = Position(self.epoch, self.start)
@@ -73,11 +66,7 @@ class Sampler(DistributedSampler[Any]):
 
 
 class Loader(DataLoader[Any]):
-    """Batches of this rank's share of the data set; ``position`` is up to where batches were handed out.
-
-    Raises:
-        ValueError: there is no batch in the data.
-    """
+    """Batches of this rank's share of the data set; ``position`` is up to where batches were handed out."""
 
     sampler: Sampler
 

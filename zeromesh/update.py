@@ -1,8 +1,4 @@
-"""Updates of a model: agreement of all ranks, skipping, clipping, the optimizer's step, publication.
-
-An update begins at an accumulation boundary. All ranks exchange one row of notes with the gradients' norm, and come to
-the same decision from it: to update, to skip, or to raise.
-"""
+"""Updates of a model: agreement of all ranks, skipping, clipping, the optimizer's step, publication."""
 
 from __future__ import annotations
 
@@ -38,25 +34,17 @@ MOST_SKIPPED = 10
 
 
 class Update:
-    """The update of one model by one optimizer.
-
-    Attributes:
-        scaler: scales losses; None where they are not scaled.
-        norm: global norm of the last update's gradient before clipping; None before the first.
-        mean_loss: mean loss of the last update over ranks and micro-batches; None where no rank knows one.
-        asked: largest number that any rank passed to ``ask`` before the last update.
-        skipped: number of updates that were skipped because a gradient was not finite.
-        runs: whether the optimizer's own step runs as a part of an update.
-    """
+    """The update of one model by one optimizer."""
 
     def __init__(self, sharded: ShardedModel, config: Resolved, optimizer: Optimizer | None) -> None:
         scaler = sharded.accumulation.scaler
         assert scaler is None or isinstance(scaler, LossScaler)
-        self.scaler = scaler
-        self.norm: float | None = None
-        self.mean_loss: float | None = None
-        self.asked, self.skipped = 0, 0
-        self.runs = False
+        self.scaler = scaler  # None where losses are not scaled
+        self.norm: float | None = None  # of the last update's gradient before clipping
+        self.mean_loss: float | None = None  # of the last update, over ranks; None where no rank knows one
+        self.asked = 0  # largest number that any rank passed to ``ask`` before the last update
+        self.skipped = 0  # updates so far that were skipped because a gradient was not finite
+        self.runs = False  # whether the optimizer's own step runs as a part of an update
         self._sharded, self._config, self._optimizer = sharded, config, optimizer
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
         self._asked, self._skipped_in_a_row = 0, 0
@@ -84,13 +72,9 @@ class Update:
         self._asked = max(self._asked, number)
 
     def agree(self, number: int) -> Agreement:
-        """Complete the gradients of update ``number`` and exchange notes. Collective.
-
-        Raises:
-            RuntimeError: ranks that share a batch have different losses.
-            ValueError: ranks that share a batch were given different inputs.
-            ReplicaMismatch: copies of states differ, where ``replica_check.interval`` compares them.
-        """
+        """Complete the gradients of update ``number`` and exchange notes. Collective; raises where ranks disagree."""
+        # One row of notes a rank goes with the gradients' norm, and all come to the same decision
+        # from it.
         agreement = self._sharded.complete(self._notes())
         # Before the checks: after an error the next micro-batch begins a new update.
         self._accumulation.restart()
@@ -105,11 +89,7 @@ class Update:
         return agreement
 
     def apply(self, agreement: Agreement, number: int) -> bool:
-        """Update the parameters; return False if the update is skipped instead, on all ranks.
-
-        Raises:
-            FloatingPointError: a loss is not finite, or too many updates were skipped in a row.
-        """
+        """Update the parameters; return False if the update is skipped instead, on all ranks."""
         optimizer, factor = self._optimizer, self.factor  # before the loss scale changes
         assert optimizer is not None
         skips = self._must_skip(agreement, number)
@@ -167,14 +147,12 @@ class Update:
                     )
 
     def _notes(self) -> list[float]:
-        """Return this rank's notes: bad loss, sum and number of losses, checksum of inputs, number asked, busy time.
-
-        The first is 1 + the index of the first micro-batch whose loss is not finite; 0 if all are finite.
-        """
+        """Return this rank's notes: bad loss, sum and number of losses, checksum of inputs, number asked, busy time."""
         noted = self._accumulation
         losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
         finite = [isfinite(loss) for loss in losses]
         inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
+        # 1 + the index of the first micro-batch whose loss is not finite, so that 0 is none.
         bad = 0.0 if all(finite) else 1.0 + finite.index(False)
         asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
         return [bad, sum(losses), float(len(losses)), inputs, float(asked), self._stragglers.busy()]

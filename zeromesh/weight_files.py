@@ -138,18 +138,13 @@ def some(names: Iterable[str]) -> str:
 
 
 class ExportFiles:
-    """Safetensors files in a folder, which appear under their names when all are complete.
-
-    Args:
-        folder: is made if it is not there.
-        name: of the file, if one is enough; else files are numbered, and ``NAME.index.json`` tells what is where.
-        largest: bytes of tensors in one file.
-    """
+    """Safetensors files in a folder, which appear under their names when all are complete."""
 
     def __init__(self, folder: Path, name: str, largest: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for part in _named(folder, rf"{re.escape(name)}\.\d{{5}}\.part"):
             part.unlink()  # of a process that was killed
+        # Of one file, if that is enough for the largest number of bytes; else they are numbered, with an index.
         self._folder, self._name, self._largest = folder, name, largest
         self._state: dict[str, torch.Tensor] = {}
         self._written: list[tuple[Path, list[str]]] = []

@@ -141,11 +141,9 @@ def _find(parameter: nn.Parameter) -> tuple[Engine, Unit, Flat, int]:
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter],
-    modifier_rank: int | None = None,
-    fwd_module: nn.Module | None = None,
-    enabled: bool = True,
-) -> Iterator[None]:
+    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None, enabled: bool = True,
+) -> Iterator[None]:  # fmt: skip
     """In this context the parameters are whole on every rank, to be read; or to be changed on one rank.
 
     Args:

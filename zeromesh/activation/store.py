@@ -59,19 +59,13 @@ class HostPool:
 
 
 class ActivationStore:
-    """Storage of the inputs of one model's checkpointed blocks.
-
-    Args:
-        device: where the model computes; what is elsewhere stays there.
-        host: whether what is kept goes to host memory.
-        group: the ranks that have the same inputs and keep one part of them each; None: each rank keeps all.
-    """
+    """Storage of the inputs of one model's checkpointed blocks."""
 
     def __init__(self, device: torch.device, host: bool, group: Group | None = None) -> None:
-        self.device = device
+        self.device = device  # where the model computes; what is elsewhere stays there
         self.least = 4096  # bytes of the smallest tensor that is moved
         self.pool = HostPool(pinned=device.type != "cpu") if host else None
-        self.group = group
+        self.group = group  # the ranks that keep one part of equal inputs each; None: each rank keeps all
         self.stream = torch.Stream(device) if host and device.type != "cpu" else None
         self._known: WeakValueDictionary[Any, _Kept] = WeakValueDictionary()
         self._seen: set[int] = set()
@@ -256,13 +250,9 @@ class _Inputs:
     """A block's forward with the inputs that wait elsewhere."""
 
     def __init__(
-        self,
-        store: ActivationStore,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, store: ActivationStore, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         movable: list[bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._store, self._forward = store, forward
         self._called_with: tuple[Any, Any] | None = (args, kwargs)  # for the first call, which computes with them
         self._before = store._last

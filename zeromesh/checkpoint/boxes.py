@@ -32,22 +32,14 @@ BUFFER = 1024**2
 
 @dataclass(frozen=True)
 class Box:
-    """Elements ``[start, stop)`` of a flattened box of the tensor ``name``.
-
-    Attributes:
-        name: of the tensor.
-        shape: global shape of the tensor.
-        start, stop: the range of the flattened box.
-        data: shape ``(stop - start,)``.
-        offsets, sizes: where the box begins in the tensor and how large it is, by dimension; None is the whole tensor.
-    """
+    """Elements ``[start, stop)`` of a flattened box of the tensor ``name``."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     start: int
     stop: int
-    data: torch.Tensor
-    offsets: tuple[int, ...] | None = None
+    data: torch.Tensor  # shape (stop - start,)
+    offsets: tuple[int, ...] | None = None  # where the box begins in the tensor, by dimension; None: it is the tensor
     sizes: tuple[int, ...] | None = None
 
     @property
@@ -62,9 +54,6 @@ def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[
 
     Where not all data fit in memory at once, ``filled`` yields the same boxes with their data, each valid until the
     next; the data of ``boxes`` are not read then.
-
-    Raises:
-        TypeError: a tensor has a dtype that safetensors files cannot hold.
     """
     ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # so that each lies at a multiple of its item's size
     ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
@@ -149,12 +138,7 @@ def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
 
 
 class Reader:
-    """Reader of tensors, or ranges of them, in a checkpoint's folder; nothing else is read.
-
-    Raises:
-        FileNotFoundError: the folder, its manifest or a file is missing.
-        ValueError: a file is not what was written.
-    """
+    """Reader of tensors, or ranges of them, in a checkpoint's folder; raises for a file that is not what was written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -204,11 +188,6 @@ class Reader:
     def verify(self, first: int = 0, step: int = 1, names: Collection[str] | None = None) -> None:
         """Compare every ``step``-th part, from ``first`` on, with its hash; all files must be there, and whole.
 
-        Args:
-            first: so that several processes may share the work.
-            step: as in a slice.
-            names: the tensors that matter; None is all of them.
-
         Raises:
             FileNotFoundError: a file is missing.
             ValueError: one is cut off, or has another content. Each message names the files and what they held.
@@ -216,6 +195,8 @@ class Reader:
         self.require_files()
         with another_offered(self.folder):
             damaged: dict[str, list[str]] = {}
+            # Several processes may share the work; ``names`` are the tensors that matter to this
+            # run.
             parts = [(shard, *part) for shard in self.manifest["shards"] for part in _parts(shard, names)]
             for shard, begin, end, digest, keys in parts[first::step]:
                 with (self.folder / shard["file"]).open("rb", buffering=0) as file:

@@ -1,8 +1,4 @@
-"""Folders of checkpoints: a checkpoint appears whole or not at all; the latest is named, and old ones are deleted.
-
-A checkpoint is there when its folder has its name: it is written under another one (``.draft``), flushed to the disk,
-and renamed last. Where it takes the place of an earlier one, that has the name with ``.old`` for a moment.
-"""
+"""Folders of checkpoints: a checkpoint appears whole or not at all; the latest is named, and old ones are deleted."""
 
 from __future__ import annotations
 
@@ -21,6 +17,8 @@ from zeromesh.config.keys import KEEP_LAST
 
 _log = logging.getLogger(__name__)
 
+# A checkpoint is written to a folder of another name (.draft), flushed to the disk, and renamed
+# last. An earlier one that it replaces has the name with .old for a moment.
 LATEST = "latest"
 DRAFT = ".draft"
 OLD = ".old"
@@ -88,11 +86,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def begin(draft: Path, needed: int) -> None:
-    """Make the empty folder that a checkpoint of ``needed`` bytes is written to.
-
-    Raises:
-        OSError: it cannot be made, or there is not enough space.
-    """
+    """Make the empty folder that a checkpoint of ``needed`` bytes is written to; raise OSError without the space."""
     try:
         # An earlier attempt may have left something in it.
         remove(draft)

@@ -37,18 +37,7 @@ def load(
     engine: RunState, folder: Path, tag: str | None, optimizer_states: bool, scheduler_states: bool, *,
     strict: bool = True, data_position: bool = True, progress: bool = True,
 ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
-    """Continue from a checkpoint; all ranks call it. See ``Engine.load_checkpoint``.
-
-    Args:
-        engine: what continues.
-        folder: where its checkpoints are.
-        tag: which of them; None is the latest.
-        optimizer_states: whether to load the optimizer's states.
-        scheduler_states: whether to load the scheduler's.
-        strict: refuse a checkpoint that lacks tensors of the model, or has others.
-        data_position: whether the loader of the training data goes on where it was.
-        progress: whether to load counters, the loss scale and the random state.
-    """
+    """Continue from a checkpoint. Collective; see ``Engine.load_checkpoint``."""
     mesh, world = engine.mesh, engine.mesh.group("world")
     parts = {"optimizer": optimizer_states, "lr_scheduler": scheduler_states, "strict": strict, "data": data_position}
     parts["progress"] = progress

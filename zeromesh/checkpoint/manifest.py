@@ -44,12 +44,7 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, in the newest format.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not what was written, or of a format that is not known here.
-    """
+    """Return the manifest of a checkpoint in the newest format; raise if there is none, or it was changed."""
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no complete checkpoint: {MANIFEST} is missing")

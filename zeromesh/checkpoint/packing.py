@@ -59,12 +59,9 @@ MARKS = frozenset({"__items__", "__tensor__", "__stored__", *(kind.mark for kind
 
 
 def pack(value: Any, path: str = "the value", apart: dict[str, torch.Tensor] | None = None) -> Any:
-    """Return what JSON holds of ``value``.
+    """Return what JSON holds of ``value``, which is called ``path`` in errors.
 
-    Args:
-        value: of the types of ``KINDS``, of JSON, and tensors and arrays.
-        path: what the value is called in errors.
-        apart: takes tensors of more than one element, by the names under which ``unpack`` asks for them.
+    ``apart`` takes tensors of more than one element, by the names under which ``unpack`` asks for them.
 
     Raises:
         TypeError: a value cannot be kept; the message says where it is and what it is.

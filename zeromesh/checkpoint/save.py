@@ -39,15 +39,7 @@ ONE_FOLDER = "save to a folder that all ranks see"
 
 
 def save(engine: RunState, folder: Path, tag: str | None, client_state: dict[str, Any], save_latest: bool) -> Path:
-    """Write a checkpoint; all ranks call it. ``folder/latest`` names it afterwards, and old ones may go away.
-
-    Raises:
-        OSError: a rank could not write, or there is too little space; every rank raises, and what was there before is
-            untouched.
-        TypeError: the client state holds something that a checkpoint cannot.
-        ValueError: a checkpoint cannot have that tag, the ranks have different ones, or an optimizer's state cannot be
-            cut.
-    """
+    """Write a checkpoint; ``folder/latest`` names it afterwards. Collective; see ``Engine.save_checkpoint``."""
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     draft, final = folder / f"{tag}{DRAFT}", folder / tag
     rank, world = engine.mesh.rank, engine.mesh.group("world")

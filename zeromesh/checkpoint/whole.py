@@ -58,10 +58,6 @@ def on_first_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
     """Yield the tensors of all stages on the first rank, one of the ``states`` at a time; empty ones elsewhere.
 
     All ranks call it and go through it to its end.
-
-    Args:
-        mesh: the ranks.
-        states: what this rank's stage has; elsewhere than on the ranks of ``shows`` what is in it does not matter.
     """
     ranks = _line(mesh)
     # Other pipelines have the same stages, but gathering within a stage is for all of its ranks.
@@ -162,11 +158,7 @@ def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -
 
 
 def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> Any:
-    """Load a state of all stages, as the model's own ``load_state_dict``. Collective; all ranks raise.
-
-    Raises:
-        RuntimeError: with ``strict``, names are missing or unknown; or a tensor does not fit.
-    """
+    """Load a state of all stages, as the model's own ``load_state_dict``. Collective; all ranks raise."""
     if sharded.mesh.sizes["pipeline"] == 1:
         return sharded.model.load_state_dict(state, strict)
     # Torch would call tensors of other stages unexpected, and miss none of them.

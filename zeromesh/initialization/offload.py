@@ -50,11 +50,7 @@ class Offload:
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
-    """Return the offload that the configuration asks for with this optimizer.
-
-    Raises:
-        ValueError: its states cannot rest there.
-    """
+    """Return the offload that the configuration asks for; raise ValueError if these states cannot rest there."""
     zero, limit = settings.zero_optimization, settings.host_memory_limit
     stored, early = _disk(zero.offload_param, settings), zero.early_share
     form, pinned = StateForm(0, settings.row.split), zero.pins

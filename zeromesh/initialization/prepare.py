@@ -56,11 +56,7 @@ def parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> Iterator[
 
 
 def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
-    """Return the user's optimizer, made by the user's function if one was passed; None if there is none.
-
-    Raises:
-        ValueError: it is no optimizer, or cannot update pieces of the model's parameters.
-    """
+    """Return the user's optimizer, made by the user's function if one was passed; None if there is none."""
     from zeromesh.optim import factory
 
     user = plan.arguments.optimizer
@@ -85,16 +81,7 @@ def build_optimizer(
     model: nn.Module, settings: Resolved, owned: Sequence[dict[str, Any]], cuts: bool,
     pieces: Mapping[int, Piece | None], exchange: PieceExchange,
 ) -> Optimizer | None:  # fmt: skip
-    """Build the configuration's optimizer; None if it names none.
-
-    Args:
-        model: the user's.
-        settings: of the run.
-        owned: groups of the model's parameters.
-        cuts: whether pieces may be less than whole parameters.
-        pieces: this rank's, by ``id`` of the parameter.
-        exchange: with the ranks that hold the other pieces.
-    """
+    """Build the configuration's optimizer over this rank's ``pieces``, by ``id`` of the parameter; None without one."""
     from zeromesh.optim import factory
     from zeromesh.optim.groups import hidden_matrices
 
@@ -115,10 +102,7 @@ def build_optimizer(
 def try_optimizer(
     model: nn.Module, settings: Resolved, owned: Sequence[dict[str, Any]], cuts: bool, schedule: bool = True
 ) -> Optimizer | None:
-    """Build the configuration's optimizer and schedule over pieces without memory: they raise what the real ones would.
-
-    See ``build_optimizer`` for the arguments; without ``schedule`` the optimizer alone is built.
-    """
+    """Build the configuration's optimizer and schedule without memory: they raise what the real ones would."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     pieces: dict[int, Piece | None] = {}
     for name, like in trained:
@@ -192,12 +176,7 @@ def build_loader(data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shu
 
 
 def open_monitors(plan: Plan) -> Monitor:
-    """Open the monitors that are switched on; only the first rank has any.
-
-    Raises:
-        ImportError: one needs a package that is not installed.
-        OSError: a folder cannot be made.
-    """
+    """Open the monitors that are switched on; only the first rank has any."""
     chosen = {name: getattr(plan.settings, name) for name in ARGUMENTS} if plan.mesh.rank == 0 else {}
     sections = {name: section for name, section in chosen.items() if section.enabled}
     return Monitor({name: open_monitor(name, *ARGUMENTS[name](section)) for name, section in sections.items()})

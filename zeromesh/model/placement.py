@@ -26,12 +26,7 @@ class Tier(enum.Enum):
 
 @dataclass(frozen=True)
 class PlacementRow:
-    """One row of the placement table: where each state lies over the ranks, and in which memory it rests.
-
-    Raises:
-        ValueError: a state is sharded while one that must be at least as sharded is not, or rests off the device and is
-            not sharded.
-    """
+    """One row of the placement table: where each state lies over the ranks, and in which memory it rests."""
 
     parameter: Placement
     gradient: Placement

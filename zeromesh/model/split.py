@@ -27,14 +27,8 @@ class Split:
     def even(cls, dim: int, sections: Sequence[int], ranks: int, block: int = 1) -> Split:
         """Cut each of several sections of the dim, such as q, k and v, on its own into equal parts.
 
-        Args:
-            dim: which one.
-            sections: lengths of the sections, in order; one for a weight that is not fused.
-            ranks: of the tensor axis.
-            block: entries that stay together, such as the width of a head.
-
-        Raises:
-            ValueError: a section that the ranks do not divide, with the arithmetic and what would work.
+        ``block`` entries, such as the width of a head, stay together. Raises ValueError for a section that the ranks do
+        not divide, with the arithmetic and what would work.
         """
         parts: list[list[Interval]] = [[] for _ in range(ranks)]
         begin = 0

@@ -25,11 +25,7 @@ class Updates(Protocol):
 
 
 def bind(optimizer: Optimizer, engine: Updates) -> Callable[[], None]:
-    """Let ``optimizer.step()`` be an update of the engine, and ``optimizer.zero_grad()`` drop the engine's gradients.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let ``optimizer.step()`` be an update of the engine, and ``zero_grad()`` drop its gradients; return the undo."""
     alive = ref(engine)  # the optimizer may outlive the engine
     # The optimizer itself holds pieces of parameters, whose gradients exist only during an update.
     handle = optimizer.register_step_pre_hook(partial(_update_first, alive))
@@ -61,10 +57,7 @@ def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
 
 
 def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:
-    """Let ``optimizer.cur_scale``, ``.loss_scale`` and ``.overflow`` tell how the last update went.
-
-    ``scale`` is of the next backward, 1 where the loss is not scaled.
-    """
+    """Let ``optimizer.cur_scale`` and ``.loss_scale`` (of the next backward) and ``.overflow`` tell how the last update went."""
     # Programs written for DeepSpeed read them. An attribute that the optimizer's own class has is left alone.
     for name, value in (("cur_scale", scale), ("loss_scale", scale), ("overflow", overflow)):
         if optimizer is not None and not hasattr(type(optimizer), name):

@@ -95,14 +95,9 @@ class ParameterGroup:
 
 
 def build(
-    type: str,
-    params: Mapping[str, Any],
-    groups: Sequence[ParameterGroup],
-    exchange: PieceExchange,
-    sharded: bool,
-    allow_untested: bool = False,
-    matrices: frozenset[str] = frozenset(),
-) -> Optimizer:
+    type: str, params: Mapping[str, Any], groups: Sequence[ParameterGroup], exchange: PieceExchange, sharded: bool,
+    allow_untested: bool = False, matrices: frozenset[str] = frozenset(),
+) -> Optimizer:  # fmt: skip
     """Make the optimizer that a config names, over pieces.
 
     Args:
@@ -114,10 +109,6 @@ def build(
         sharded: whether pieces may be less than whole parameters.
         allow_untested: take classes not known to be right on pieces.
         matrices: names of the parameters that Muon is to update as matrices.
-
-    Raises:
-        ValueError: for an unknown type or parameter, a value that cannot be had, or an optimizer that would be wrong
-            on pieces.
     """
     given = without_auto(params)
     cls, defaults = _find_class(type, given)
@@ -141,20 +132,10 @@ def build(
 
 
 def adopt(
-    optimizer: Optimizer,
-    pieces_by_parameter: Mapping[nn.Parameter, Piece | None],
-    sharded: bool,
+    optimizer: Optimizer, pieces_by_parameter: Mapping[nn.Parameter, Piece | None], sharded: bool,
     allow_untested: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Make an optimizer that was built over a model's parameters update this rank's pieces of them, in place.
-
-    Parameters of which this rank has no piece, and frozen ones, leave their group.
-
-    Args:
-        optimizer: not stepped yet.
-        pieces_by_parameter: for every trainable parameter of the model this rank's piece of it, if it has one.
-        sharded: whether pieces may be less than whole parameters.
-        allow_untested: take classes not known to be right on pieces.
 
     Raises:
         ValueError: if the optimizer would be wrong on pieces, has been stepped, or holds foreign parameters.
@@ -168,6 +149,7 @@ def adopt(
         kept = [(p, piece) for p in group["params"] if (piece := pieces_by_parameter.get(p)) is not None]
         for parameter in group["params"]:
             _move_state(optimizer, parameter, pieces_by_parameter.get(parameter))
+        # Parameters of which this rank has no piece, and frozen ones, leave their group.
         group["params"] = [piece.parameter for _, piece in kept]
         if "param_names" in group:
             group["param_names"] = [piece.name for _, piece in kept]

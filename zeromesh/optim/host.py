@@ -22,9 +22,8 @@ def states_of(
 ) -> Callable[[Parameter], Sequence[str]]:  # fmt: skip
     """Return a function from a parameter to the names of its states that the kernel updates, in order.
 
-    Raises:
-        ValueError: there is none for some parameters, as the kernel does not know the optimizer or its options; the
-            message says what the kernel is needed for (``place``), and what to do without it (``remedy``).
+    It raises ValueError where the kernel does not know the optimizer or its options: the message says what the kernel
+    is needed for (``place``), and what to do without it (``remedy``).
     """
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and rule_of(type(optimizer), group) is None:

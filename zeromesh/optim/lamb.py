@@ -30,18 +30,10 @@ class Lamb(StepOptimizer):
     """
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        pieces: Iterable[Piece],
-        exchange: PieceExchange,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-    ) -> None:
+        self, groups: Iterable[dict[str, Any]], pieces: Iterable[Piece], exchange: PieceExchange, lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        bias_correction: bool = True, max_coeff: float = 10.0, min_coeff: float = 0.01,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -53,23 +53,12 @@ class Muon(StepOptimizer):
     """
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        pieces: Iterable[Piece],
-        exchange: PieceExchange,
-        matrices: frozenset[str],
-        lr: float = 1e-3,
-        muon_lr: float | None = None,
-        adam_lr: float | None = None,
-        weight_decay: float | None = None,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        ns_steps: int = 5,
-        adjust_lr_fn: str = "original",
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ) -> None:
+        self, groups: Iterable[dict[str, Any]], pieces: Iterable[Piece], exchange: PieceExchange,
+        matrices: frozenset[str], lr: float = 1e-3, muon_lr: float | None = None, adam_lr: float | None = None,
+        weight_decay: float | None = None, momentum: float = 0.95, nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), ns_steps: int = 5,
+        adjust_lr_fn: str = "original", betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+    ) -> None:  # fmt: skip
         self._pieces = {piece.parameter: piece for piece in pieces}
         self._exchange = exchange
         self._matrices = matrices
@@ -149,16 +138,10 @@ class Muon(StepOptimizer):
 def orthogonalize(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
     """Return nearly the nearest orthogonal matrix, by Newton-Schulz iteration of a quintic polynomial (Jordan 2024).
 
-    Args:
-        matrix: shape (rows, columns), any floating dtype.
-        coefficients: of x, x^3 and x^5. The default ones push singular values to within about [0.7, 1.2].
-        steps: iterations.
-
-    Returns:
-        shape (rows, columns), in bfloat16, whose accuracy suffices for a direction.
+    The default coefficients, of x, x^3 and x^5, push singular values to within about [0.7, 1.2].
     """
     a, b, c = coefficients
-    x = matrix.bfloat16()
+    x = matrix.bfloat16()  # its accuracy suffices for a direction
     # The smaller side is squared, which is cheaper.
     if matrix.shape[0] > matrix.shape[1]:
         x = x.T

@@ -32,14 +32,7 @@ SECOND_BETA = 0.99
 
 
 class RateSchedule:
-    """Move an optimizer's hyperparameters along one curve per parameter group.
-
-    Args:
-        optimizer: its groups are set at once, and again by every ``step``.
-        curves: one per group.
-        last_batch_iteration: position to start from; -1 is the beginning.
-        name: of the curves, for messages.
-    """
+    """Schedule that moves hyperparameters along one curve per parameter group; position -1 is the beginning."""
 
     # Not torch's LambdaLR: it multiplies the group's rate by a factor, which rounds rates that are given as they are,
     # and its state would hold the curves.
@@ -218,29 +211,18 @@ def _warmup(position: int, kind: str, steps: int) -> float:
 
 
 def _warmup_lr(
-    position: int,
-    own: float,
-    *,
-    warmup_min_lr: float = 0.0,
-    warmup_max_lr: float | None = None,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
-) -> tuple[float, None]:
+    position: int, own: float, *, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000, warmup_type: str = "log",
+) -> tuple[float, None]:  # fmt: skip
     """Rise to ``warmup_max_lr`` (by default the first group's own rate), then stay."""
     top = own if warmup_max_lr is None else warmup_max_lr
     return warmup_min_lr + (top - warmup_min_lr) * _warmup(position, warmup_type, warmup_num_steps), None
 
 
 def _warmup_decay_lr(
-    position: int,
-    own: float,
-    *,
-    total_num_steps: int,
-    warmup_min_lr: float = 0.0,
-    warmup_max_lr: float = 0.001,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
-) -> tuple[float, None]:
+    position: int, own: float, *, total_num_steps: int, warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001,
+    warmup_num_steps: int = 1000, warmup_type: str = "log",
+) -> tuple[float, None]:  # fmt: skip
     """Rise to ``warmup_max_lr``, then fall in a line to ``warmup_min_lr`` at ``total_num_steps``."""
     steps, part = max(2, warmup_num_steps), _warmup(position, warmup_type, warmup_num_steps)
     if position >= steps:
@@ -249,15 +231,9 @@ def _warmup_decay_lr(
 
 
 def _warmup_cosine_lr(
-    position: int,
-    own: float,
-    *,
-    total_num_steps: int,
-    warmup_min_ratio: float = 0.0,
-    warmup_num_steps: int = 1000,
-    cos_min_ratio: float = 0.0001,
-    warmup_type: str = "log",
-) -> tuple[float, None]:
+    position: int, own: float, *, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001, warmup_type: str = "log",
+) -> tuple[float, None]:  # fmt: skip
     """Rise to the group's own learning rate, then fall along half a cosine to ``cos_min_ratio`` of it."""
     steps, warmed = max(2, warmup_num_steps), _warmup(position, warmup_type, warmup_num_steps)
     # As in DeepSpeed: the first update has a rate of 0, the second one ``warmup_min_ratio`` of the group's.
@@ -270,22 +246,11 @@ def _warmup_cosine_lr(
 
 
 def _one_cycle(
-    position: int,
-    own: float,
-    *,
-    cycle_min_lr: float,
-    cycle_max_lr: float,
-    decay_lr_rate: float = 0.0,
-    cycle_first_step_size: int = 2000,
-    cycle_second_step_size: int | None = None,
-    cycle_first_stair_count: int = 0,
-    cycle_second_stair_count: int | None = None,
-    decay_step_size: int = 0,
-    cycle_momentum: bool = True,
-    cycle_min_mom: float = 0.8,
-    cycle_max_mom: float = 0.9,
-    decay_mom_rate: float = 0.0,
-) -> tuple[float, float | None]:
+    position: int, own: float, *, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
+) -> tuple[float, float | None]:  # fmt: skip
     """Rise and fall in lines, then decay; the momentum does the opposite (Smith 2018, arXiv 1803.09820)."""
     first, stairs = cycle_first_step_size, cycle_first_stair_count
     second = first if cycle_second_step_size is None else cycle_second_step_size
@@ -308,14 +273,9 @@ def _one_cycle(
 
 
 def _lr_range_test(
-    position: int,
-    own: float,
-    *,
-    lr_range_test_min_lr: float = 1e-3,
-    lr_range_test_step_size: int = 2000,
-    lr_range_test_step_rate: float = 1.0,
-    lr_range_test_staircase: bool = False,
-) -> tuple[float, None]:
+    position: int, own: float, *, lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
+) -> tuple[float, None]:  # fmt: skip
     """Rise without end, to find where training breaks (Smith 2018, arXiv 1803.09820)."""
     intervals = (position + 1) / lr_range_test_step_size
     if lr_range_test_staircase:
@@ -325,26 +285,17 @@ def _lr_range_test(
 
 _WSD_DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
+    # Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024.
     "sqrt": lambda progress: 1 - math.sqrt(progress),
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
 }
 
 
 def _wsd(
-    position: int,
-    own: float,
-    *,
-    total_num_steps: int,
-    warmup_num_steps: int = 0,
-    decay_num_steps: int | None = None,
-    min_ratio: float = 0.0,
-    decay_type: str = "linear",
-) -> tuple[float, None]:
-    """Warm up in a line, stay at the group's own rate, fall to ``min_ratio`` of it at the end (warmup, stable, decay).
-
-    Hu et al., "MiniCPM", 2024; ``sqrt`` (1 - sqrt) from Hägele et
-    al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024.
-    """
+    position: int, own: float, *, total_num_steps: int, warmup_num_steps: int = 0, decay_num_steps: int | None = None,
+    min_ratio: float = 0.0, decay_type: str = "linear",
+) -> tuple[float, None]:  # fmt: skip
+    """Warm up in a line, stay at the group's own rate, fall to ``min_ratio`` of it (Hu et al., "MiniCPM", 2024)."""
     # A tenth of all steps is what MiniCPM found to suffice.
     decay_steps = max(1, round(total_num_steps / 10)) if decay_num_steps is None else decay_num_steps
     if decay_type not in _WSD_DECAYS:

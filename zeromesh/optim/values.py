@@ -41,11 +41,7 @@ def unknown_parameter(section: str, key: str, owner: str, known: Iterable[str]) 
 
 
 def checked(path: str, value: Any, declared: inspect.Parameter, least: int | None = None) -> Any:
-    """Return a value from JSON as its parameter, which ``declared`` describes, wants it.
-
-    Raises:
-        ValueError: it is of another type, or a whole number below ``least``.
-    """
+    """Return a value from JSON as its parameter wants it; raise ValueError for another type, or less than ``least``."""
     kind, default = str(getattr(declared.annotation, "__name__", declared.annotation)), declared.default
     # What says nothing about its type takes anything.
     if value is None and (default is None or "None" in kind):
