@@ -20,11 +20,10 @@ from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.unit import Unit
 from zeromesh.weight_files import ExportFiles
 
+# Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit.
 LARGEST_FILE = 4 * 10**9
-"""Bytes of tensors in one file, and so what the first rank holds at most, beside the largest unit."""
 
-ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""Files that PEFT writes."""
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files that PEFT writes
 
 State = dict[str, torch.Tensor]
 
@@ -104,17 +103,22 @@ def written_names(model: nn.Module) -> dict[str, list[str]]:
         every.setdefault(id(parameter), []).append(name)
     # The first name alone, unless adapters make several values of one parameter: of an embedding that is tied to the
     # head, one may be adapted, or each in its own way. Then the written model has them untied.
-    return {
-        names[0]: names if len(names) > 1 and len({_wrapper(model, name) for name in names}) > 1 else names[:1]
-        for names in every.values()
-    }
+    written = {}
+    for names in every.values():
+        wrappers = {
+            next((m for _, m in _around(model, name) if _is_adapted_layer(m) or hasattr(m, "original_module")), None)
+            for name in names
+        }
+        written[names[0]] = names if len(wrappers) > 1 else names[:1]
+    return written
 
 
-def _wrapper(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the layer of PEFT around the module that a tensor belongs to."""
+def _around(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules around a tensor by path, the outermost first."""
     parts = name.split(".")
-    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts)))
-    return next((module for module in around if _is_adapted_layer(module) or hasattr(module, "original_module")), None)
+    for depth in range(1, len(parts)):
+        path = ".".join(parts[:depth])
+        yield path, model.get_submodule(path)
 
 
 def _is_adapted_layer(module: nn.Module) -> bool:
@@ -217,11 +221,7 @@ def _under_adapters(model: nn.Module, path: str, name: str) -> str | None:
 
 def _adapted_path(model: nn.Module, name: str) -> str | None:
     """Return the path of the adapted layer that a tensor belongs to; None if there is none."""
-    parts = name.split(".")
-    for depth in range(1, len(parts)):
-        if _is_adapted_layer(model.get_submodule(".".join(parts[:depth]))):
-            return ".".join(parts[:depth])
-    return None
+    return next((path for path, module in _around(model, name) if _is_adapted_layer(module)), None)
 
 
 def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -29,14 +29,11 @@ _log = logging.getLogger(__name__)
 
 GENERATION, ADAPTERS = "generation_config.json", "adapter_config.json"
 
-HASHED = 64
-"""Elements of each tensor by which ranks see whether they read the same checkpoint."""
+HASHED = 64  # elements of each tensor by which ranks see whether they read the same checkpoint
 
-COMPARED = 1 << 24
-"""Elements of two tensors that are compared at a time."""
+COMPARED = 1 << 24  # elements of two tensors that are compared at a time
 
-FLOATING = ("F64", "F32", "F16", "BF16")
-"""Names of trainable dtypes in safetensors files."""
+FLOATING = ("F64", "F32", "F16", "BF16")  # names of trainable dtypes in safetensors files
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ FROZEN = "frozen parameter "
 
 _log = logging.getLogger("zeromesh")
 
-SHOWN = 5
-"""Tensors that are named."""
+SHOWN = 5  # tensors that are named
 
 
 class ReplicaMismatch(Exception):

@@ -31,16 +31,11 @@ if TYPE_CHECKING:
 
 STATES = ("parameter", "gradient", "optimizer", "slot", "buffer", "activation")
 
-PROBE = 64 << 20
-"""Bytes that memory, link and disk are measured with; the network with a quarter."""
+PROBE = 64 << 20  # bytes that memory, link and disk are measured with; the network with a quarter.
 
-TIMES = 3
-"""Measurements of each rate, of which the best counts."""
+TIMES = 3  # measurements of each rate, of which the best counts
 
-REMEDIES = 3
-"""Remedies that a note about a shortage lists."""
-
-# Memory and traffic.
+REMEDIES = 3  # remedies that a note about a shortage lists
 
 
 def memory(
@@ -98,9 +93,6 @@ def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
     if reset:
         counted.reset()
     return found
-
-
-# Bounds.
 
 
 def find_bounds(
@@ -176,28 +168,20 @@ def _best(do: Callable[[], object]) -> float:
     return found
 
 
-# Shortage of memory.
-
-
 @contextmanager
 def explained(explain: Callable[[], str]) -> Iterator[None]:
     """Add ``explain()`` as a note to an error inside that says that memory is used up."""
     try:
         yield
     except BaseException as error:
+        shortage = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        # Torch has no class for this error on a CPU.
+        shortage |= isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
         # Once only: the phases nest, and each is a context like this one.
-        if is_shortage(error) and not getattr(error, "__notes__", ()):
+        if shortage and not getattr(error, "__notes__", ()):
             with suppress(Exception):  # the shortage is what counts
                 error.add_note(explain())
         raise
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Return whether an error says that there is no memory left, of a device or of the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # Torch has no class for this error on a CPU.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def explain(report: dict[str, Any], sharded: ShardedModel, settings: Resolved) -> str:

@@ -22,7 +22,7 @@ class Position(NamedTuple):
 
 
 class Sampler(DistributedSampler[Any]):
-    """A distributed sampler that counts its passes, each with an order of its own, and may begin a pass in its middle."""
+    """Distributed sampler that counts its passes, each with an order of its own, and may begin in the middle of one."""
 
     def __init__(
         self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, whole: int = 1, shuffle: bool = True

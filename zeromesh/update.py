@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zeromesh")
 
-SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3
-"""Relative tolerance between losses of ranks that share a batch: fp32, 16-bit."""
+SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3  # relative tolerance between losses of ranks that share a batch: fp32, 16-bit
 
+# Updates in a row that may be skipped for gradients that are not finite, where no loss scale explains them.
 MOST_SKIPPED = 10
-"""Updates in a row that may be skipped for gradients that are not finite, where no loss scale explains them."""
 
 
 class Update:

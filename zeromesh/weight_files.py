@@ -18,8 +18,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 OPEN_FILES = 64
 
-MOST_NAMED = 8
-"""Number of tensors of each kind that are named where a checkpoint does not fit."""
+MOST_NAMED = 8  # number of tensors of each kind that are named where a checkpoint does not fit
 
 
 @dataclass(frozen=True)
@@ -148,14 +147,15 @@ class ExportFiles:
         self._folder, self._name, self._largest = folder, name, largest
         self._state: dict[str, torch.Tensor] = {}
         self._written: list[tuple[Path, list[str]]] = []
-        self._bytes = 0
+        self._bytes = self._held = 0  # of all files, and of the tensors that wait for the next one
 
     def add(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take tensors on the CPU; a file is written when there are enough."""
         for name, tensor in state.items():
-            if self._state and _size(self._state) + tensor.nbytes > self._largest:
+            if self._state and self._held + tensor.nbytes > self._largest:
                 self._flush()
             self._state[name] = tensor.contiguous()
+            self._held += tensor.nbytes
 
     def finish(self) -> None:
         """Write the rest and give the files their names; remove files of an earlier, longer export."""
@@ -201,14 +201,10 @@ class ExportFiles:
         # Before the rename: after a loss of power, a name without its data would pass for a model.
         with part.open("rb") as file:
             os.fsync(file.fileno())
-        self._bytes += _size(self._state)
-        self._state = {}
+        self._bytes += self._held
+        self._state, self._held = {}, 0
 
 
 def _named(folder: Path, pattern: str) -> list[Path]:
     """Return the files whose names fit a regular expression."""
     return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]
-
-
-def _size(state: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in state.values())

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeromesh.comm.mesh import Mesh
 from zeromesh.model.piece import Piece
 from zeromesh.model.tiled import TiledLinear as TiledLinear
 from zeromesh.model.tiled import join_tiles as join_tiles
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
 # The functions below are given a bare parameter. Which engine it belongs to is kept here, and not on the parameter, so
 # that users' parameters stay as they made them. Both sides are weak: an engine that nobody else holds goes away.
 _OWNERS: Any = WeakIdKeyDictionary()
-_ELSEWHERE: Any = WeakIdKeyDictionary()
-"""Stand-ins of other stages' parameters, and their engine."""
+_ELSEWHERE: Any = WeakIdKeyDictionary()  # stand-ins of other stages' parameters, and their engine
 
 
 def register(engine: Engine) -> None:
@@ -164,7 +162,15 @@ def GatheredParameters(
         return
     sharded = _owner(members[0]).sharded
     found = [_find(parameter) for parameter in members]
-    place = None if modifier_rank is None else _place_in_stage(sharded.mesh, modifier_rank)
+    mesh, place = sharded.mesh, None
+    if modifier_rank is not None:
+        if modifier_rank not in mesh.stage_ranks:
+            raise ValueError(
+                f"modifier_rank is {modifier_rank}, but it is ranks {', '.join(map(str, mesh.stage_ranks))} that have "
+                "these parameters; pass one of these, as engine.mesh.stage_ranks[0]"
+            )
+        # The group's own order counts, not that of the global ranks.
+        place = mesh.group("stage").exchange(torch.tensor([mesh.rank])).flatten().tolist().index(modifier_rank)
     # All ranks gather in one order, whatever order the parameters were given in.
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
     with sharded.gathered(units):
@@ -179,18 +185,6 @@ def GatheredParameters(
                 "parameters were changed inside GatheredParameters, and ranks may have changed them differently: pass "
                 "modifier_rank, the rank whose values all ranks are to take"
             )
-
-
-def _place_in_stage(mesh: Mesh, rank: int) -> int:
-    """Return a rank's number in the group of those that have the same part of the model."""
-    if rank not in mesh.stage_ranks:
-        raise ValueError(
-            f"modifier_rank is {rank}, but it is ranks {', '.join(map(str, mesh.stage_ranks))} that have these "
-            "parameters; pass one of these, as engine.mesh.stage_ranks[0]"
-        )
-    # The group's own order counts, not that of the global ranks.
-    ranks = mesh.group("stage").exchange(torch.tensor([mesh.rank])).flatten().tolist()
-    return int(ranks.index(rank))
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:

@@ -19,8 +19,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.config.keys import PARTITION_ACTIVATIONS, RECOMPUTED
 from zeromesh.model.containers import map_tensors, tensors_of
 
-_TAG = 4
-"""Tag of the messages of partitioned inputs; they are waited for at once."""
+_TAG = 4  # tag of the messages of partitioned inputs; they are waited for at once.
 
 _inside: ContextVar[bool] = ContextVar("a checkpointed block computes", default=False)
 

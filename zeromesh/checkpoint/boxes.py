@@ -23,11 +23,9 @@ import torch
 from zeromesh.checkpoint.folder import another_offered
 from zeromesh.checkpoint.manifest import CODES, dtype_name, read_manifest, require_files, require_sound, some
 
-PART = 16 * 1024**2
-"""Bytes that are written, hashed and brought to the host at a time."""
+PART = 16 * 1024**2  # bytes that are written, hashed and brought to the host at a time
 
-BUFFER = 1024**2
-"""Bytes that are read at a time; few enough for a processor's cache."""
+BUFFER = 1024**2  # bytes that are read at a time; few enough for a processor's cache.
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
 
 
 class Reader:
-    """Reader of tensors, or ranges of them, in a checkpoint's folder; raises for a file that is not what was written."""
+    """Reader of tensors, or ranges of them, in a checkpoint's folder; raises for a file that was changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

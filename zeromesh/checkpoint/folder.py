@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 # A checkpoint is written to a folder of another name (.draft), flushed to the disk, and renamed
 # last. An earlier one that it replaces has the name with .old for a moment.
 LATEST = "latest"
+# Ends of folder names that are no checkpoints: being written, being replaced, being deleted.
 DRAFT = ".draft"
 OLD = ".old"
 GONE = f".gone{DRAFT}"
-"""Ends of folder names that are no checkpoints: being written, being replaced, being deleted."""
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:

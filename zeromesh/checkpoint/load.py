@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 
 Shapes = dict[str, tuple[int, ...]]
 
-MOST_SHOWN = 20
-"""Most tensors of each kind that an error names."""
+MOST_SHOWN = 20  # most tensors of each kind that an error names
 
 
 def load(

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-FORMAT = 2
-"""Format of manifests that are written; format 1 is read, too."""
+FORMAT = 2  # format of manifests that are written; format 1 is read, too.
 
 MANIFEST = "manifest.json"
 

@@ -54,8 +54,8 @@ KINDS = (
 )  # fmt: skip
 """Conversions, of which the first that fits counts."""
 
+# Keys of what stands for something that JSON does not have.
 MARKS = frozenset({"__items__", "__tensor__", "__stored__", *(kind.mark for kind in KINDS)})
-"""Keys of what stands for something that JSON does not have."""
 
 
 def pack(value: Any, path: str = "the value", apart: dict[str, torch.Tensor] | None = None) -> Any:

@@ -32,8 +32,7 @@ from zeromesh.checkpoint.packing import pack
 from zeromesh.comm.agreement import agree_run, require_agreement
 from zeromesh.tiers.lock import FolderInUse, locked
 
-MANIFEST_BYTES = 400
-"""Estimated bytes of the manifest for each box."""
+MANIFEST_BYTES = 400  # estimated bytes of the manifest for each box
 
 ONE_FOLDER = "save to a folder that all ranks see"
 

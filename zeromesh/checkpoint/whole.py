@@ -17,11 +17,9 @@ from zeromesh.shard.sharded import ShardedModel
 
 State = dict[str, torch.Tensor]
 
-STATE_TAG = 12
-"""Tag on the pipeline axis of tensors that are shown or saved whole."""
+STATE_TAG = 12  # tag on the pipeline axis of tensors that are shown or saved whole
 
-PART = 1 << 28
-"""Bytes of one message: some backends count those in 32 bits."""
+PART = 1 << 28  # bytes of one message: some backends count those in 32 bits
 
 
 def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:

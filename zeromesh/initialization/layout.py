@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
 
+# Plan of the tensor axis, and the stacks of blocks between which the sequence is split.
 Split = tuple[SplitPlan, list[Stack]]
-"""Plan of the tensor axis, and the stacks of blocks between which the sequence is split."""
 
 _log = logging.getLogger("zeromesh")
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-USUAL_STATES = 2
-"""Number of states of an optimizer that the kernel does not know: as many as Adam has."""
+USUAL_STATES = 2  # number of states of an optimizer that the kernel does not know: as many as Adam has
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
     from zeromesh.training_data import Loader
 
-BREAKDOWN_EVERY = 10
-"""Updates between breakdowns where ``steps_per_print`` does not say."""
+BREAKDOWN_EVERY = 10  # updates between breakdowns where ``steps_per_print`` does not say
 
 ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "tensorboard": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),

@@ -23,6 +23,7 @@ from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.computation import Computation
+from zeromesh.config.keys import OPTIMIZER_PARAMS
 from zeromesh.config.printing import jsonable, lines_of, tell_unset
 from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
@@ -236,7 +237,7 @@ def make_engine(plan: Plan, prepared: Prepared, placed: Placed) -> tuple[Engine,
     if first:
         used = {} if placed.optimizer is None else {**placed.optimizer.param_groups[0]}
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
-        tell_unset(chosen.config, settings, {f"optimizer.params.{k}": v for k, v in used.items() if k != "params"})
+        tell_unset(chosen.config, settings, {f"{OPTIMIZER_PARAMS}.{k}": v for k, v in used.items() if k != "params"})
     sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu if plan.says_batch and first else None)
     observer = prepare.make_observer(plan, prepared.monitor)
 

@@ -37,8 +37,8 @@ class Ticket:
         return operands
 
 
+# Node where the gradient of a weight can be asked for, and its operands, for each call of a layer.
 Kept = list[tuple[Tensor, Ticket]]
-"""Node where the gradient of a weight can be asked for, and its operands, for each call of a layer."""
 
 
 # The last one holds for the whole process, and not for a thread: autograd's own threads may run a backward and call

@@ -85,8 +85,7 @@ class Split:
         return part
 
 
-READ = 1 << 22
-"""Elements of a whole parameter that are read at a time where this rank keeps a part of each row."""
+READ = 1 << 22  # elements of a whole parameter that are read at a time where this rank keeps a part of each row
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def _zero_grad(engine: ref[Updates], set_to_none: bool = True) -> None:
 
 
 def answer(optimizer: Optimizer | None, scale: float, overflow: bool) -> None:
-    """Let ``optimizer.cur_scale`` and ``.loss_scale`` (of the next backward) and ``.overflow`` tell how the last update went."""
+    """Let ``optimizer.cur_scale``, ``.loss_scale`` and ``.overflow`` tell how the last update went."""
     # Programs written for DeepSpeed read them. An attribute that the optimizer's own class has is left alone.
     for name, value in (("cur_scale", scale), ("loss_scale", scale), ("overflow", overflow)):
         if optimizer is not None and not hasattr(type(optimizer), name):

@@ -29,8 +29,8 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 ) | {Lion}
 
+# Optimizers that get the parts of whole parameters from other ranks.
 _EXCHANGING: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
-"""Optimizers that get the parts of whole parameters from other ranks."""
 
 _NEVER: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
@@ -111,7 +111,12 @@ def build(
         matrices: names of the parameters that Muon is to update as matrices.
     """
     given = without_auto(params)
-    cls, defaults = _find_class(type, given)
+    ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
+    classes: dict[str, Any] = public_classes(torch.optim, Optimizer) | ours
+    cls, defaults = classes[type.lower()], {}
+    # DeepSpeed's Adam has decoupled weight decay unless it is told otherwise, and none by default.
+    if type.lower() == "adam" and given.get("adam_w_mode", True):
+        cls, defaults = torch.optim.AdamW, {"weight_decay": 0.0}
     _check_class(cls, sharded, allow_untested)
     # What the configuration does not say: our own optimizers get it beside their parameters.
     context: dict[str, Any] = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
@@ -120,11 +125,16 @@ def build(
     declared = inspect.signature(cls).parameters
     accepted = {key: declared[key] for key in declared if key not in {"params", "groups", *context}}
     arguments = defaults | _accept(type, given, accepted)
+    # It may look at shapes, and whole parameters can have theirs.
     if not sharded and cls not in _ELEMENTWISE | _EXCHANGING:
         _give_shapes(piece for group in groups for piece in group.pieces)
-    param_groups = [_group_dict(group) for group in groups]
+    param_groups = [
+        {"params": [piece.parameter for piece in group.pieces]}
+        | {key: _plain(value) for key, value in without_auto(group.options).items()}
+        for group in groups
+    ]
     try:
-        optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
+        optimizer: Optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {type} with {OPTIMIZER_PARAMS} = {dict(given)}: {error}") from error
     _fuse(optimizer)
@@ -148,23 +158,21 @@ def adopt(
     for group in optimizer.param_groups:
         kept = [(p, piece) for p in group["params"] if (piece := pieces_by_parameter.get(p)) is not None]
         for parameter in group["params"]:
-            _move_state(optimizer, parameter, pieces_by_parameter.get(parameter))
+            state, piece = optimizer.state.pop(parameter, None), pieces_by_parameter.get(parameter)
+            if not state or piece is None:
+                continue
+            # Cut what an optimizer such as Adagrad makes at construction.
+            optimizer.state[piece.parameter] = {
+                key: piece.cut(value).to(piece.parameter, copy=True).view_as(piece.parameter)
+                if torch.is_tensor(value) and key != "step" and value.shape == piece.shape
+                else value
+                for key, value in state.items()
+            }
         # Parameters of which this rank has no piece, and frozen ones, leave their group.
         group["params"] = [piece.parameter for _, piece in kept]
         if "param_names" in group:
             group["param_names"] = [piece.name for _, piece in kept]
     _fuse(optimizer)
-
-
-def _find_class(name: str, given: Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return the class, and defaults that differ from its own."""
-    lower = name.lower()
-    # DeepSpeed's Adam has decoupled weight decay unless it is told otherwise, and none by default.
-    if lower == "adam" and given.get("adam_w_mode", True):
-        return torch.optim.AdamW, {"weight_decay": 0.0}
-    ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
-    classes: dict[str, Any] = public_classes(torch.optim, Optimizer) | ours
-    return classes[lower], {}
 
 
 def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -190,11 +198,6 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
         return value
     return tuple(float(item) for item in value)
-
-
-def _group_dict(group: ParameterGroup) -> dict[str, Any]:
-    options = {key: _plain(value) for key, value in without_auto(group.options).items()}
-    return {"params": [piece.parameter for piece in group.pieces], **options}
 
 
 def check_users(
@@ -234,19 +237,6 @@ def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool) -> N
             f"{cls.__name__} is not known to update each element by itself, as it must where parameters are sharded; "
             f"use {UNSHARDED}, or set `{UNTESTED_OPTIMIZER}` to true if it does"
         )
-
-
-def _move_state(optimizer: Optimizer, parameter: nn.Parameter, piece: Piece | None) -> None:
-    """Cut what an optimizer such as Adagrad makes at construction to the piece."""
-    state = optimizer.state.pop(parameter, None)
-    if not state or piece is None:
-        return
-    optimizer.state[piece.parameter] = {
-        key: piece.cut(value).to(piece.parameter, copy=True).view_as(piece.parameter)
-        if torch.is_tensor(value) and key != "step" and value.shape == piece.shape
-        else value
-        for key, value in state.items()
-    }
 
 
 def _give_shapes(pieces: Iterable[Piece]) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+# End of the names of norm classes: torch's, as LayerNorm and BatchNorm2d, and models' own, as LlamaRMSNorm.
 _NORM = re.compile(r"norm(\d*d)?$", re.IGNORECASE)
-"""End of the names of norm classes: torch's, as LayerNorm and BatchNorm2d, and models' own, as LlamaRMSNorm."""
 
+# Names of modules at a model's tokens or classes, as ``embed_in``, ``lm_head`` and ``heads.0``.
 _EDGE = re.compile(r"embed|(^|[._])heads?(\.|$)", re.IGNORECASE)
-"""Names of modules at a model's tokens or classes, as ``embed_in``, ``lm_head`` and ``heads.0``."""
 
 
 def no_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -121,8 +121,7 @@ class HostSteps:
         return tuple(state[name].view(-1) for name in names), number
 
 
-COUNTED = frozenset({"adam", "adamw", "adagrad"})
-"""Rules whose optimizers count steps, under the name ``step``."""
+COUNTED = frozenset({"adam", "adamw", "adagrad"})  # rules whose optimizers count steps, under the name ``step``
 
 HYPERPARAMETERS = (
     *("lr", "betas", "eps", "weight_decay", "maximize"),

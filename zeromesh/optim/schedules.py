@@ -22,13 +22,12 @@ from zeromesh.optim.values import checked, unknown_parameter, without_auto
 
 _log = logging.getLogger(__name__)
 
+# Learning rate and first beta, from a position and a group's own learning rate; None leaves the betas.
 Curve = Callable[[int, float], tuple[float, float | None]]
-"""Learning rate and first beta, from a position and a group's own learning rate; None leaves the betas."""
 
 # DeepSpeed's timing: the n-th update, counted from 0, uses position n - 1, and position -1 is the start.
 
-SECOND_BETA = 0.99
-"""The second beta of an optimizer whose first one a schedule moves, as in DeepSpeed."""
+SECOND_BETA = 0.99  # the second beta of an optimizer whose first one a schedule moves, as in DeepSpeed
 
 
 class RateSchedule:

@@ -22,8 +22,8 @@ OTHER_NAMES: dict[str, str] = {
 }
 """Names of parameters in other libraries."""
 
+# Parameters that torch's CyclicLR takes as a list, one value per group, although it declares a number.
 PER_GROUP = ("base_momentum", "max_momentum")
-"""Parameters that torch's CyclicLR takes as a list, one value per group, although it declares a number."""
 
 
 def without_auto(params: Mapping[str, Any]) -> dict[str, Any]:
