@@ -103,7 +103,7 @@ def initialize(
     settings, environment = steps.read_configuration(chosen, mesh, start)
     plan = steps.plan_layout(chosen, settings, mesh or make_mesh(settings, environment))
     prepared = steps.prepare_run(plan)
-    return steps.make_engine(plan, prepared, steps.place_model(plan, prepared))
+    return steps.make_engine(plan, prepared, *steps.place_model(plan, prepared))
 
 
 def _show_log() -> None:

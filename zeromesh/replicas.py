@@ -36,10 +36,7 @@ def require_equal_replicas(sharded: ShardedModel, when: str) -> None:
     """
     mesh = sharded.mesh
     # What is gathered after each update is compared where it is whole, which finds a faulty gather, too.
-    found = [
-        *_differences(mesh.shard, _whole(sharded)),
-        *_differences(mesh.replicate, _kept(sharded)),
-    ]
+    found = [*_differences(mesh.shard, _whole(sharded)), *_differences(mesh.replicate, _kept(sharded))]
     world = mesh.group("world")
     # One number first: that all is well costs no texts.
     if not bool(world.exchange(torch.tensor([float(bool(found))], dtype=torch.float64)).any()):

@@ -29,7 +29,6 @@ from zeromesh.tensor.sequence import Stack, find_stacks
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
-    from zeromesh.context.applied import SpreadSequences
     from zeromesh.pipeline.runtime.samples import ModelInput
     from zeromesh.pipeline.schedule.partition import Blocks
     from zeromesh.pipelined import Pipelined
@@ -184,18 +183,3 @@ def take_stage(
         stacks = [part for part in parts if part.blocks]
         plan = SplitPlan(members, resolved.held, resolved.of_parameter, heads), stacks
     return groups, plan
-
-
-def spread_sequences(model: nn.Module, settings: Resolved, mesh: Mesh, loss_fn: Any) -> SpreadSequences | None:
-    """Let each rank along the context axis compute its part of the sequences; None where the axis has one rank."""
-    group = mesh.group("context")
-    if group.size == 1:
-        return None
-    if loss_fn is not None:
-        raise ValueError(
-            "loss_fn would be given the labels of whole sequences, and logits of this rank's part; leave it out, and "
-            "have the model return its loss"
-        )
-    from zeromesh.context.apply import apply as spread
-
-    return spread(model, settings.context_parallel.strategy, group)

@@ -97,13 +97,10 @@ def place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | N
 
 def activation_store(settings: Resolved, mesh: Mesh) -> ActivationStore | None:
     """Return the storage of checkpointed inputs until the backward; None where they stay in place."""
-    chosen = settings.activation_checkpointing
-    if not chosen.enabled:
-        return None
-    group = mesh.group("tensor")
+    chosen, group = settings.activation_checkpointing, mesh.group("tensor")
     # Where the sequence is split over these ranks, each has a part of the inputs anyway.
     partitions = chosen.partition_activations and group.size > 1 and not settings.tensor_parallel.sequence
-    if not (chosen.cpu_checkpointing or partitions):
+    if not (chosen.enabled and (chosen.cpu_checkpointing or partitions)):
         return None
     from zeromesh.activation.store import ActivationStore
 

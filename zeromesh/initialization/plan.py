@@ -15,11 +15,9 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.initialization.layout import Split
 from zeromesh.initialization.offload import Offload
 from zeromesh.model.placement import Placement
-from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
-    from zeromesh.context.applied import SpreadSequences
     from zeromesh.observe.monitors import Monitor
     from zeromesh.pipelined import Pipelined
     from zeromesh.training_data import Loader
@@ -83,13 +81,3 @@ class Prepared:
     scheduler: Any  # of the user's optimizer, or the one that was passed
     monitor: Monitor
     offload: Offload
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A model whose states are placed over the ranks, and what updates them."""
-
-    sharded: ShardedModel
-    optimizer: Optimizer | None
-    scheduler: Any
-    sequences: SpreadSequences | None  # None where the context axis has one rank

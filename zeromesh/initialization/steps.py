@@ -29,7 +29,7 @@ from zeromesh.engine import Engine
 from zeromesh.engine_state import Parts
 from zeromesh.initialization import layout, place, prepare
 from zeromesh.initialization.offload import preparation, where_offloaded
-from zeromesh.initialization.plan import Arguments, Placed, Plan, Prepared
+from zeromesh.initialization.plan import Arguments, Plan, Prepared
 from zeromesh.model.piece import Piece
 from zeromesh.model.placement import Placement
 from zeromesh.optim import factory
@@ -40,12 +40,14 @@ from zeromesh.shard import guard, hooks
 from zeromesh.shard.exchange import FlatExchange
 from zeromesh.shard.find import check_compiled, check_parameters, find_units
 from zeromesh.shard.materialise import materialiser
+from zeromesh.shard.sharded import ShardedModel
 from zeromesh.tensor.apply import apply, chunk_losses
 from zeromesh.tensor.derive import heads_over_vocabulary
 from zeromesh.tensor.plan import describe_plan
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
+    from zeromesh.context.applied import SpreadSequences
     from zeromesh.training_data import Loader
 
 _log = logging.getLogger("zeromesh")
@@ -174,13 +176,28 @@ def prepare_run(plan: Plan) -> Prepared:
     return agree_run(plan.world, "prepare its optimizer, schedule and monitors", made)
 
 
-def place_model(plan: Plan, prepared: Prepared) -> Placed:
-    """Change the model: spread sequences, take this rank's stages, and place the states; build the optimizer."""
+def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer | None, Any, SpreadSequences | None]:
+    """Change the model, and build what updates it.
+
+    Returns:
+        The sharded states, the optimizer, its schedule, and the sequences that are spread over ranks, if there are any.
+    """
     chosen, model, settings, mesh, world = plan.arguments, plan.model, plan.settings, plan.mesh, plan.world
-    sequences = agree_run(
-        world, "spread its sequences over ranks",
-        lambda: layout.spread_sequences(model, settings, mesh, chosen.loss_fn),
-    )  # fmt: skip
+
+    def spread() -> SpreadSequences | None:
+        if mesh.sizes["context"] == 1:
+            return None
+        if chosen.loss_fn is not None:
+            raise ValueError(
+                "loss_fn would be given the labels of whole sequences, and logits of this rank's part; leave it out, "
+                "and have the model return its loss"
+            )
+        from zeromesh.context.apply import apply as apply_context
+
+        return apply_context(model, settings.context_parallel.strategy, mesh.group("context"))
+
+    # First, because it either succeeds or leaves the model as it was.
+    sequences = agree_run(world, "spread its sequences over ranks", spread)
     require_agreement(world, "the tensor-parallel plan", "" if plan.split is None else describe_plan(plan.split[0]))
     length = "none" if plan.loader is None else plan.loader.sampler.length
     require_agreement(world, "training_data", f"samples: {length}")
@@ -224,36 +241,39 @@ def place_model(plan: Plan, prepared: Prepared) -> Placed:
             sharded.close()
         error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
         raise
-    return Placed(sharded, built, scheduler, sequences)
+    return sharded, built, scheduler, sequences
 
 
-def make_engine(plan: Plan, prepared: Prepared, placed: Placed) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
-    """Make the engine, and say what is not a default."""
-    chosen, settings, mesh, sharded = plan.arguments, plan.settings, plan.mesh, placed.sharded
+def make_engine(
+    plan: Plan, prepared: Prepared, sharded: ShardedModel, optimizer: Optimizer | None, scheduler: Any,
+    sequences: SpreadSequences | None,
+) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
+    """Make the engine of a placed model, and say what is not a default."""
+    chosen, settings, mesh = plan.arguments, plan.settings, plan.mesh
     store = place.activation_store(settings, mesh)
     # Last of all that replaces a forward: recomputation has to include what the other parts put around a layer.
     place.checkpoint_activations(plan.model, settings, store)
     first = mesh.rank == 0
     if first:
-        used = {} if placed.optimizer is None else {**placed.optimizer.param_groups[0]}
+        used = {} if optimizer is None else {**optimizer.param_groups[0]}
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
         tell_unset(chosen.config, settings, {f"{OPTIMIZER_PARAMS}.{k}": v for k, v in used.items() if k != "params"})
     sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu if plan.says_batch and first else None)
     observer = prepare.make_observer(plan, prepared.monitor)
 
     def explain() -> str:
-        return reports.explain(reports.memory(sharded, placed.optimizer, store), sharded, settings)
+        return reports.explain(reports.memory(sharded, optimizer, store), sharded, settings)
 
     engine = Engine(
         Parts(
             sharded=sharded,
             config=settings,
             computation=Computation(sharded, settings.precision, observer, chosen.loss_fn, sizes, explain),
-            optimizer=placed.optimizer,
-            scheduler=placed.scheduler,
+            optimizer=optimizer,
+            scheduler=scheduler,
             loader=plan.loader,
             observer=observer,
-            context_parallel=placed.sequences,
+            context_parallel=sequences,
             activations=store,
             pipelined=plan.stages,
         )
@@ -262,4 +282,4 @@ def make_engine(plan: Plan, prepared: Prepared, placed: Placed) -> tuple[Engine,
     if first:
         text = json.dumps(jsonable(settings.model_dump(exclude_defaults=True)))
         _log.info("%d ranks, %d units; what is not a default: %s", mesh.world_size, len(sharded.units), text)
-    return engine, placed.optimizer, plan.loader, placed.scheduler
+    return engine, optimizer, plan.loader, scheduler
