@@ -41,6 +41,7 @@ class Batching(EngineState):
             ValueError: not a multiple of what one micro-batch of all ranks holds.
         """
         each = self.config.train_micro_batch_size_per_gpu * self.data_size
+        # The size of a micro-batch is the loader's, so that only their number can change.
         if train_batch_size <= 0 or train_batch_size % each:
             nearest = max(1, round(train_batch_size / each)) * each
             raise ValueError(
@@ -100,6 +101,7 @@ class Answers(EngineState):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group; 0 of a group that has none, as in DeepSpeed."""
+        # ``float`` waits for the device where a rate is a tensor there.
         return [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def get_global_grad_norm(self) -> float | None:

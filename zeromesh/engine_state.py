@@ -80,6 +80,7 @@ class EngineState:
         self.context_parallel = parts.context_parallel
         self.activations = parts.activations
         self.pipelined = parts.pipelined
+        # Made here, because it needs the placed states and the computation.
         self.stage_work = None if parts.pipelined is None else parts.pipelined.work(parts.sharded, parts.computation)
         self._computation = parts.computation
         self._accumulation = parts.sharded.accumulation
@@ -102,6 +103,7 @@ class EngineState:
         Args:
             set_to_none: accepted for torch's sake; gradients are always dropped.
         """
+        # Not the optimizer's: its pieces have gradients only during an update.
         self.sharded.forget_gradients()
         self._accumulation.restart()
 

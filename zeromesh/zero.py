@@ -42,6 +42,8 @@ def register(engine: Engine) -> None:
     for flat in engine.sharded.flats:
         for parameter in flat.parameters:
             _OWNERS[parameter] = ref(engine)
+    # Zeros that are no parameters are in their places; users may hand them to the functions below
+    # all the same.
     if engine.pipelined is not None:
         for module, name in engine.pipelined.taken:
             _ELSEWHERE[vars(module)[name]] = ref(engine)
@@ -102,6 +104,7 @@ class Init:
         self._entered: list[AbstractContextManager[object]] = []
 
     def __enter__(self) -> Init:
+        # A stack, because one object may be entered again inside of itself.
         context = recording() if self._defers else nullcontext()
         context.__enter__()
         self._entered.append(context)
@@ -174,7 +177,7 @@ def GatheredParameters(
     # All ranks gather in one order, whatever order the parameters were given in.
     units = sorted({unit for _, unit, _, _ in found}, key=lambda unit: unit.index)
     with sharded.gathered(units):
-        # Without a rank that counts, a change on some ranks only would be gathered by none and lost by the next update.
+        # Without a rank whose values count, a change would be lost, or differ between ranks: it is refused.
         before = [] if place is not None else [_fingerprint(parameter) for parameter in members]
         yield
         if place is not None:
@@ -258,6 +261,7 @@ def clip_grad_norm_(
     norm = engine.sharded.grads.clip(members, float(max_norm), float(norm_type))
     if error_if_nonfinite and not isfinite(norm):
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm}, so it cannot be clipped")
+    # As torch's own function, in the dtype of the gradients where that is wider.
     wide = bool(members) and members[0].dtype is torch.float64
     return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32)
 
@@ -273,6 +277,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def _state(parameter: nn.Parameter, piece: Piece, key: str) -> torch.Tensor | None:
     optimizer = _owner(parameter).optimizer
+    # Not ``state[...]``: that would make an empty entry, which some optimizers take for a state.
     value = None if optimizer is None else optimizer.state.get(piece.parameter, {}).get(key)
     if value is not None and (not isinstance(value, torch.Tensor) or value.numel() != piece.parameter.numel()):
         raise ValueError(f"the optimizer's state {key!r} of {piece.name} is {value}, not a tensor like the parameter")

@@ -108,7 +108,7 @@ class ActivationStore:
             and tensor.nbytes >= max(1, self.least)
             and tensor.device.type == self.device.type
             and (tensor.is_floating_point() or tensor.is_complex())  # others, as masks and token ids, are small
-            # Parameters are there anyway, or fetched by their unit; autograd forbids changes of inference tensors.
+            # Parameters are there anyway, or fetched by their unit; of inference tensors torch counts no versions.
             and not (isinstance(tensor._base, nn.Parameter) or tensor.is_inference())
             # These two are views whose elements are not what their memory holds.
             and not (tensor.is_conj() or tensor.is_neg())

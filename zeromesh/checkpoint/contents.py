@@ -118,6 +118,7 @@ def _optimizer_boxes(optimizer: Optimizer, flat: Flat, index: int, piece: Piece)
             continue
         if value.numel() != piece.stop - piece.start:
             raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")
+        # A view where it is contiguous, so that a large state is not doubled.
         data = value.flatten()[start - piece.start : stop - piece.start]
         yield from _boxes(name, piece.held, start, stop, data)
 

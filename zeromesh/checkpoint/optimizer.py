@@ -103,11 +103,14 @@ def _state_keys(reader: Reader) -> list[str]:
 
 def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
     """Load the options of the groups, and the states of the pieces that this rank updates."""
+    # Updated in place: schedulers hold the groups.
     for group, saved in zip(optimizer.param_groups, reader.manifest["groups"], strict=True):
         group.update({key: _restored(group.get(key), value) for key, value in unpack(saved).items()})
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     keys = _state_keys(reader)
     for flat, piece in pieces(sharded):
+        # Without ``strict`` the checkpoint may lack it; then its state stays with the value that it
+        # is of.
         if f"parameter/{piece.name}" not in reader.names:
             continue
         flat.load_states(write=True)

@@ -28,6 +28,7 @@ def of_all_stages(mesh: Mesh, own: Mapping[str, Any]) -> dict[str, Any]:
         return dict(own)
     found: dict[str, Any] = {}
     for text in texts(mesh.group("pipeline"), json.dumps(own)):
+        # Tied tensors are on several stages.
         found = found | {name: value for name, value in json.loads(text).items() if name not in found}
     return found
 
@@ -98,6 +99,8 @@ def _receive(group: Group, place: int, device: torch.device) -> State:
         group.send_and_receive({}, {place: message}, STATE_TAG, "whole tensors").wait()
         return message
 
+    # The receiver knows nothing of what comes: first the length of the header, then the header,
+    # then the tensors.
     length = int(receive(torch.empty(1, dtype=torch.int64, device=device)))
     header = receive(torch.empty(length, dtype=torch.uint8, device=device))
     found = State()

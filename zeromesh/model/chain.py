@@ -58,6 +58,7 @@ class Chain(nn.Module):
 
     def add_layer(self, layer: nn.Module, kind: str) -> None:
         """Add one to the end."""
+        # By its number, so that names in checkpoints do not depend on the stages.
         self.layers.append(str(len(self.layers)))
         self.kinds.append(kind)
         self.add_module(self.layers[-1], layer)

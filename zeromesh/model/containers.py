@@ -33,6 +33,7 @@ def map_tensors(
         items = dict(value.items())
     elif isinstance(value, list) or type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
         items = dict(enumerate(value))
+    # The class itself is a dataclass, too, and has no fields to read.
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     # A container may hold itself.
@@ -45,8 +46,10 @@ def map_tensors(
         return value
     if isinstance(value, tuple):
         return type(value)(*mapped.values()) if hasattr(value, "_fields") else tuple(mapped.values())
+    # It cannot be changed, and nothing is known of how to construct its kind.
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return mapped
+    # A shallow copy keeps the kind, as BatchEncoding, whose attributes models read.
     copied = copy.copy(value)
     for key, item in changed.items():
         if isinstance(value, MutableMapping | list):

@@ -11,6 +11,7 @@ import torch
 
 def _generators(device: torch.device) -> list[Any]:
     """Return getters and setters of the states of default generators: the CPU's, and the device's own."""
+    # A forward on a device may draw on the CPU as well.
     return [torch.random] if device.type == "cpu" else [torch.random, torch.get_device_module(device)]
 
 

@@ -94,6 +94,7 @@ class TiledLinear(nn.Module):
         rows = []
         for row in self.tiles:
             assert isinstance(row, nn.ModuleList)
+            # From left to right: a fixed order makes sums equal on all runs.
             total = row[0](parts[0])  # the first tile of a row has the bias
             for tile, part in zip(row[1:], parts[1:], strict=True):
                 total = total + tile(part)
@@ -130,6 +131,7 @@ def tile_linears(model: nn.Module, most_elements: int) -> list[str]:
             users[id(parameter)] = users.get(id(parameter), 0) + 1
     found = []
     for name, module in list(model.named_modules()):
+        # A subclass may compute something else, and a shared weight is read by others.
         if type(module) is not nn.Linear or module.weight.numel() <= most_elements or users[id(module.weight)] > 1:
             continue
         if module.weight.is_meta:

@@ -64,6 +64,7 @@ def _owned_parameters(
     seen: set[nn.Parameter] = set()
     for module_name, module in model.named_modules(remove_duplicate=remove_duplicate):
         for name, parameter in module.named_parameters(recurse=False):
+            # A tied parameter would be updated twice by an optimizer that has it in two groups.
             if parameter.requires_grad and not (remove_duplicate and parameter in seen):
                 seen.add(parameter)
                 yield module_name, module, name, parameter

@@ -33,8 +33,7 @@ SECOND_BETA = 0.99  # the second beta of an optimizer whose first one a schedule
 class RateSchedule:
     """Schedule that moves hyperparameters along one curve per parameter group; position -1 is the beginning."""
 
-    # Not torch's LambdaLR: it multiplies the group's rate by a factor, which rounds rates that are given as they are,
-    # and its state would hold the curves.
+    # Not torch's LambdaLR: it multiplies the group's rate by a factor, which rounds rates that are given as they are.
     def __init__(
         self, optimizer: Optimizer, curves: Sequence[Curve], last_batch_iteration: int = -1, name: str = "Schedule"
     ) -> None:

@@ -46,6 +46,7 @@ def checked(path: str, value: Any, declared: inspect.Parameter, least: int | Non
     # What says nothing about its type takes anything.
     if value is None and (default is None or "None" in kind):
         return value
+    # Annotations of torch are texts or types, and the default says more than many of them.
     if kind.removesuffix(" | None") == "int":
         return _whole(path, value, least)
     if isinstance(default, bool) or (default is None and "bool" in kind):
@@ -88,6 +89,7 @@ def _is_number(value: Any) -> bool:
 
 def _unquote(value: Any) -> str:
     try:
+        # A number in quotes is the usual mistake in hand-written JSON.
         float(value if isinstance(value, str) else "")
     except ValueError:
         return ""
