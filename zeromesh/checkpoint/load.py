@@ -38,28 +38,35 @@ def load(
 ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
     """Continue from a checkpoint. Collective; see ``Engine.load_checkpoint``."""
     mesh, world = engine.mesh, engine.mesh.group("world")
-    parts = {"optimizer": optimizer_states, "lr_scheduler": scheduler_states, "strict": strict, "data": data_position}
-    parts["progress"] = progress
-    require_agreement(world, "what load_checkpoint is to take", "\n".join(f"{k}: {v}" for k, v in parts.items()))
+    parts = f"optimizer: {optimizer_states}\nlr_scheduler: {scheduler_states}\nstrict: {strict}\ndata: {data_position}"
+    require_agreement(world, "what load_checkpoint is to take", f"{parts}\nprogress: {progress}")
     chosen = agree_run(world, "find the latest checkpoint", lambda: latest(folder) if tag is None else str(tag))
     _require_same_tag(world, folder, chosen)
     if chosen is None:
         return None, {}
     optimizer = engine.optimizer if optimizer_states else None
     loader = engine.training_dataloader if data_position else None
-    wanted = _shapes(engine.sharded)
+    sharded = engine.sharded
+    shapes = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
+    shapes |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
+    wanted = {name: tuple(shape) for name, shape in of_all_stages(mesh, shapes).items()}  # JSON has lists
 
     def prepare() -> Reader:
-        path = locate(folder, chosen)
-        if path != folder / chosen:
-            lost = "%s is missing: a process ended as it was replaced; the one before it is loaded"
-            _log.warning(lost, folder / chosen)
+        path, named = locate(folder, chosen), folder / chosen
+        if path != named:
+            _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", named)
         reader = Reader(path)
         _require_same_model(engine, reader, wanted, strict)
-        if may_restart():
-            _require_same_batch(engine, reader.manifest.get("train_batch_size"))
+        # Only after a restart by the launcher, with as many ranks as there are then: who changes their number by hand
+        # may mean to change the batch.
+        saved, now = reader.manifest.get("train_batch_size"), engine.train_batch_size()
+        if may_restart() and saved not in (None, now):
+            raise ValueError(
+                f"the checkpoint was trained with {saved} samples per update, and the {mesh.world_size} ranks now "
+                f"take {now}; set {TRAIN} to {saved}, so that the number of ranks does not change it"
+            )
         if optimizer is not None:
-            require_same_optimizer(engine.sharded, optimizer, reader)
+            require_same_optimizer(sharded, optimizer, reader)
         if scheduler_states:
             _require_same_scheduler(engine, reader)
         if loader is not None:
@@ -74,8 +81,8 @@ def load(
     # All of it before the first value: a damaged file must not leave half of another run behind.
     needed = {name for name in reader.names if optimizer_states or not name.startswith("optimizer/")}
     agree_run(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
-    agree_run(world, "load the checkpoint", lambda: _load_tensors(engine.sharded, optimizer, reader))
-    engine.sharded.updated()
+    agree_run(world, "load the checkpoint", lambda: _load_tensors(sharded, optimizer, reader))
+    sharded.updated()
     if progress:
         _load_progress(engine, reader, scheduler_states)
     if engine.optimizer is not None and engine.lr_scheduler is not None and scheduler_states and not optimizer_states:
@@ -134,13 +141,6 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
         raise ValueError(f"{reader.folder} is of another model:\n{text}{hint}")
 
 
-def _shapes(sharded: ShardedModel) -> Shapes:
-    """Return the parameters and buffers of all stages. Collective."""
-    found = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
-    found |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
-    return {name: tuple(shape) for name, shape in of_all_stages(sharded.mesh, found).items()}
-
-
 def _bare(name: str) -> str:
     return name.split("/", 1)[1]
 
@@ -173,18 +173,6 @@ def _require_same_scheduler(engine: RunState, reader: Reader) -> None:
         raise ValueError(
             f"{reader.folder} is of {saved}{lacks}, but this run has {name}; make the same scheduler, or pass "
             "load_lr_scheduler_states=False to begin this one where it is"
-        )
-
-
-def _require_same_batch(engine: RunState, saved: int | None) -> None:
-    """Raise ValueError if another number of ranks, after a restart by the launcher, would silently change the batch."""
-    # Only after restarts: a user who changes the number of ranks by hand may mean to change the
-    # batch.
-    if saved is not None and saved != engine.train_batch_size():
-        raise ValueError(
-            f"the checkpoint was trained with {saved} samples per update, and the {engine.mesh.world_size} ranks now "
-            f"take {engine.train_batch_size()}; set {TRAIN} to {saved}, so that the number of ranks does not "
-            "change it"
         )
 
 
