@@ -73,9 +73,9 @@ class ActivationStore:
         self._task = -1
         self._differs: list[Tensor] = []
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        # A copy of the model, or one that is saved, is an ordinary one: its inputs stay where they are.
-        return _nowhere, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of the model, or one that is saved, has no store: its inputs stay where they are.
+        return type(None), ()
 
     def keep(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -162,10 +162,6 @@ class ActivationStore:
                 f"whole blocks in {RECOMPUTED}, whose inputs are the same on all of them, or set "
                 f"{PARTITION_ACTIVATIONS} to false"
             )
-
-
-def _nowhere() -> None:
-    """Placeholder of a store in a copy of its model."""
 
 
 class _Kept:

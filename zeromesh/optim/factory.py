@@ -78,11 +78,11 @@ _FOREIGN: dict[str, _Foreign] = {
     "ns_method": _Foreign(frozenset({"muon"}), "both compute the same", ("standard", "gram")),
 }
 
+_ONE_BIT = "it belongs to the 1-bit optimizers, which are not offered"
+
 _REFUSED_PARAMS: dict[str, str] = {
     "max_grad_norm": f"set `{CLIPPING}` at the top level of the config",
-    "freeze_step": "it belongs to the 1-bit optimizers, which are not offered",
-    "cuda_aware": "it belongs to the 1-bit optimizers, which are not offered",
-    "comm_backend_name": "it belongs to the 1-bit optimizers, which are not offered",
+    **dict.fromkeys(("freeze_step", "cuda_aware", "comm_backend_name"), _ONE_BIT),
 }
 
 

@@ -123,11 +123,8 @@ class HostSteps:
 
 COUNTED = frozenset({"adam", "adamw", "adagrad"})  # rules whose optimizers count steps, under the name ``step``
 
-HYPERPARAMETERS = (
-    *("lr", "betas", "eps", "weight_decay", "maximize"),
-    *("momentum", "dampening", "nesterov", "lr_decay"),
-)
-"""Options of groups that rules compute with."""
+# Options of groups that rules compute with.
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "lr_decay")
 
 
 def _number(value: Any) -> Any:

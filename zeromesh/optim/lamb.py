@@ -34,16 +34,8 @@ class Lamb(StepOptimizer):
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
         bias_correction: bool = True, max_coeff: float = 10.0, min_coeff: float = 0.01,
     ) -> None:  # fmt: skip
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
-        super().__init__(groups, defaults)
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
+        super().__init__(groups, defaults | {"max_coeff": max_coeff, "min_coeff": min_coeff})
         self._exchange = exchange
         # Every rank sums a vector of all parameters, in one order, whatever it holds of them.
         places = {name: place for place, name in enumerate(name for bucket in exchange.buckets for name in bucket)}
